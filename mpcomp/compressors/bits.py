@@ -1,0 +1,98 @@
+"""Packing small integers into bytes, and back: nothing here knows of tensors' meaning.
+
+Integers of any width are stored as fields of 8, 4, 2 and 1 bits (a 7-bit number is a
+4-bit, a 2-bit and a 1-bit field), each packed on its own. So the size is known from count
+and width alone, every field is byte-parallel, and nothing loops over elements. On a CPU the
+1-bit field goes through numpy's vectorised packer; both paths give the same bytes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["pack", "pack_bools", "packed_bytes", "unpack", "unpack_bools"]
+
+
+def _fields(width: int) -> list[tuple[int, int]]:
+    """(offset, bits) of the fields of a ``width``-bit integer, low bits first."""
+    fields, offset = [], 0
+    while width - offset >= 8:
+        fields.append((offset, 8))
+        offset += 8
+    for bits in (4, 2, 1):
+        if (width - offset) & bits:
+            fields.append((offset, bits))
+            offset += bits
+    return fields
+
+
+def packed_bytes(count: int, width: int) -> int:
+    """Bytes that `pack` needs for ``count`` integers of ``width`` bits."""
+    return sum(-(-count * bits // 8) for _, bits in _fields(width))
+
+
+def pack(values: Tensor, width: int) -> Tensor:
+    """Packs unsigned integers below 2**width: [rows, count] -> uint8 [rows, packed_bytes]."""
+    return torch.cat(
+        [_pack_field(values, offset, bits) for offset, bits in _fields(width)]
+        or [values.new_zeros((values.shape[0], 0), dtype=torch.uint8)],
+        dim=1,
+    )
+
+
+def unpack(packed: Tensor, width: int, count: int) -> Tensor:
+    """Inverse of `pack`: [rows, count], uint8 for widths up to 8 and int64 above."""
+    dtype = torch.uint8 if width <= 8 else torch.int64
+    out: Tensor | None = None
+    start = 0
+    for offset, bits in _fields(width):
+        size = -(-count * bits // 8)
+        field = _unpack_field(packed[:, start : start + size], bits, count).to(dtype)
+        out = field if out is None else out | (field << offset)
+        start += size
+    return packed.new_zeros((packed.shape[0], count), dtype=dtype) if out is None else out
+
+
+def pack_bools(mask: Tensor) -> Tensor:
+    """One bit an element, first element in the lowest bit: bool [n] -> uint8 [ceil(n / 8)]."""
+    return _pack_field(mask.view(torch.uint8).reshape(1, -1), 0, 1)[0]
+
+
+def unpack_bools(packed: Tensor, count: int) -> Tensor:
+    """Inverse of `pack_bools`: bool [count]."""
+    return _unpack_field(packed.reshape(1, -1), 1, count)[0].view(torch.bool)
+
+
+def _pack_field(values: Tensor, offset: int, bits: int) -> Tensor:
+    field = values >> offset if offset else values
+    if bits == 8:
+        return (field & 0xFF).to(torch.uint8) if field.dtype != torch.uint8 else field
+    field = (field & ((1 << bits) - 1)).to(torch.uint8)
+    rows, count = field.shape
+    if bits == 1 and field.device.type == "cpu":
+        return torch.from_numpy(np.packbits(field.numpy(), axis=1, bitorder="little"))
+    per_byte = 8 // bits
+    padding = -count % per_byte
+    if padding:
+        field = torch.nn.functional.pad(field, (0, padding))
+    field = field.reshape(rows, -1, per_byte)
+    out = field[:, :, 0].clone()
+    for i in range(1, per_byte):
+        out |= field[:, :, i] << (i * bits)
+    return out
+
+
+def _unpack_field(packed: Tensor, bits: int, count: int) -> Tensor:
+    if bits == 8:
+        return packed
+    rows, size = packed.shape
+    if bits == 1 and packed.device.type == "cpu":
+        unpacked = np.unpackbits(packed.numpy(), axis=1, count=count, bitorder="little")
+        return torch.from_numpy(unpacked)
+    per_byte = 8 // bits
+    out = torch.empty((rows, size, per_byte), dtype=torch.uint8, device=packed.device)
+    for i in range(per_byte):
+        out[:, :, i] = (packed >> (i * bits)) & ((1 << bits) - 1)
+    return out.reshape(rows, -1)[:, :count]

@@ -1,0 +1,78 @@
+"""Sending the elements at known positions: what every selecting compressor has in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mpcomp.compressors.base import Compressor, Payload, Selecting
+from mpcomp.compressors.identity import Identity
+from mpcomp.tensor_meta import TensorMeta
+
+__all__ = ["ValuesAt", "check_values"]
+
+
+def check_values(values: Compressor | None) -> None:
+    """Raises unless ``values`` may code the values of a selection."""
+    if values is None:
+        return
+    if not isinstance(values, Compressor):
+        raise TypeError(
+            f"values={values!r}: the values of a selection take a compressor such as Cast('fp16') "
+            "or Quantize(8); feedback goes round the whole: ef21+topk:0.1+quant:8"
+        )
+    if isinstance(values, Selecting):
+        raise ValueError(
+            f"values={values}: the values of a selection cannot be selected again; lower keep"
+        )
+
+
+@dataclass(frozen=True)
+class ValuesAt:
+    """The elements at given positions of a tensor, optionally compressed themselves.
+
+    Attributes:
+        num_rows: number of rows of equal length in which the values are coded, so that a value
+            compressor with a scale per sample has samples to go by.
+        count: number of values in all.
+        values: compressor of the values; None sends them as they are.
+    """
+
+    num_rows: int
+    count: int
+    values: Compressor | None
+
+    def _meta(self, dtype: torch.dtype) -> TensorMeta:
+        return TensorMeta((self.num_rows, self.count // max(1, self.num_rows)), dtype)
+
+    @property
+    def _coder(self) -> Compressor:
+        return Identity() if self.values is None else self.values
+
+    def layout(self, dtype: torch.dtype) -> tuple[TensorMeta, ...]:
+        """Wire tensors for values of ``dtype``."""
+        return self._coder.layout(self._meta(dtype))
+
+    def take(
+        self, x: Tensor, positions: Tensor, generator: torch.Generator | None = None
+    ) -> Payload:
+        """The payload of the elements of ``x`` at ``positions`` (memory order)."""
+        flat = TensorMeta.of(x).flatten(x).reshape(-1)
+        chosen = flat.index_select(0, positions).reshape(self._meta(x.dtype).shape)
+        return self._coder.compress(chosen, generator)
+
+    def put(
+        self,
+        payload: Payload,
+        positions: Tensor,
+        meta: TensorMeta,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """A tensor like ``meta`` that holds the payload's values and zeros elsewhere."""
+        values = self._coder.decompress(payload, self._meta(meta.dtype), generator)
+        flat = torch.zeros(meta.numel, dtype=meta.dtype, device=values.device)
+        # Positions are unique, so the order of writing does not matter.
+        flat.index_copy_(0, positions, values.reshape(-1))
+        return meta.unflatten(flat)

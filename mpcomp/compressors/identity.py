@@ -1,0 +1,51 @@
+"""No compression: the tensor's own bytes, and when to fall back on it."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from mpcomp.compressors.base import Compressor, Payload
+from mpcomp.tensor_meta import TensorMeta
+
+__all__ = ["Identity", "or_dense"]
+
+
+@dataclass(frozen=True)
+class Identity(Compressor):
+    """Sends every element as it is. Spec ``none``."""
+
+    spec: ClassVar[str] = "none"
+    aliases: ClassVar[dict[str, dict[str, Any]]] = {"identity": {}}
+    summable = True
+
+    def layout(self, meta: TensorMeta) -> tuple[TensorMeta, ...]:
+        return (TensorMeta((meta.num_rows, meta.numel // max(1, meta.num_rows)), meta.dtype),)
+
+    def compress(self, x: Tensor, generator: torch.Generator | None = None) -> Payload:
+        return (TensorMeta.of(x).flatten(x),)
+
+    def decompress(
+        self, payload: Payload, meta: TensorMeta, generator: torch.Generator | None = None
+    ) -> Tensor:
+        return meta.unflatten(payload[0])
+
+
+def or_dense(compressor: Compressor, meta: TensorMeta) -> Compressor:
+    """``compressor``, or `Identity` where it would not make a tensor like ``meta`` smaller.
+
+    Both ends decide alike, as the layout follows from ``meta``. Says so once (Python's warning
+    filter folds repeats).
+    """
+    if isinstance(compressor, Identity) or compressor.wire_bytes(meta) < meta.dense_bytes:
+        return compressor
+    warnings.warn(
+        f"{compressor} would not shrink {list(meta.shape)} {meta.dtype} tensors "
+        f"({compressor.wire_bytes(meta)} of {meta.dense_bytes} bytes): sending them dense",
+        stacklevel=2,
+    )
+    return Identity()

@@ -1,0 +1,106 @@
+"""Sending which elements were kept: ``k`` ascending positions below ``n``.
+
+Three codes, of which the smallest is taken; all sizes follow from ``n`` and ``k``, so both
+ends choose alike and buffers are posted without data:
+
+=============  =======================================  =========================
+code           bits                                     best for
+=============  =======================================  =========================
+bitmask        n                                        k above about n / 4
+Elias-Fano     k (2 + log2(n / k)) at the most          nearly everything else
+integers       k log2 n                                 a handful of positions
+=============  =======================================  =========================
+
+Elias-Fano (Elias 1974, Fano 1971): the low ``l = floor(log2(n / k))`` bits of each position
+are stored as they are; the high parts, which ascend, as a bit string in which position number
+``i`` sets bit ``high_i + i``.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mpcomp.compressors import bits
+
+__all__ = ["decode_indices", "encode_indices", "index_bytes", "nonzero"]
+
+
+def _low_width(n: int, k: int) -> int:
+    return max(0, (n // k).bit_length() - 1)
+
+
+def _upper_bits(n: int, k: int) -> int:
+    return k + ((n - 1) >> _low_width(n, k)) + 1
+
+
+def _sizes(n: int, k: int) -> dict[str, int]:
+    """Bytes of each code. The order settles ties."""
+    return {
+        "bitmask": bits.packed_bytes(n, 1),
+        "elias-fano": bits.packed_bytes(k, _low_width(n, k))
+        + bits.packed_bytes(_upper_bits(n, k), 1),
+        "integers": bits.packed_bytes(k, (n - 1).bit_length()),
+    }
+
+
+def _cheapest(n: int, k: int) -> str:
+    sizes = _sizes(n, k)
+    return min(sizes, key=sizes.__getitem__)
+
+
+def index_bytes(n: int, k: int) -> int:
+    """Bytes of ``k`` positions below ``n``; zero if all or none are kept."""
+    return 0 if k in (0, n) else min(_sizes(n, k).values())
+
+
+def nonzero(mask: Tensor, count: int) -> Tensor:
+    """Positions of the ``count`` set elements of a flat bool tensor, ascending; int64 [count]."""
+    if mask.device.type == "cpu":  # numpy's scan is twice as fast as torch's here
+        return torch.from_numpy(np.flatnonzero(mask.numpy()))
+    # With the count known, an accelerator need not be waited for.
+    return torch.nonzero_static(mask, size=count).squeeze(1)
+
+
+def encode_indices(positions: Tensor, n: int) -> Tensor:
+    """Ascending int64 positions [k] below ``n`` -> uint8 [index_bytes(n, k)]."""
+    k = positions.numel()
+    if k in (0, n):
+        return torch.empty(0, dtype=torch.uint8, device=positions.device)
+    code = _cheapest(n, k)
+    if code == "integers":
+        return bits.pack(positions.reshape(1, -1), (n - 1).bit_length())[0]
+    if code == "bitmask":
+        return bits.pack_bools(_mask(positions, n))
+    low = _low_width(n, k)
+    upper = (positions >> low) + torch.arange(k, device=positions.device)
+    return torch.cat(
+        [
+            bits.pack(positions.reshape(1, -1), low)[0],
+            bits.pack_bools(_mask(upper, _upper_bits(n, k))),
+        ]
+    )
+
+
+def decode_indices(code: Tensor, n: int, k: int) -> Tensor:
+    """Inverse of `encode_indices`: int64 [k], ascending."""
+    if k in (0, n):
+        return torch.arange(k, device=code.device)
+    kind = _cheapest(n, k)
+    if kind == "integers":
+        return bits.unpack(code.reshape(1, -1), (n - 1).bit_length(), k)[0].to(torch.int64)
+    if kind == "bitmask":
+        return nonzero(bits.unpack_bools(code, n), k)
+    low = _low_width(n, k)
+    split = bits.packed_bytes(k, low)
+    upper = nonzero(bits.unpack_bools(code[split:], _upper_bits(n, k)), k)
+    high = upper - torch.arange(k, device=code.device)
+    lows = bits.unpack(code[:split].reshape(1, -1), low, k)[0]
+    return (high << low) | lows.to(torch.int64)
+
+
+def _mask(positions: Tensor, n: int) -> Tensor:
+    mask = torch.zeros(n, dtype=torch.bool, device=positions.device)
+    mask[positions] = True
+    return mask

@@ -1,0 +1,170 @@
+"""Uniform quantization to 1-8 bits, with one scale for the tensor, a sample, a channel or a group.
+
+Elements are rearranged into groups [G, n] that share a scale; each group is coded as
+
+    q = clip(round((x - low) / step), 0, levels),    x^ = low + q step       ("minmax")
+    q = clip(round(x / step + zero), 0, levels),     x^ = (q - zero) step    ("maxabs")
+
+``minmax`` is the operator of Rudakov et al. (2^b levels between the smallest and the largest
+value, both included). ``maxabs`` needs one number a group. Its code book is symmetric: at up to
+3 bits it has 2^b levels and no zero, which at so few levels is the smaller error; above, 2^b - 1
+levels of which zero is one, so that the zeros of a ReLU stay zero.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from mpcomp.compressors import bits as bitpack
+from mpcomp.compressors.base import Compressor, Payload
+from mpcomp.compressors.groups import Grouping
+from mpcomp.randomness import uniform
+from mpcomp.tensor_meta import TensorMeta
+
+__all__ = ["Quantize"]
+
+_MODES = ("minmax", "maxabs")
+_ROUNDINGS = ("nearest", "stochastic")
+# Larger elements are clipped: up to here, range and step stay finite in fp32 and bf16.
+_LIMIT = torch.finfo(torch.float32).max / 4
+
+
+@dataclass(frozen=True)
+class Quantize(Compressor):
+    """Uniform b-bit quantization. Spec ``quant:4``, ``quant:4:scale=128:rounding=stochastic``.
+
+    The error of an element is at most step / 2 with nearest rounding and below one step with
+    stochastic rounding, which is unbiased inside the range; step = (largest - smallest) /
+    (2^bits - 1) of the element's group for ``minmax``. Rudakov et al., section 3 (min-max);
+    Alistarh et al., QSGD, for stochastic rounding.
+
+    Args:
+        bits: 1 to 8.
+        scale: what shares a scale: "tensor", "sample" (dim 0), "channel" (dim 1 of images and
+            other 4-d tensors, else the last) or a number of consecutive elements.
+        mode: "minmax" or "maxabs"; by default minmax where a scale serves a tensor or a sample,
+            maxabs for channels and groups, whose second number would double the overhead.
+        rounding: "nearest" (half to even) or "stochastic".
+
+    Scales are fp32 for a tensor, bf16 (fp32's range) for samples, channels and groups.
+
+    Raises:
+        ValueError: a setting outside those.
+    """
+
+    bits: int
+    scale: str | int = "tensor"
+    mode: str | None = None
+    rounding: str = "nearest"
+    spec: ClassVar[str] = "quant"
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.bits, int) and 1 <= self.bits <= 8):
+            raise ValueError(f"bits={self.bits}: Quantize packs 1 to 8 bits; for 16 use Cast")
+        Grouping.check(self.scale)
+        if self.mode not in (None, *_MODES):
+            raise ValueError(f"mode={self.mode!r}: Quantize knows {', '.join(_MODES)}")
+        if self.rounding not in _ROUNDINGS:
+            raise ValueError(f"rounding={self.rounding!r}: Quantize knows {', '.join(_ROUNDINGS)}")
+
+    @property
+    def _minmax(self) -> bool:
+        if self.mode is None:
+            return self.scale in ("tensor", "sample")
+        return self.mode == "minmax"
+
+    @property
+    def _levels(self) -> int:
+        """The largest code."""
+        return (1 << self.bits) - (1 if self._minmax or self.bits <= 3 else 2)
+
+    @property
+    def _scale_dtype(self) -> torch.dtype:
+        return torch.float32 if self.scale == "tensor" else torch.bfloat16
+
+    def layout(self, meta: TensorMeta) -> tuple[TensorMeta, ...]:
+        grouping = Grouping.of(meta, self.scale)
+        scales = TensorMeta((grouping.num_groups,), self._scale_dtype)
+        codes = TensorMeta(
+            (grouping.num_rows, bitpack.packed_bytes(grouping.row_numel, self.bits)), torch.uint8
+        )
+        return (scales, scales, codes) if self._minmax else (scales, codes)
+
+    def compress(self, x: Tensor, generator: torch.Generator | None = None) -> Payload:
+        grouping = Grouping.of(TensorMeta.of(x), self.scale)
+        groups = grouping.split(x)
+        if self._minmax:
+            scales, position = self._minmax_codes(groups)
+        else:
+            scales, position = self._maxabs_codes(groups)
+        if self.rounding == "stochastic":
+            assert generator is not None, "stochastic rounding draws from a generator"
+            noise = uniform(generator, position.numel(), position.device)
+            position = (position + noise.view_as(position)).floor_()
+        else:
+            position = position.round_()
+        # NaN (a group that is not finite) must not reach the integer cast undefined.
+        codes = position.clamp_(0, self._levels).nan_to_num_(nan=0.0).to(torch.uint8)
+        return (*scales, bitpack.pack(grouping.rows(codes), self.bits))
+
+    def _minmax_codes(self, groups: Tensor) -> tuple[Payload, Tensor]:
+        low, high = _extremes(groups)
+        low, high = low.clamp(-_LIMIT, _LIMIT), high.clamp(-_LIMIT, _LIMIT)
+        low = _round_down(low, self._scale_dtype)
+        step = _round_up((high - low.float()) / self._levels, self._scale_dtype)
+        divisor = _divisor(step)
+        return (low, step), (groups - low.float()[:, None]) / divisor[:, None]
+
+    def _maxabs_codes(self, groups: Tensor) -> tuple[Payload, Tensor]:
+        low, high = _extremes(groups)
+        largest = torch.maximum(-low, high).clamp(max=_LIMIT)
+        step = _round_up(largest / (self._levels / 2), self._scale_dtype)
+        return (step,), groups / _divisor(step)[:, None] + self._levels / 2
+
+    def decompress(
+        self, payload: Payload, meta: TensorMeta, generator: torch.Generator | None = None
+    ) -> Tensor:
+        grouping = Grouping.of(meta, self.scale)
+        *scales, packed = payload
+        codes = grouping.groups(bitpack.unpack(packed, self.bits, grouping.row_numel))
+        q = codes.to(torch.float32)
+        # Every product and sum is an operation of its own: no fused multiply-add, so that
+        # all devices round alike.
+        step = scales[-1].to(torch.float32)[:, None]
+        if self._minmax:
+            q.mul_(step).add_(scales[0].to(torch.float32)[:, None])
+        else:
+            q.sub_(self._levels / 2).mul_(step)
+        return grouping.join(q.to(meta.dtype))
+
+
+def _extremes(groups: Tensor) -> tuple[Tensor, Tensor]:
+    """Smallest and largest element of each group; zeros for groups of no elements."""
+    if groups.shape[1] == 0:
+        zeros = groups.new_zeros(groups.shape[0])
+        return zeros, zeros
+    if groups.shape[0] == 1:  # over all elements torch reduces in parallel, over a dim it may not
+        low, high = groups.aminmax()
+        return low.reshape(1), high.reshape(1)
+    low, high = groups.aminmax(dim=1)
+    return low, high
+
+
+def _divisor(step: Tensor) -> Tensor:
+    """``step`` as fp32 with 1 for 0, which a constant group has."""
+    step = step.to(torch.float32)
+    return torch.where(step > 0, step, torch.ones_like(step))
+
+
+def _round_up(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The smallest number of ``dtype`` that is at least ``x``, so that the range is covered."""
+    y = x.to(dtype)
+    return torch.where(y.to(x.dtype) < x, torch.nextafter(y, torch.full_like(y, torch.inf)), y)
+
+
+def _round_down(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return -_round_up(-x, dtype)

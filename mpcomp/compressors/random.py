@@ -1,0 +1,110 @@
+"""Sending elements chosen at random: both ends draw the choice, only values travel."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from mpcomp.compressors.base import Compressor, Payload, Selecting, check_keep, num_kept
+from mpcomp.compressors.gather import ValuesAt, check_values
+from mpcomp.tensor_meta import TensorMeta
+
+__all__ = ["RandomBlock", "RandomK"]
+
+
+@dataclass(frozen=True)
+class _SharedChoice(Selecting):
+    """A selection that depends on the shared generator alone, never on the data."""
+
+    keep: float
+    unbiased: bool = False
+    values: Compressor | None = None
+    spec_inner: ClassVar[str | None] = "values"
+
+    def __post_init__(self) -> None:
+        check_keep(self.keep)
+        check_values(self.values)
+
+    @property
+    def summable(self) -> bool:  # type: ignore[override]
+        """All replicas choose the same elements, so their payloads may be added."""
+        return self.values is None or self.values.summable
+
+    @abstractmethod
+    def _choose(self, n: int, k: int, generator: torch.Generator) -> Tensor:
+        """``k`` of ``n`` positions, ascending, on the CPU."""
+
+    def _values(self, meta: TensorMeta) -> ValuesAt:
+        return ValuesAt(1, num_kept(self.keep, meta.numel), self.values)
+
+    def layout(self, meta: TensorMeta) -> tuple[TensorMeta, ...]:
+        return self._values(meta).layout(meta.dtype)
+
+    def indices(
+        self, payload: Payload, meta: TensorMeta, generator: torch.Generator | None = None
+    ) -> Tensor:
+        device = payload[0].device if payload else torch.device("cpu")
+        return self._positions(meta, generator, device)
+
+    def _positions(
+        self, meta: TensorMeta, generator: torch.Generator | None, device: torch.device
+    ) -> Tensor:
+        assert generator is not None, "the choice is drawn from a generator both ends share"
+        k = num_kept(self.keep, meta.numel)
+        if k == meta.numel:
+            return torch.arange(k, device=device)
+        return self._choose(meta.numel, k, generator).to(device)
+
+    def compress(self, x: Tensor, generator: torch.Generator | None = None) -> Payload:
+        meta = TensorMeta.of(x)
+        positions = self._positions(meta, generator, x.device)
+        return self._values(meta).take(x, positions, generator)
+
+    def decompress(
+        self, payload: Payload, meta: TensorMeta, generator: torch.Generator | None = None
+    ) -> Tensor:
+        positions = self.indices(payload, meta, generator)
+        x = self._values(meta).put(payload, positions, meta)
+        return x.mul_(meta.numel / positions.numel()) if self.unbiased and meta.numel else x
+
+
+@dataclass(frozen=True)
+class RandomK(_SharedChoice):
+    """Keeps k = ceil(keep n) elements of the tensor, uniformly at random. Spec ``randomk:0.1``.
+
+    Contraction in expectation: E||x - C(x)||^2 = (1 - k/n) ||x||^2. Stich et al., NeurIPS 2018.
+
+    Args:
+        keep: fraction of the elements to send, in (0, 1].
+        unbiased: scale the decoded values by n / k. Not inside error feedback, which diverges.
+        values: compressor of the values sent.
+
+    Raises:
+        ValueError: keep outside (0, 1], or a selecting value compressor.
+        TypeError: values is not a compressor.
+    """
+
+    spec: ClassVar[str] = "randomk"
+
+    def _choose(self, n: int, k: int, generator: torch.Generator) -> Tensor:
+        return torch.randperm(n, generator=generator)[:k].sort().values
+
+
+@dataclass(frozen=True)
+class RandomBlock(_SharedChoice):
+    """Keeps ``k`` neighbouring elements from a random start, around the end. Spec ``randomblock:0.1``.
+
+    The gradient compressor of ConEF; reading and writing runs of memory makes it the cheapest
+    selection. Arguments, errors and expectation as for `RandomK`.
+    """
+
+    spec: ClassVar[str] = "randomblock"
+
+    def _choose(self, n: int, k: int, generator: torch.Generator) -> Tensor:
+        start = int(torch.randint(n, (), generator=generator))
+        wrapped = max(0, start + k - n)
+        return torch.cat([torch.arange(wrapped), torch.arange(start, start + k - wrapped)])

@@ -1,0 +1,118 @@
+"""Sending the elements of largest magnitude."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mpcomp.compressors.base import Compressor, Payload, Selecting, check_keep, num_kept
+from mpcomp.compressors.gather import ValuesAt, check_values
+from mpcomp.compressors.indices import decode_indices, encode_indices, index_bytes, nonzero
+from mpcomp.tensor_meta import TensorMeta
+
+__all__ = ["TopK"]
+
+_SCOPES = ("sample", "row", "tensor")
+
+
+@dataclass(frozen=True)
+class TopK(Selecting):
+    """Keeps the largest magnitudes of each scope. Spec ``topk:0.1``, ``topk:0.1:scope=row+fp16``.
+
+    Keeps k = max(1, ceil(keep n - 1e-9)) of the n elements of a scope; among equal magnitudes
+    those of lowest index. Contraction: ||x - C(x)||^2 <= (1 - k/n) ||x||^2. Per sample over the
+    flattened features as in Rudakov et al., section 3.
+
+    Args:
+        keep: fraction of the elements to send, in (0, 1].
+        scope: "sample" selects within dim 0, "row" within the innermost dimension in memory
+            (the hidden dimension of a language model, a pixel's channels of a channels-last
+            image), "tensor" over all. Tensors of fewer than two dimensions are one scope.
+        values: compressor of the values sent, such as Cast("fp16") or Quantize(8).
+
+    Raises:
+        ValueError: keep or scope outside those, or a selecting value compressor.
+        TypeError: values is not a compressor (feedback goes round the whole, not inside).
+    """
+
+    keep: float
+    scope: str = "sample"
+    values: Compressor | None = None
+    spec: ClassVar[str] = "topk"
+    spec_inner: ClassVar[str | None] = "values"
+
+    def __post_init__(self) -> None:
+        check_keep(self.keep)
+        check_values(self.values)
+        if self.scope not in _SCOPES:
+            raise ValueError(f"scope={self.scope!r}: TopK knows {', '.join(_SCOPES)}")
+
+    def _rows(self, meta: TensorMeta) -> tuple[int, int]:
+        """Number of scopes, and elements in each."""
+        if meta.numel == 0:
+            return 1, 0
+        if self.scope == "tensor" or len(meta.shape) < 2:
+            return 1, meta.numel
+        if self.scope == "sample":
+            return meta.num_rows, meta.row_numel
+        return meta.numel // meta.last_dim, meta.last_dim
+
+    def _values(self, meta: TensorMeta) -> ValuesAt:
+        rows, n = self._rows(meta)
+        return ValuesAt(rows, rows * num_kept(self.keep, n), self.values)
+
+    def layout(self, meta: TensorMeta) -> tuple[TensorMeta, ...]:
+        values = self._values(meta)
+        indices = TensorMeta((index_bytes(meta.numel, values.count),), torch.uint8)
+        return (*values.layout(meta.dtype), indices)
+
+    def compress(self, x: Tensor, generator: torch.Generator | None = None) -> Payload:
+        meta = TensorMeta.of(x)
+        rows, n = self._rows(meta)
+        flat = meta.flatten(x).reshape(rows, n)
+        positions = largest_positions(flat, num_kept(self.keep, n))
+        payload = self._values(meta).take(x, positions, generator)
+        return (*payload, encode_indices(positions, meta.numel))
+
+    def indices(
+        self, payload: Payload, meta: TensorMeta, generator: torch.Generator | None = None
+    ) -> Tensor:
+        return decode_indices(payload[-1], meta.numel, self._values(meta).count)
+
+    def decompress(
+        self, payload: Payload, meta: TensorMeta, generator: torch.Generator | None = None
+    ) -> Tensor:
+        positions = self.indices(payload, meta)
+        return self._values(meta).put(payload[:-1], positions, meta, generator)
+
+
+def largest_positions(rows: Tensor, k: int) -> Tensor:
+    """Flat ascending positions of the ``k`` largest magnitudes of each row of [rows, n].
+
+    Of equal magnitudes the lowest index is taken. NaN counts as larger than any number.
+    """
+    num_rows, n = rows.shape
+    if k >= n:
+        return torch.arange(num_rows * n, device=rows.device)
+    if rows.dtype == torch.float64:  # its magnitude and index do not fit one 64-bit key
+        chosen = rows.abs().sort(dim=1, descending=True, stable=True).indices[:, :k]
+        mask = torch.zeros(rows.shape, dtype=torch.bool, device=rows.device)
+        return nonzero(mask.scatter_(1, chosen, True).reshape(-1), num_rows * k)
+    # Magnitude above, reversed index below: all keys differ, so the k-th largest alone decides,
+    # ties need no care, and the zeros of a ReLU are not the slow case they are for plain
+    # selection (numpy's partition of 1M floats: 1 ms, with 85 % zeros 20 ms).
+    as_int = torch.int32 if rows.dtype.itemsize == 4 else torch.int16
+    magnitude = rows.view(as_int) & torch.iinfo(as_int).max
+    keys = magnitude.to(torch.int64)
+    keys <<= 32
+    keys += torch.arange(n - 1, -1, -1, device=rows.device)
+    if rows.device.type == "cpu":
+        # A vectorised quickselect, five to ten times as fast as torch.topk here.
+        kth = torch.from_numpy(np.partition(keys.numpy(), n - k, axis=1)[:, n - k : n - k + 1])
+    else:
+        kth = keys.topk(k, dim=1, sorted=False).values.amin(dim=1, keepdim=True)
+    return nonzero((keys >= kth).reshape(-1), num_rows * k)

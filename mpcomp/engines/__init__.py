@@ -1,0 +1,1 @@
+"""How messages move: local (torchgpipe in one process)."""

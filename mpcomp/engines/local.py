@@ -1,0 +1,178 @@
+"""The engine of one process: torchgpipe's schedule, with a compressed link at every cut.
+
+torchgpipe calls `fence` in the main thread before the computations of a clock cycle, to move each
+microbatch to its next device. Here that step is `LinkCopy`: encode, move the message, decode; its
+backward does the same with the gradient, the other way::
+
+    stage j-1 ──> x ──> encode ──> message ──> decode ──> y ──> stage j       (LinkCopy.forward)
+    stage j-1 <── gx <── decode <── message <── encode <── gy <── stage j     (LinkCopy.backward)
+
+The compressor is never differentiated: the gradient that leaves stage j is that of ``y``, and what
+stage j-1 receives is taken for that of ``x``.
+
+Microbatches have graphs of their own (torchgpipe would tie them together with `depend`, to be walked
+in descending order by one backward). So losses are differentiated one by one in ascending order,
+which is the canonical order of accumulation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torchgpipe.microbatch import Batch
+from torchgpipe.pipeline import Pipeline as GPipeSchedule
+from torchgpipe.skip.layout import SkipLayout
+
+from mpcomp.boundary import Boundary, Link, Step
+from mpcomp.engines.runner import Autocast, StageRunner
+from mpcomp.microbatch import map_tensors
+from mpcomp.tensor_meta import TensorMeta
+
+__all__ = ["LinkCopy", "LocalEngine"]
+
+
+class LocalEngine:
+    """All stages in this process, each on its device.
+
+    Args:
+        stages: modules in order.
+        boundaries: one fewer.
+        devices: one for each stage; they may repeat.
+        recompute: recompute activations in backward.
+        seed: of the run.
+    """
+
+    name = "local"
+
+    def __init__(
+        self,
+        stages: Sequence[nn.Module],
+        boundaries: Sequence[Boundary],
+        devices: Sequence[torch.device],
+        *,
+        recompute: bool,
+        seed: int,
+    ) -> None:
+        assert len(stages) == len(devices) == len(boundaries) + 1
+        self.devices = list(devices)
+        self.boundaries = list(boundaries)
+        self._runners = [
+            StageRunner(stage, i, device, recompute=recompute, seed=seed)
+            for i, (stage, device) in enumerate(zip(stages, devices, strict=True))
+        ]
+
+    def forward(self, microbatches: Sequence[Any], step: Step) -> list[Tensor]:
+        """Outputs of the last stage, with their graphs, for microbatches of the first."""
+        first = self.devices[0]
+        batches: list[Batch] = [
+            _Microbatch(map_tensors(batch, lambda t: t.to(first)), i, step)
+            for i, batch in enumerate(microbatches)
+        ]
+        _Schedule(batches, self._runners, self.devices, self.boundaries, step).run()
+        return [batch.value for batch in batches]
+
+    def device_of(self, boundary: int, role: str, direction: str) -> torch.device:
+        """Where an end of a link lives: gradients are sent by the later stage."""
+        later = (role == "receiver") == (direction == "act")
+        return self.devices[boundary + later]
+
+
+class _Microbatch(Batch):  # type: ignore[misc]
+    """torchgpipe's batch, which also knows which one it is."""
+
+    def __init__(self, value: Any, index: int, step: Step) -> None:
+        self.value = value
+        self.atomic = isinstance(value, Tensor)
+        self.index = index
+        self.step = step
+
+    def call(self, function: Callable[..., Tensor]) -> _Microbatch:
+        """Runs a stage (torchgpipe calls this in a worker thread)."""
+        return _Microbatch(function(self.value, self), self.index, self.step)
+
+
+class _Schedule(GPipeSchedule):  # type: ignore[misc]
+    """torchgpipe's clock cycles and workers, with links for copies."""
+
+    def __init__(
+        self,
+        batches: list[Batch],
+        runners: Sequence[StageRunner],
+        devices: list[torch.device],
+        boundaries: Sequence[Boundary],
+        step: Step,
+    ) -> None:
+        # Worker threads do not inherit the caller's autocast, so it is captured here.
+        partitions = [
+            _partition(runner, Autocast.of_caller(runner.device)) for runner in runners
+        ]
+        super().__init__(
+            batches, partitions, devices, skip_layout=SkipLayout(len(partitions), {})
+        )
+        self._boundaries = boundaries
+        self._step = step
+
+    def fence(self, schedule: list[tuple[int, int]], skip_trackers: list[Any]) -> None:
+        """Carries each microbatch of this clock cycle over the cut before its next stage."""
+        for i, j in schedule:
+            if j > 0:
+                batch = self.batches[i]
+                batch[0] = LinkCopy.apply(
+                    batch[0], self._boundaries[j - 1], self._step, i, self.devices[j]
+                )
+
+
+def _partition(runner: StageRunner, autocast: Autocast) -> Callable[[Any, _Microbatch], Tensor]:
+    return lambda value, batch: runner(value, batch.step.index, batch.index, autocast)
+
+
+class LinkCopy(torch.autograd.Function):
+    """Carries one microbatch over a cut, and its gradient back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, boundary: Boundary, step: Step, microbatch: int, device: torch.device
+    ) -> Tensor:
+        meta = TensorMeta.of(x)
+        ctx.boundary, ctx.step, ctx.microbatch = boundary, step, microbatch
+        ctx.meta, ctx.source = meta, x.device
+        with _no_autocast(x.device), _no_autocast(device):
+            message = boundary.send_activation(x, step, microbatch)
+            y = boundary.receive_activation(_move(message, device), meta, step, microbatch)
+            _compare(boundary.act, x, y, step)
+        return y
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        boundary, step, meta = ctx.boundary, ctx.step, ctx.meta
+        # A gradient travels in its activation's memory order, which both ends know.
+        memory = torch.channels_last if meta.channels_last else torch.contiguous_format
+        grad = grad.contiguous(memory_format=memory)
+        with _no_autocast(grad.device), _no_autocast(ctx.source):
+            message = boundary.send_gradient(grad, step, ctx.microbatch)
+            x = boundary.receive_gradient(
+                _move(message, ctx.source), meta, step, ctx.microbatch
+            )
+            _compare(boundary.grad, grad, x, step)
+        return x, None, None, None, None
+
+
+def _move(message: Tensor, device: torch.device) -> Tensor:
+    """The transport: bytes go to the other device."""
+    return message.to(device, non_blocking=True)
+
+
+def _no_autocast(device: torch.device) -> torch.autocast:
+    """Links compute in the dtypes they choose themselves."""
+    return torch.autocast(device.type, enabled=False)
+
+
+def _compare(link: Link, x: Tensor, y: Tensor, step: Step) -> None:
+    """Meters what arrived. The elements are taken in memory order, for speed."""
+    meta = TensorMeta.of(x)
+    link.meter.of(step.train).compare(meta.flatten(x), meta.flatten(y.to(x.device)))

@@ -1,0 +1,113 @@
+"""Running one stage on one microbatch, the same way in every engine.
+
+A stage runs in threads that know nothing of the caller: its autocast is entered again, its dropout
+drawn from (seed, step, stage, microbatch), and, if asked, its activations recomputed in backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from mpcomp.randomness import stage_randomness
+
+__all__ = ["Autocast", "StageRunner", "frozen_buffers"]
+
+
+@dataclass(frozen=True)
+class Autocast:
+    """The caller's autocast, to be entered again in another thread."""
+
+    device_type: str
+    enabled: bool
+    dtype: torch.dtype
+
+    @classmethod
+    def of_caller(cls, device: torch.device) -> Autocast:
+        """What is in force in this thread for ``device``'s type."""
+        kind = device.type
+        return cls(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+
+    def enter(self) -> AbstractContextManager[Any]:
+        """A context with this setting."""
+        return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled)
+
+
+@contextmanager
+def frozen_buffers(module: nn.Module) -> Iterator[None]:
+    """Lets ``module`` run on copies of its buffers.
+
+    Recomputing a stage would count a batch twice in BatchNorm's statistics. Copies, rather than
+    writing the old values back: autograd holds the originals and checks that nobody wrote to them.
+    """
+    saved = [
+        (owner, name, buffer)
+        for owner in module.modules()
+        for name, buffer in owner._buffers.items()
+        if buffer is not None
+    ]
+    for owner, name, buffer in saved:
+        owner._buffers[name] = buffer.clone()
+    try:
+        yield
+    finally:
+        for owner, name, buffer in saved:
+            owner._buffers[name] = buffer
+
+
+class StageRunner:
+    """A stage together with how to run it.
+
+    Args:
+        stage: module from one tensor (the first stage: from the batch) to one tensor.
+        index: number of the stage.
+        device: where it lives.
+        recompute: drop its inner activations and compute them again in backward.
+        seed: of the run.
+    """
+
+    def __init__(
+        self, stage: nn.Module, index: int, device: torch.device, *, recompute: bool, seed: int
+    ) -> None:
+        self.stage = stage
+        self.index = index
+        self.device = device
+        self._recompute = recompute
+        self._seed = seed
+
+    def __call__(self, batch: Any, step: int, microbatch: int, autocast: Autocast) -> Tensor:
+        """The stage's output for one microbatch."""
+
+        def run(batch: Any) -> Tensor:
+            with self._randomness(step, microbatch), autocast.enter():
+                if isinstance(batch, Mapping):
+                    output = self.stage(**batch)
+                elif isinstance(batch, tuple):
+                    output = self.stage(*batch)
+                else:
+                    output = self.stage(batch)
+            assert isinstance(output, Tensor)
+            return output
+
+        if not (self._recompute and torch.is_grad_enabled()):
+            return run(batch)
+        output = checkpoint(
+            run,
+            batch,
+            use_reentrant=False,
+            preserve_rng_state=False,  # `run` sets it, in both passes
+            context_fn=lambda: (nullcontext(), frozen_buffers(self.stage)),
+        )
+        assert isinstance(output, Tensor)
+        return output
+
+    def _randomness(self, step: int, microbatch: int) -> AbstractContextManager[None]:
+        if not self.stage.training:
+            return nullcontext()
+        return stage_randomness(self.device, self._seed, step, self.index, microbatch)

@@ -1,0 +1,109 @@
+"""What travels: one flat uint8 buffer, a 16-byte header and then the payload.
+
+The header says what a receiver cannot derive: whether the sender saw non-finite values, and a
+checksum over what it must agree with the receiver about (slots and their flags). Its fields,
+little-endian::
+
+    0        1     2       3         4      8     12
+    version  kind  status  reserved  check  step  next_ratio
+
+Payload tensors follow in the order of the layout, each aligned to its element size.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mpcomp.compressors.base import Payload
+from mpcomp.tensor_meta import TensorMeta
+
+__all__ = ["COMPRESSED", "DENSE", "HEADER_BYTES", "Header", "frame", "message_bytes", "unframe"]
+
+VERSION = 1
+DENSE, COMPRESSED = 0, 1
+HEADER_BYTES = 16
+_HEADER = struct.Struct("<BBBxIIf")
+
+
+@dataclass(frozen=True)
+class Header:
+    """The header's fields.
+
+    Attributes:
+        kind: DENSE or COMPRESSED.
+        status: 0, or 1 if the tensor had non-finite values.
+        check: checksum over slots and flags.
+        step: number of the step, modulo 2^32.
+        next_ratio: compression ratio of the sender's next step; 0 keeps the present one.
+        version: of this format.
+    """
+
+    kind: int
+    status: int = 0
+    check: int = 0
+    step: int = 0
+    next_ratio: float = 0.0
+    version: int = VERSION
+
+    def to_tensor(self) -> Tensor:
+        """The header as uint8 [16] on the CPU."""
+        raw = _HEADER.pack(
+            self.version, self.kind, self.status, self.check, self.step & 0xFFFFFFFF, self.next_ratio
+        )
+        return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+
+    @classmethod
+    def of(cls, message: Tensor) -> Header:
+        """Reads the header of a message (from an accelerator this waits for it)."""
+        raw = bytes(message[:HEADER_BYTES].tolist())
+        version, kind, status, check, step, next_ratio = _HEADER.unpack(raw)
+        return cls(kind, status, check, step, next_ratio, version)
+
+
+def _offsets(layout: tuple[TensorMeta, ...]) -> tuple[list[int], int]:
+    """Where each payload tensor begins, and the length of the message."""
+    offsets, end = [], HEADER_BYTES
+    for part in layout:
+        end += -end % part.dtype.itemsize
+        offsets.append(end)
+        end += part.dense_bytes
+    return offsets, end
+
+
+def message_bytes(layout: tuple[TensorMeta, ...]) -> int:
+    """Length of a message with this layout, header included."""
+    return _offsets(layout)[1]
+
+
+def frame(header: Header, payload: Payload) -> Tensor:
+    """Header and payload as one uint8 buffer on the payload's device."""
+    offsets, length = _offsets(tuple(TensorMeta.of(part) for part in payload))
+    device = payload[0].device if payload else torch.device("cpu")
+    message = torch.empty(length, dtype=torch.uint8, device=device)
+    message[:HEADER_BYTES] = header.to_tensor().to(device, non_blocking=True)
+    end = HEADER_BYTES
+    for part, offset in zip(payload, offsets, strict=True):
+        message[end:offset] = 0  # padding, so that equal payloads are equal messages
+        raw = part.reshape(-1).view(torch.uint8)
+        end = offset + raw.numel()
+        message[offset:end] = raw
+    return message
+
+
+def unframe(message: Tensor, layout: tuple[TensorMeta, ...]) -> Payload:
+    """The payload as views into the message.
+
+    Raises:
+        RuntimeError: the message is not as long as the layout says.
+    """
+    offsets, length = _offsets(layout)
+    if message.numel() != length:
+        raise RuntimeError(f"message of {message.numel()} bytes where {length} were expected")
+    return tuple(
+        message[offset : offset + part.dense_bytes].view(part.dtype).reshape(part.shape)
+        for part, offset in zip(layout, offsets, strict=True)
+    )

@@ -1,0 +1,127 @@
+"""Spec strings: the one place where a method is read from a command line.
+
+    spec      = part ("+" part)*         outermost first: feedback, compressor, value compressor
+    part      = name (":" setting)*
+    setting   = value | key "=" value    a bare value sets the next field in order
+
+``topk:0.1``, ``ef21+topk:0.1+quant:8``, ``aqsgd:storage=fp16+quant:4:scale=128``. Nothing in
+them needs quoting in a shell. ``str(method)`` gives a spec back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from typing import Any
+
+from mpcomp.compressors.base import SpecValue, registered
+
+__all__ = ["closest", "parse"]
+
+
+def closest(word: str, known: typing.Iterable[str]) -> str:
+    """``; did you mean 'x'?`` for an error message, or nothing."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _names() -> dict[str, tuple[type[SpecValue], dict[str, Any]]]:
+    """Every name a part may begin with: its class and the settings it stands for."""
+    names: dict[str, tuple[type[SpecValue], dict[str, Any]]] = {}
+    for cls in registered(SpecValue):  # type: ignore[type-abstract]
+        names[cls.spec] = (cls, {})
+        names.update({alias: (cls, dict(given)) for alias, given in cls.aliases.items()})
+    return names
+
+
+def parse(spec: str) -> Any:
+    """The compressor or feedback method that a spec string names.
+
+    Args:
+        spec: ``[feedback+]compressor[+value compressor]``, for example ``topk:0.1``,
+            ``quant:4``, ``ef21+topk:0.1+quant:8``, ``aqsgd+quant:4``, ``topk:0.1+fp16``.
+
+    Returns:
+        A `Compressor`, a `Feedback` or `SameIndices`.
+
+    Raises:
+        ValueError: an unknown name or setting (the nearest one is named), a value of the wrong
+            type or outside its range, or parts that do not go together.
+    """
+    if not isinstance(spec, str) or not spec.strip():
+        raise ValueError(f"spec {spec!r}: expected text such as 'topk:0.1' or 'ef21+topk:0.1'")
+    inner: Any = None
+    for part in reversed(spec.strip().split("+")):
+        inner = _part(part, inner, spec)
+    return inner
+
+
+def _part(part: str, inner: Any, spec: str) -> Any:
+    name, *settings = part.split(":")
+    names = _names()
+    if name not in names:
+        raise ValueError(
+            f"unknown method {name!r} in spec {spec!r}{closest(name, names)} "
+            f"(known: {', '.join(sorted(names))})"
+        )
+    cls, arguments = names[name]
+    assert dataclasses.is_dataclass(cls)
+    hints = typing.get_type_hints(cls)
+    fields = [f.name for f in dataclasses.fields(cls) if f.name != cls.spec_inner]
+    positional = iter([f for f in fields if f not in arguments])
+    for setting in settings:
+        key, has_key, value = setting.rpartition("=")
+        if not has_key:
+            key = next(positional, "")
+            if not key:
+                raise ValueError(f"{part!r} in spec {spec!r}: {name} takes no further {value!r}")
+        if key not in fields:
+            raise ValueError(
+                f"unknown setting {key!r} of {name} in spec {spec!r}{closest(key, fields)} "
+                f"(known: {', '.join(fields) or 'none'})"
+            )
+        arguments[key] = _convert(value, hints[key], f"{key} of {name} in spec {spec!r}")
+    if inner is not None:
+        if cls.spec_inner is None:
+            raise ValueError(
+                f"spec {spec!r}: {name} takes nothing behind a '+'; "
+                "the form is [feedback+]compressor[+value compressor]"
+            )
+        arguments[cls.spec_inner] = inner
+    missing = [
+        f.name
+        for f in dataclasses.fields(cls)
+        if f.name not in arguments
+        and f.default is dataclasses.MISSING
+        and f.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        example = f"{name}+topk:0.1" if missing == [cls.spec_inner] else f"{name}:<{missing[0]}>"
+        raise ValueError(f"spec {spec!r}: {name} needs {', '.join(missing)}; write {example}")
+    try:
+        return cls(**arguments)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"spec {spec!r}: {error}") from error
+
+
+def _convert(text: str, hint: Any, what: str) -> Any:
+    """``text`` as the first type of ``hint`` that takes it."""
+    union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    accepted = [t for t in (typing.get_args(hint) if union else (hint,))]
+    if type(None) in accepted and text in ("none", "None"):
+        return None
+    for kind in (bool, int, float, str):
+        if kind not in accepted:
+            continue
+        if kind is bool:
+            if text.lower() in ("true", "false"):
+                return text.lower() == "true"
+            continue
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    expected = " or ".join(t.__name__ for t in accepted if t is not type(None))
+    raise ValueError(f"{what}: {text!r} is not {expected}")

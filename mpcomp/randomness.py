@@ -1,0 +1,75 @@
+"""Randomness that both ends of a link can draw alike, and that nobody else feels.
+
+Every draw comes from a seed that is a hash of *what it is for* (link, step,
+microbatch), so engines may visit microbatches in any order, a resumed run goes on
+exactly, and the global generators of torch are never advanced.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+__all__ = ["derive_seed", "generator_for", "stage_randomness", "uniform"]
+
+
+def derive_seed(*parts: int | str) -> int:
+    """A 63-bit seed from numbers and words, the same on every machine and Python."""
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        raw = part.encode() if isinstance(part, str) else struct.pack("<q", part)
+        digest.update(struct.pack("<I", len(raw)) + raw)
+    return int.from_bytes(digest.digest(), "little") >> 1
+
+
+def generator_for(*parts: int | str) -> torch.Generator:
+    """A fresh CPU generator seeded with `derive_seed` of ``parts``."""
+    return torch.Generator().manual_seed(derive_seed(*parts))
+
+
+def uniform(generator: torch.Generator, numel: int, device: torch.device) -> Tensor:
+    """Uniform fp32 numbers in [0, 1), bitwise equal on every device; shape [numel].
+
+    A counter-based generator: a 32-bit integer hash of the element's index, keyed by two
+    draws from ``generator``. So no random tensor is made on the host for an accelerator,
+    and kernels may compute any element alone. int32 products wrap around.
+    """
+    keys = torch.randint(-(1 << 31), 1 << 31, (2,), generator=generator).tolist()
+    x = torch.arange(numel, dtype=torch.int32, device=device) + keys[0]
+    x ^= (x >> 16) & 0xFFFF  # >> of a signed number copies the sign: mask it away
+    x *= 0x7FEB352D
+    x ^= keys[1]  # in the middle, so that two streams are not one stream shifted
+    x ^= (x >> 15) & 0x1FFFF
+    x *= 0x846CA68B - (1 << 32)
+    x ^= (x >> 16) & 0xFFFF
+    return ((x >> 8) & 0xFFFFFF).to(torch.float32) * (1.0 / (1 << 24))
+
+
+@contextmanager
+def stage_randomness(
+    device: torch.device, seed: int, step: int, stage: int, microbatch: int
+) -> Iterator[None]:
+    """Runs a block whose dropout depends on (seed, step, stage, microbatch) alone.
+
+    The surrounding state of the device's generator is put back afterwards. Recomputing a
+    stage under the same arguments draws the same numbers.
+    """
+    generator = _default_generator(device)
+    state = generator.get_state()
+    generator.manual_seed(derive_seed("stage", seed, step, stage, microbatch))
+    try:
+        yield
+    finally:
+        generator.set_state(state)
+
+
+def _default_generator(device: torch.device) -> torch.Generator:
+    if device.type == "cuda":
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        return torch.cuda.default_generators[index]
+    return torch.default_generator

@@ -1,0 +1,91 @@
+"""What both ends of a link know about a tensor before any data moves.
+
+Compressors and feedback work on a tensor's elements in *memory order*. For a
+contiguous tensor that is the usual order; for a channels-last image it is
+N, H, W, C. Going by memory order makes flattening free in both cases and gives
+the receiver a tensor with the strides the model had produced, which is what
+keeps an uncompressed pipeline bitwise equal to the plain model.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+__all__ = ["TensorMeta"]
+
+
+@dataclass(frozen=True)
+class TensorMeta:
+    """Shape, dtype and memory order of a dense tensor, without its data.
+
+    Attributes:
+        shape: sizes, the first of which counts the rows (samples).
+        dtype: element type.
+        channels_last: whether a 4-d tensor lies in memory as [N, H, W, C].
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    channels_last: bool = False
+
+    @classmethod
+    def of(cls, x: Tensor) -> TensorMeta:
+        """The description of ``x``."""
+        channels_last = (
+            x.dim() == 4
+            and not x.is_contiguous()
+            and x.is_contiguous(memory_format=torch.channels_last)
+        )
+        return cls(tuple(x.shape), x.dtype, channels_last)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of the tensor itself, uncompressed, in its own dtype."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows (samples): the first size, or one for a 0-d tensor."""
+        return self.shape[0] if self.shape else 1
+
+    @property
+    def row_numel(self) -> int:
+        """Elements in one row (sample)."""
+        return math.prod(self.shape[1:])
+
+    def with_rows(self, num_rows: int) -> TensorMeta:
+        """The same per-sample shape with another number of rows."""
+        return replace(self, shape=(num_rows, *self.shape[1:])) if self.shape else self
+
+    def with_dtype(self, dtype: torch.dtype) -> TensorMeta:
+        """The same shape in another dtype."""
+        return replace(self, dtype=dtype)
+
+    def flatten(self, x: Tensor) -> Tensor:
+        """``x`` as [rows, elements of a row] in memory order, without a copy if possible."""
+        if self.channels_last:
+            x = x.permute(0, 2, 3, 1)
+        return x.reshape(self.num_rows, -1) if x.numel() else x.reshape(self.num_rows, 0)
+
+    def unflatten(self, flat: Tensor) -> Tensor:
+        """The inverse of `flatten`: a view of ``flat`` with this shape and memory order."""
+        if self.channels_last:
+            n, c, h, w = self.shape
+            return flat.reshape(n, h, w, c).permute(0, 3, 1, 2)
+        return flat.reshape(self.shape)
+
+    @property
+    def last_dim(self) -> int:
+        """Size of the innermost dimension in memory order (one for a 0-d tensor)."""
+        if self.channels_last:
+            return self.shape[1]
+        return self.shape[-1] if self.shape else 1
