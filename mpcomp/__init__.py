@@ -1,8 +1,8 @@
 """mpcomp: model-parallel training over slow links, with compressed cuts.
 
-    pipe = mpcomp.pipeline(model, chunks=8, split=4, act_comp="topk:0.1", grad_comp="topk:0.2",
-                           loss_fn=F.cross_entropy)
-    loss = pipe.forward_backward(x, y)
+pipe = mpcomp.pipeline(model, chunks=8, split=4, act_comp="topk:0.1", grad_comp="topk:0.2",
+                       loss_fn=F.cross_entropy)
+loss = pipe.forward_backward(x, y)
 """
 
 from mpcomp.api import pipeline
@@ -22,7 +22,7 @@ from mpcomp.compressors import (
 from mpcomp.feedback import AQSGD, EF21, EFMixed, ErrorFeedback, Feedback
 from mpcomp.optim import clip_grad_norm_
 from mpcomp.parsing import parse
-from mpcomp.pipeline import Pipeline
+from mpcomp.pipe import Pipeline
 from mpcomp.tensor_meta import TensorMeta
 
 __all__ = [

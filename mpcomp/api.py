@@ -14,7 +14,8 @@ from mpcomp.compressors import Compressor, Identity, SameIndices, Selecting
 from mpcomp.engines.local import LocalEngine
 from mpcomp.feedback import EFMixed, Feedback
 from mpcomp.parsing import closest, parse
-from mpcomp.pipeline import LossFn, Pipeline
+from mpcomp.pipe import LossFn, Pipeline
+from stages.split import Where
 
 __all__ = ["pipeline"]
 
@@ -31,7 +32,7 @@ def pipeline(
     act_comp: Methods = None,
     grad_comp: Methods = None,
     dp_comp: Any = None,
-    split: staging.Where | None = None,
+    split: Where | None = None,
     devices: str | torch.device | Sequence[str | torch.device] | None = None,
     replicas: int = 1,
     schedule: str | None = None,
@@ -113,7 +114,7 @@ def pipeline(
 
 def _stages_and_devices(
     model: nn.Module,
-    split: staging.Where | None,
+    split: Where | None,
     devices: str | torch.device | Sequence[str | torch.device] | None,
 ) -> tuple[list[staging.Stage], list[torch.device]]:
     if isinstance(devices, str | torch.device):
@@ -207,7 +208,7 @@ def _check_pair(boundary: int, act: Method, grad: Method) -> None:
     selecting = act.inner if isinstance(act, Feedback) else act
     if not isinstance(selecting, Selecting) or isinstance(act, EFMixed):
         raise ValueError(
-            f"grad_comp=SameIndices() at boundary {boundary} with act_comp={act}: there must be one "
-            "selection to reuse; use act_comp=TopK(...), RandomK(...) or RandomBlock(...), also "
-            "inside ef, ef21 or aqsgd"
+            f"grad_comp=SameIndices() at boundary {boundary} with act_comp={act}: there must be "
+            "one selection to reuse; use act_comp=TopK(...), RandomK(...) or RandomBlock(...), "
+            "also inside ef, ef21 or aqsgd"
         )

@@ -154,7 +154,7 @@ class Link:
         microbatch: int,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """The tensor like ``meta`` that a message says; all NaN if its sender saw non-finite values.
+        """The tensor like ``meta`` that a message says; all NaN if the sender saw NaN or Inf.
 
         Raises:
             RuntimeError: the message is not one that this end expects.

@@ -13,7 +13,6 @@ everything before it changes anything.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -27,7 +26,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from mpcomp.boundary import Link
-    from mpcomp.pipeline import Pipeline
+    from mpcomp.pipe import Pipeline
 
 __all__ = ["load", "save"]
 
@@ -91,9 +90,13 @@ def save(
         save_file(_on_cpu(pipe.state_dict()), temporary / _WEIGHTS)
         save_file(_on_cpu(tensors), temporary / _STATE)
         (temporary / _META).write_text(json.dumps(meta, indent=1))
-        if folder.exists():
-            shutil.rmtree(folder)
-        os.replace(temporary, folder)
+        if folder.exists():  # aside first: at no time is there no complete checkpoint
+            old = temporary.with_name(temporary.name + "-old")
+            folder.replace(old)
+            temporary.replace(folder)
+            shutil.rmtree(old)
+        else:
+            temporary.replace(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -139,9 +142,7 @@ def load(
         if state:
             state["sample"] = entry["sample"]
         roles = ("sender", "receiver")
-        devices = {
-            role: pipe.device_of(link.boundary, role, link.direction) for role in roles
-        }
+        devices = {role: pipe.device_of(link.boundary, role, link.direction) for role in roles}
         link.load_state_dict(state, devices)
         for phase, traffic in entry.get("traffic", {}).items():
             link.meter.of(phase == "train").load_state(traffic)
@@ -185,7 +186,10 @@ def _check_weights(folder: Path, own: Mapping[str, Tensor], weights: Mapping[str
     for what, names in (
         ("lacks", sorted(own.keys() - weights.keys())),
         ("has the unknown", sorted(weights.keys() - own.keys())),
-        ("differs in shape in", sorted(k for k in own if own[k].shape != weights.get(k, own[k]).shape)),
+        (
+            "differs in shape in",
+            sorted(k for k in own if own[k].shape != weights.get(k, own[k]).shape),
+        ),
     ):
         if names:
             raise ValueError(
@@ -274,7 +278,9 @@ def _nested_optimizer(
     names = {id(p): name for name, p in pipe.named_parameters()}
     own = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     if [group["params"] for group in saved["groups"]] != own:
-        raise ValueError(f"{folder}: the optimizer's parameter groups are not those it was saved with")
+        raise ValueError(
+            f"{folder}: the optimizer's parameter groups are not those it was saved with"
+        )
     index = {name: i for i, name in enumerate(name for group in own for name in group)}
     state: dict[int, dict[str, Any]] = {}
     everything = {**_below(tensors, "optimizer"), **saved["plain"]}

@@ -52,7 +52,12 @@ class Header:
     def to_tensor(self) -> Tensor:
         """The header as uint8 [16] on the CPU."""
         raw = _HEADER.pack(
-            self.version, self.kind, self.status, self.check, self.step & 0xFFFFFFFF, self.next_ratio
+            self.version,
+            self.kind,
+            self.status,
+            self.check,
+            self.step & 0xFFFFFFFF,
+            self.next_ratio,
         )
         return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
 

@@ -46,7 +46,12 @@ class Traffic:
         """Adds the fidelity of ``y``, which arrived for ``x``."""
         a, b = x.detach().flatten().float(), y.detach().flatten().float()
         difference = a - b
-        sums = [torch.dot(a, a), torch.dot(a, b), torch.dot(b, b), torch.dot(difference, difference)]
+        sums = [
+            torch.dot(a, a),
+            torch.dot(a, b),
+            torch.dot(b, b),
+            torch.dot(difference, difference),
+        ]
         energies = torch.stack(sums).double()
         held = self._energies
         self._energies = energies if held is None else held.to(energies.device) + energies

@@ -7,12 +7,14 @@ A batch is a tensor, a tuple of tensors (positional arguments of the first stage
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["map_tensors", "num_rows", "rows_of_chunks", "scatter"]
+__all__ = ["gather", "map_tensors", "num_rows", "rows_of_chunks", "scatter"]
 
 
 def map_tensors(batch: Any, function: Callable[[Tensor], Any]) -> Any:
@@ -62,10 +64,7 @@ def rows_of_chunks(rows: int, chunks: int) -> list[int]:
 def scatter(batch: Any, sizes: Sequence[int]) -> list[Any]:
     """The microbatches of ``batch``, of the given numbers of rows."""
     bounds = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
-    return [
-        map_tensors(batch, lambda t, a=a, b=b: t[a:b])
-        for a, b in zip(bounds, bounds[1:], strict=False)
-    ]
+    return [map_tensors(batch, itemgetter(slice(a, b))) for a, b in pairwise(bounds)]
 
 
 def gather(outputs: Sequence[Tensor]) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from mpcomp.pipeline import Pipeline
+    from mpcomp.pipe import Pipeline
 
 __all__ = ["clip_grad_norm_"]
 

@@ -30,7 +30,7 @@ def closest(word: str, known: typing.Iterable[str]) -> str:
 def _names() -> dict[str, tuple[type[SpecValue], dict[str, Any]]]:
     """Every name a part may begin with: its class and the settings it stands for."""
     names: dict[str, tuple[type[SpecValue], dict[str, Any]]] = {}
-    for cls in registered(SpecValue):  # type: ignore[type-abstract]
+    for cls in registered(SpecValue):
         names[cls.spec] = (cls, {})
         names.update({alias: (cls, dict(given)) for alias, given in cls.aliases.items()})
     return names
@@ -109,7 +109,7 @@ def _part(part: str, inner: Any, spec: str) -> Any:
 def _convert(text: str, hint: Any, what: str) -> Any:
     """``text`` as the first type of ``hint`` that takes it."""
     union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    accepted = [t for t in (typing.get_args(hint) if union else (hint,))]
+    accepted = typing.get_args(hint) if union else (hint,)
     if type(None) in accepted and text in ("none", "None"):
         return None
     for kind in (bool, int, float, str):

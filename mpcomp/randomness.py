@@ -47,7 +47,8 @@ def uniform(generator: torch.Generator, numel: int, device: torch.device) -> Ten
     x ^= (x >> 15) & 0x1FFFF
     x *= 0x846CA68B - (1 << 32)
     x ^= (x >> 16) & 0xFFFF
-    return ((x >> 8) & 0xFFFFFF).to(torch.float32) * (1.0 / (1 << 24))
+    mantissa: Tensor = (x >> 8) & 0xFFFFFF
+    return mantissa.to(torch.float32) / (1 << 24)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from tabulate import tabulate
 
 if TYPE_CHECKING:
-    from mpcomp.pipeline import Pipeline
+    from mpcomp.pipe import Pipeline
 
 __all__ = ["print_report", "report_of"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -48,4 +49,4 @@ def split_sample_ids(sample_ids: Any, sizes: Sequence[int]) -> tuple[SampleIds, 
             )
         seen.add(key)
     bounds = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
-    return tuple(tuple(keys[a:b]) for a, b in zip(bounds, bounds[1:], strict=False))
+    return tuple(tuple(keys[a:b]) for a, b in pairwise(bounds))

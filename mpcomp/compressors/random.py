@@ -96,10 +96,11 @@ class RandomK(_SharedChoice):
 
 @dataclass(frozen=True)
 class RandomBlock(_SharedChoice):
-    """Keeps ``k`` neighbouring elements from a random start, around the end. Spec ``randomblock:0.1``.
+    """Keeps ``k`` neighbouring elements from a random start. Spec ``randomblock:0.1``.
 
-    The gradient compressor of ConEF; reading and writing runs of memory makes it the cheapest
-    selection. Arguments, errors and expectation as for `RandomK`.
+    A block that runs over the end goes on at the beginning. The gradient compressor of ConEF;
+    reading and writing runs of memory makes it the cheapest selection. Arguments, errors and
+    expectation as for `RandomK`.
     """
 
     spec: ClassVar[str] = "randomblock"

@@ -10,15 +10,15 @@ backward does the same with the gradient, the other way::
 The compressor is never differentiated: the gradient that leaves stage j is that of ``y``, and what
 stage j-1 receives is taken for that of ``x``.
 
-Microbatches have graphs of their own (torchgpipe would tie them together with `depend`, to be walked
-in descending order by one backward). So losses are differentiated one by one in ascending order,
-which is the canonical order of accumulation.
+Microbatches have graphs of their own (torchgpipe would tie them together with `depend`, to be
+walked in descending order by one backward). So losses are differentiated one by one in ascending
+order, which is the canonical order of accumulation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -73,7 +73,7 @@ class LocalEngine:
             for i, batch in enumerate(microbatches)
         ]
         _Schedule(batches, self._runners, self.devices, self.boundaries, step).run()
-        return [batch.value for batch in batches]
+        return [cast(Tensor, batch.value) for batch in batches]
 
     def device_of(self, boundary: int, role: str, direction: str) -> torch.device:
         """Where an end of a link lives: gradients are sent by the later stage."""
@@ -81,8 +81,8 @@ class LocalEngine:
         return self.devices[boundary + later]
 
 
-class _Microbatch(Batch):  # type: ignore[misc]
-    """torchgpipe's batch, which also knows which one it is."""
+class _Microbatch(Batch):
+    """torchgpipe's batch, which also knows which one it is and takes any value."""
 
     def __init__(self, value: Any, index: int, step: Step) -> None:
         self.value = value
@@ -90,12 +90,12 @@ class _Microbatch(Batch):  # type: ignore[misc]
         self.index = index
         self.step = step
 
-    def call(self, function: Callable[..., Tensor]) -> _Microbatch:
+    def call(self, function: Callable[..., Any]) -> _Microbatch:
         """Runs a stage (torchgpipe calls this in a worker thread)."""
         return _Microbatch(function(self.value, self), self.index, self.step)
 
 
-class _Schedule(GPipeSchedule):  # type: ignore[misc]
+class _Schedule(GPipeSchedule):
     """torchgpipe's clock cycles and workers, with links for copies."""
 
     def __init__(
@@ -107,11 +107,11 @@ class _Schedule(GPipeSchedule):  # type: ignore[misc]
         step: Step,
     ) -> None:
         # Worker threads do not inherit the caller's autocast, so it is captured here.
-        partitions = [
-            _partition(runner, Autocast.of_caller(runner.device)) for runner in runners
-        ]
+        partitions = [_partition(runner, Autocast.of_caller(runner.device)) for runner in runners]
+        layout = SkipLayout(len(partitions), {})
+        # It types partitions as Sequential but only calls them.
         super().__init__(
-            batches, partitions, devices, skip_layout=SkipLayout(len(partitions), {})
+            batches, cast(list[nn.Sequential], partitions), devices, skip_layout=layout
         )
         self._boundaries = boundaries
         self._step = step
@@ -121,7 +121,7 @@ class _Schedule(GPipeSchedule):  # type: ignore[misc]
         for i, j in schedule:
             if j > 0:
                 batch = self.batches[i]
-                batch[0] = LinkCopy.apply(
+                batch[0] = LinkCopy.apply(  # type: ignore[no-untyped-call]
                     batch[0], self._boundaries[j - 1], self._step, i, self.devices[j]
                 )
 
@@ -147,7 +147,7 @@ class LinkCopy(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         boundary, step, meta = ctx.boundary, ctx.step, ctx.meta
         # A gradient travels in its activation's memory order, which both ends know.
@@ -155,9 +155,7 @@ class LinkCopy(torch.autograd.Function):
         grad = grad.contiguous(memory_format=memory)
         with _no_autocast(grad.device), _no_autocast(ctx.source):
             message = boundary.send_gradient(grad, step, ctx.microbatch)
-            x = boundary.receive_gradient(
-                _move(message, ctx.source), meta, step, ctx.microbatch
-            )
+            x = boundary.receive_gradient(_move(message, ctx.source), meta, step, ctx.microbatch)
             _compare(boundary.grad, grad, x, step)
         return x, None, None, None, None
 

@@ -173,9 +173,10 @@ class Pipeline(nn.Module):
             for batch, target, *_ in loader:
                 value = metric(self(batch), map_tensors(target, lambda t: t.to(device)))
                 named = isinstance(value, Mapping)
+                parts = dict(value) if isinstance(value, Mapping) else {"": value}
                 size = num_rows(batch)
                 rows += size
-                for key, part in (value if named else {"": value}).items():
+                for key, part in parts.items():
                     totals[key] = totals.get(key, 0.0) + float(part) * size
         if not rows:
             raise ValueError("evaluate: the loader yielded no batch")
@@ -275,16 +276,16 @@ class Pipeline(nn.Module):
         """Where the "sender" or "receiver" of a link is."""
         return self._engine.device_of(boundary, role, direction)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(  # type: ignore[override]
+        self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False
+    ) -> Any:
         """The original model's ``state_dict``."""
-        prefix = kwargs.get("prefix", "")
-        keep_vars = kwargs.get("keep_vars", False)
-        state: dict[str, Any] = args[0] if args else kwargs.get("destination") or {}
+        state = {} if destination is None else destination
         for stage in self.stages:
             state.update(stage.state_dict(prefix=prefix, keep_vars=keep_vars))
         return state
 
-    def load_state_dict(  # type: ignore[override]
+    def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
         """Loads the original model's ``state_dict``."""
