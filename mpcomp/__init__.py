@@ -6,7 +6,7 @@ loss = pipe.forward_backward(x, y)
 """
 
 from mpcomp.api import pipeline
-from mpcomp.boundary import Boundary, Link
+from mpcomp.boundary import Boundary
 from mpcomp.compressors import (
     Cast,
     Compressor,
@@ -20,6 +20,7 @@ from mpcomp.compressors import (
     TopK,
 )
 from mpcomp.feedback import AQSGD, EF21, EFMixed, ErrorFeedback, Feedback
+from mpcomp.link import Link
 from mpcomp.optim import clip_grad_norm_
 from mpcomp.parsing import parse
 from mpcomp.pipe import Pipeline

@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 import stages as staging
-from mpcomp.boundary import ACT, GRAD, Boundary, Link, Method
+from mpcomp.boundary import Boundary
 from mpcomp.compressors import Compressor, Identity, SameIndices, Selecting
 from mpcomp.engines.local import LocalEngine
 from mpcomp.feedback import EFMixed, Feedback
+from mpcomp.link import ACT, GRAD, Link, Method
 from mpcomp.parsing import closest, parse
 from mpcomp.pipe import LossFn, Pipeline
 from stages.split import Where

@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from mpcomp.boundary import Link
+    from mpcomp.link import Link
     from mpcomp.pipe import Pipeline
 
 __all__ = ["load", "save"]

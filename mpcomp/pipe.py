@@ -10,16 +10,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _IncompatibleKeys
 
 import stages as staging
 from mpcomp import checkpoint
-from mpcomp.boundary import Boundary, Link, Step
+from mpcomp.boundary import Boundary
 from mpcomp.engines.local import LocalEngine
 from mpcomp.feedback.base import Feedback
+from mpcomp.link import Link
 from mpcomp.microbatch import gather, map_tensors, num_rows, rows_of_chunks, scatter
+from mpcomp.original_names import OriginalNames
 from mpcomp.report import print_report, report_of
 from mpcomp.sample_ids import split_sample_ids
+from mpcomp.visit import Step
 
 __all__ = ["LossFn", "Metric", "Pipeline"]
 
@@ -27,7 +29,7 @@ LossFn = Callable[[Tensor, Any], Tensor]
 Metric = Callable[[Tensor, Any], Any]
 
 
-class Pipeline(nn.Module):
+class Pipeline(OriginalNames):
     """A model cut into stages, whose activations and gradients are compressed at every cut.
 
     Made by `mpcomp.pipeline`. Two ways to train:
@@ -56,8 +58,7 @@ class Pipeline(nn.Module):
         loss_fn: LossFn | None,
         scaler: torch.amp.GradScaler | None,
     ) -> None:
-        super().__init__()
-        self.stages = nn.ModuleList(stages)
+        super().__init__(stages)
         self.boundaries = list(boundaries)
         self.chunks = chunks
         self.num_steps = 0
@@ -275,55 +276,6 @@ class Pipeline(nn.Module):
     def device_of(self, boundary: int, role: str, direction: str) -> torch.device:
         """Where the "sender" or "receiver" of a link is."""
         return self._engine.device_of(boundary, role, direction)
-
-    def state_dict(  # type: ignore[override]
-        self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False
-    ) -> Any:
-        """The original model's ``state_dict``."""
-        state = {} if destination is None else destination
-        for stage in self.stages:
-            state.update(stage.state_dict(prefix=prefix, keep_vars=keep_vars))
-        return state
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """Loads the original model's ``state_dict``."""
-        own = self.state_dict().keys()
-        missing = [key for key in own if key not in state_dict]
-        unexpected = [key for key in state_dict if key not in own]
-        if strict and (missing or unexpected):
-            raise RuntimeError(
-                f"state_dict does not fit the model: missing {missing}, unexpected {unexpected}"
-            )
-        for stage in self.stages:
-            part = {key: state_dict[key] for key in stage.state_dict() if key in state_dict}
-            stage.load_state_dict(part, strict=False, assign=assign)
-        return _IncompatibleKeys(missing, unexpected)
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters of all stages under the original model's names."""
-        for stage in self.stages:
-            yield from stage.named_parameters(prefix, recurse, remove_duplicate)
-
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Buffers of all stages under the original model's names."""
-        for stage in self.stages:
-            yield from stage.named_buffers(prefix, recurse, remove_duplicate)
-
-    def to(self, *args: Any, **kwargs: Any) -> Pipeline:
-        """Changes the dtype. Devices are the pipeline's: ``pipeline(..., devices=...)``."""
-        device = torch._C._nn._parse_to(*args, **kwargs)[0]
-        if device is not None:
-            raise TypeError(
-                "stages live on the devices given to mpcomp.pipeline(..., devices=...); "
-                "only the dtype can be changed here"
-            )
-        return super().to(*args, **kwargs)
 
     # -- inside -------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""One microbatch crossing one link in one step: what both ends know about it without a message."""
+"""What both ends of a link know without a message: the step, and one microbatch's visit in it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Key", "SampleIds", "Visit"]
+__all__ = ["Key", "SampleIds", "Step", "Visit"]
 
 #: What a slot of a feedback method's state is found by.
 Key = tuple[int, ...]
@@ -34,3 +34,32 @@ class Visit:
     draw: Callable[[str], torch.Generator]
     sample_ids: SampleIds = None
     unit: float = 1.0
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step, or one pass of evaluation, is for its links.
+
+    Attributes:
+        index: number of training steps before it, skipped ones counted.
+        train: whether links may use and change state.
+        compress_act: whether activations are compressed.
+        compress_grad: whether gradients are compressed.
+        sample_ids: per microbatch, for AQ-SGD.
+        scaled: whether a loss scaler will skip the step if it is not finite.
+        loss_scale: factor on the loss, and so on all gradients.
+        lr: learning rate, for methods that follow it.
+    """
+
+    index: int
+    train: bool
+    compress_act: bool = True
+    compress_grad: bool = True
+    sample_ids: tuple[SampleIds, ...] = ()
+    scaled: bool = False
+    loss_scale: float = 1.0
+    lr: float | None = None
+
+    def ids_of(self, microbatch: int) -> SampleIds:
+        """Sample ids of one microbatch."""
+        return self.sample_ids[microbatch] if self.sample_ids else None

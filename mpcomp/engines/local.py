@@ -27,10 +27,12 @@ from torchgpipe.microbatch import Batch
 from torchgpipe.pipeline import Pipeline as GPipeSchedule
 from torchgpipe.skip.layout import SkipLayout
 
-from mpcomp.boundary import Boundary, Link, Step
+from mpcomp.boundary import Boundary
 from mpcomp.engines.runner import Autocast, StageRunner
+from mpcomp.link import Link
 from mpcomp.microbatch import map_tensors
 from mpcomp.tensor_meta import TensorMeta
+from mpcomp.visit import Step
 
 __all__ = ["LinkCopy", "LocalEngine"]
 

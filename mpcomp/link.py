@@ -1,0 +1,349 @@
+"""One direction of one cut: turns a tensor into a message and a message into a tensor.
+
+A `Link` owns its method, the ends of it that live on this rank, the policy (when to send dense),
+the meter and the randomness. Moving messages is left to an engine.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpcomp.compressors.base import Compressor, Payload, Selecting
+from mpcomp.compressors.identity import Identity, or_dense
+from mpcomp.compressors.same_indices import SameIndices
+from mpcomp.feedback.base import Feedback, Receiver, Sender
+from mpcomp.message import COMPRESSED, DENSE, Header, frame, message_bytes, unframe
+from mpcomp.meters import Meter
+from mpcomp.randomness import generator_for
+from mpcomp.tensor_meta import TensorMeta
+from mpcomp.visit import Step, Visit
+
+__all__ = ["ACT", "GRAD", "Link", "Method"]
+
+Method = Compressor | Feedback | SameIndices
+
+ACT, GRAD = "act", "grad"
+
+
+class Link:
+    """One direction of one cut.
+
+    Args:
+        method: what is done to the tensor; SameIndices is resolved by the boundary.
+        boundary: number of the cut.
+        direction: "act" or "grad".
+        seed: of the run; random choices follow from (seed, replica, boundary, direction, step,
+            microbatch).
+        replica: number of the replica.
+        warmup_steps: training steps that go dense at first.
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        *,
+        boundary: int,
+        direction: str,
+        seed: int = 0,
+        replica: int = 0,
+        warmup_steps: int = 0,
+    ) -> None:
+        self.method = method
+        self.boundary = boundary
+        self.direction = direction
+        self.warmup_steps = warmup_steps
+        self.meter = Meter()
+        self._seed = (seed, replica, boundary, direction)
+        self._sample_meta: TensorMeta | None = None
+        self._sender: Sender | None = None
+        self._receiver: Receiver | None = None
+        self._nonfinite: list[Tensor] = []
+
+    @property
+    def name(self) -> str:
+        """For messages: ``boundary 0 act``."""
+        return f"boundary {self.boundary} {self.direction}"
+
+    @property
+    def ends(self) -> dict[str, Sender | Receiver]:
+        """The ends made so far, by role."""
+        ends = {"sender": self._sender, "receiver": self._receiver}
+        return {role: end for role, end in ends.items() if end is not None}
+
+    def encode(
+        self, x: Tensor, step: Step, microbatch: int, positions: Tensor | None = None
+    ) -> Tensor:
+        """The message for ``x``: uint8 [n] on its device.
+
+        Args:
+            x: activation or gradient of one microbatch.
+            step: the step it belongs to.
+            microbatch: number of the microbatch.
+            positions: for SameIndices, the elements that the activation's message carried.
+
+        Raises:
+            TypeError: not a floating-point tensor.
+            ValueError: an empty tensor, or sample ids that the method needs are missing.
+            FloatingPointError: NaN or Inf (in a gradient only without a loss scaler).
+        """
+        begin = time.perf_counter()
+        self._check_input(x)
+        status = self._check_finite(x, step)
+        meta = TensorMeta.of(x)
+        visit = self._visit(step, microbatch)
+        kind, check = COMPRESSED, 0
+        coder = self._coder(meta, step, positions)
+        if isinstance(coder, Compressor):
+            payload = coder.compress(x, visit.draw(""))
+            kind = DENSE if isinstance(coder, Identity) else COMPRESSED
+            if kind == DENSE and self._remembers(step):
+                self._sending_end(meta, x.device).observe_dense(x, visit)
+        else:
+            sender = self._sending_end(meta, x.device)
+            check = sender.check(visit, meta.num_rows)
+            payload = sender.encode(x, visit)
+        message = frame(Header(kind, 0, check, step.index), payload)
+        if status is not None:
+            message[2] = status
+        traffic = self.meter.of(step.train)
+        traffic.count(message.numel(), meta.dense_bytes)
+        traffic.seconds += time.perf_counter() - begin
+        return message
+
+    def decode(
+        self,
+        message: Tensor,
+        meta: TensorMeta,
+        step: Step,
+        microbatch: int,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """The tensor like ``meta`` that a message says; all NaN if the sender saw NaN or Inf.
+
+        Raises:
+            RuntimeError: the message is not one that this end expects.
+        """
+        begin = time.perf_counter()
+        visit = self._visit(step, microbatch)
+        coder = self._coder(meta, step, positions)
+        payload = self._payload(message, meta, step, visit, coder)
+        if isinstance(coder, Compressor):
+            x = coder.decompress(payload, meta, visit.draw(""))
+            if isinstance(coder, Identity) and self._remembers(step):
+                self._receiving_end(meta, message.device).observe_dense(x, visit)
+        else:
+            x = self._receiving_end(meta, message.device).decode(payload, meta, visit)
+        if message.device.type != "cpu":
+            x.masked_fill_(message[2].bool(), torch.nan)
+        elif message[2]:
+            x.fill_(torch.nan)
+        self.meter.of(step.train).seconds += time.perf_counter() - begin
+        return x
+
+    def message_bytes(self, meta: TensorMeta, step: Step, microbatch: int) -> int:
+        """Length of the message for a tensor like ``meta``, known before there is one."""
+        coder = self._coder(meta, step, None)
+        return message_bytes(self._layout(coder, meta, self._visit(step, microbatch)))
+
+    def carried(
+        self, role: str, message: Tensor, meta: TensorMeta, step: Step, microbatch: int
+    ) -> Tensor | None:
+        """Positions of the elements in a message, for SameIndices; None if it is dense."""
+        visit = self._visit(step, microbatch)
+        coder = self._coder(meta, step, None)
+        payload = unframe(message, self._layout(coder, meta, visit))
+        if isinstance(coder, Selecting):
+            return coder.indices(payload, meta, visit.draw(""))
+        if isinstance(coder, Compressor):
+            return None
+        return self.ends[role].positions(payload, meta, visit)
+
+    def found_nonfinite(self) -> bool:
+        """Whether a tensor since the last call was non-finite (one wait on an accelerator)."""
+        found = bool(self._nonfinite) and bool(
+            torch.stack([flag.cpu() for flag in self._nonfinite]).any()
+        )
+        self._nonfinite.clear()
+        return found
+
+    def commit(self) -> None:
+        """Stores what the ends have noted."""
+        for end in self.ends.values():
+            end.commit()
+
+    def discard(self) -> None:
+        """Forgets what the ends have noted."""
+        for end in self.ends.values():
+            end.discard()
+
+    def nonfinite_error(self, step: Step) -> FloatingPointError:
+        """The error for NaN or Inf on this link."""
+        what = "activation" if self.direction == ACT else "gradient"
+        return FloatingPointError(
+            f"NaN or Inf in the {what} at {self.name}, step {step.index}: the model has diverged "
+            "or overflowed. Lower the learning rate, clip gradients, or use bf16; with fp16 give "
+            "the pipeline a loss scaler (scaler=torch.amp.GradScaler(...))"
+        )
+
+    # -- which method speaks ------------------------------------------------------------------
+
+    def _enabled(self, step: Step) -> bool:
+        on = step.compress_act if self.direction == ACT else step.compress_grad
+        return on and not (step.train and step.index < self.warmup_steps)
+
+    def _remembers(self, step: Step) -> bool:
+        return step.train and isinstance(self.method, Feedback)
+
+    def _coder(
+        self, meta: TensorMeta, step: Step, positions: Tensor | None
+    ) -> Compressor | Feedback:
+        """What codes this message: a compressor, or the feedback method's ends."""
+        if not self._enabled(step):
+            return Identity()
+        method = self.method
+        if isinstance(method, SameIndices):
+            return Identity() if positions is None else or_dense(method.at(positions), meta)
+        if isinstance(method, Feedback):
+            if step.train:
+                return method
+            return Identity() if method.eval == "raw" else or_dense(method.inner, meta)
+        return or_dense(method, meta)
+
+    def _layout(
+        self, coder: Compressor | Feedback, meta: TensorMeta, visit: Visit
+    ) -> tuple[TensorMeta, ...]:
+        if isinstance(coder, Compressor):
+            return coder.layout(meta)
+        end = self._receiver or self._sender
+        assert end is not None
+        return end.layout(meta, visit)
+
+    def _visit(self, step: Step, microbatch: int) -> Visit:
+        seed = (*self._seed, "train" if step.train else "eval", step.index, microbatch)
+        unit = step.loss_scale if self.direction == GRAD else 1.0
+        if isinstance(self.method, Feedback) and self.method.lr_scaled and step.train:
+            if not step.lr:
+                raise ValueError(
+                    f"{self.method} keeps its residual in units of the learning rate, which this "
+                    f"pipeline does not know (lr={step.lr}): call pipe.follow_lr(optimizer)"
+                )
+            unit /= step.lr
+        return Visit(
+            step.index,
+            microbatch,
+            lambda part: generator_for(*seed, part),
+            step.ids_of(microbatch),
+            unit,
+        )
+
+    # -- ends ---------------------------------------------------------------------------------
+
+    def _sending_end(self, meta: TensorMeta, device: torch.device) -> Sender:
+        self._adopt(meta)
+        if self._sender is None:
+            assert isinstance(self.method, Feedback)
+            self._sender = self.method.sender(meta, device)
+        return self._sender
+
+    def _receiving_end(self, meta: TensorMeta, device: torch.device) -> Receiver:
+        self._adopt(meta)
+        if self._receiver is None:
+            assert isinstance(self.method, Feedback)
+            self._receiver = self.method.receiver(meta, device)
+        return self._receiver
+
+    def _adopt(self, meta: TensorMeta) -> None:
+        """Starts anew where the shape of a sample is another one."""
+        sample = replace(meta.with_rows(1), dtype=torch.float32)
+        if self._sample_meta is not None and sample != self._sample_meta:
+            self._sender = self._receiver = None
+        self._sample_meta = sample
+
+    # -- checks -------------------------------------------------------------------------------
+
+    def _check_input(self, x: Tensor) -> None:
+        if not x.is_floating_point():
+            raise TypeError(
+                f"{self.name}: a {x.dtype} tensor cannot cross a compressed cut, which carries "
+                "floating-point activations; cut where the model's output is floating point"
+            )
+        if x.numel() == 0:
+            raise ValueError(
+                f"{self.name}: an empty activation of shape {list(x.shape)} cannot cross a cut"
+            )
+
+    def _check_finite(self, x: Tensor, step: Step) -> Tensor | None:
+        """The status byte as a 0-d tensor, or None for an all-clear on the CPU."""
+        low, high = x.detach().aminmax()  # NaN passes through both
+        nonfinite = ~(low.isfinite() & high.isfinite())
+        if x.device.type == "cpu":
+            if not nonfinite:
+                return None
+            self.meter.of(step.train).nonfinite += 1
+            if self.direction == ACT or not step.scaled:
+                raise self.nonfinite_error(step)
+        self._nonfinite.append(nonfinite)
+        return nonfinite.to(torch.uint8)
+
+    def _payload(
+        self,
+        message: Tensor,
+        meta: TensorMeta,
+        step: Step,
+        visit: Visit,
+        coder: Compressor | Feedback,
+    ) -> Payload:
+        if isinstance(coder, Feedback):
+            self._receiving_end(meta, message.device)
+        payload = unframe(message, self._layout(coder, meta, visit))
+        if message.device.type == "cpu":  # elsewhere reading the header would stall the device
+            kind = DENSE if isinstance(coder, Identity) else COMPRESSED
+            check = 0
+            if isinstance(coder, Feedback):
+                check = self._receiving_end(meta, message.device).check(visit, meta.num_rows)
+            got = Header.of(message)
+            expected = Header(kind, got.status, check, step.index & 0xFFFFFFFF, got.next_ratio)
+            if got != expected:
+                raise RuntimeError(
+                    f"{self.name}, step {step.index}, microbatch {visit.microbatch}: the two ends "
+                    f"disagree (message says {got}, this end expects {expected})"
+                )
+        return payload
+
+    # -- persistence --------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Stored rows of each end, and the sample shape they belong to."""
+        state: dict[str, Any] = {}
+        for role, end in self.ends.items():
+            if end.store is not None:
+                state.update({f"{role}.{key}": v for key, v in end.store.state_dict().items()})
+        if state:
+            assert self._sample_meta is not None
+            meta = self._sample_meta
+            state["sample"] = {"shape": list(meta.shape), "channels_last": meta.channels_last}
+        return state
+
+    def load_state_dict(self, state: dict[str, Any], device: dict[str, torch.device]) -> None:
+        """Restores `state_dict`; ``device`` says where each role's end lives."""
+        self._sender = self._receiver = self._sample_meta = None
+        if not state:
+            return
+        sample = state["sample"]
+        meta = TensorMeta(tuple(sample["shape"]), torch.float32, sample["channels_last"])
+        for role in ("sender", "receiver"):
+            rows = {
+                key.removeprefix(f"{role}."): value
+                for key, value in state.items()
+                if key.startswith(f"{role}.")
+            }
+            if rows:
+                make = self._sending_end if role == "sender" else self._receiving_end
+                end = make(meta, device[role])
+                assert end.store is not None
+                end.store.load_state_dict(rows)

@@ -1,0 +1,33 @@
+"""From a model to a list of stage modules, and back: ResNets, balance, split, merge.
+
+This package knows nothing of communication. A stage is an ordinary `nn.Module` from one tensor
+to one tensor; it shares its parameters with the model and keeps the model's names for them.
+
+    model = resnet18()
+    stages = split(model, "paper")        # or 4, or [3, 2, 2, 5], or ["layer1", "layer2"]
+    for stage in stages:
+        x = stage(x)                      # the same bits as model(x)
+    assert merge(stages) is model
+"""
+
+from stages.balance import balance
+from stages.blocks import Block, blocks
+from stages.resnet import ResNet, resnet18, resnet34, resnet50, resnet101
+from stages.sharing import shared_parameters
+from stages.split import split
+from stages.stage import Stage, merge
+
+__all__ = [
+    "Block",
+    "ResNet",
+    "Stage",
+    "balance",
+    "blocks",
+    "merge",
+    "resnet18",
+    "resnet34",
+    "resnet50",
+    "resnet101",
+    "shared_parameters",
+    "split",
+]

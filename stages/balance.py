@@ -1,0 +1,205 @@
+"""How many blocks go to each stage, so that the stages weigh about the same.
+
+Exact, by dynamic programming over the places where a model can be cut.
+"""
+
+import copy
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from stages.blocks import (
+    Block,
+    activations,
+    arguments,
+    blocks,
+    one_tensor,
+    random_state_kept,
+)
+from stages.hints import nearest
+
+By = Literal["parameters", "time", "bytes"]
+_REPEATS = 5
+
+
+def balance(
+    model: nn.Module,
+    num_stages: int,
+    *,
+    by: By = "parameters",
+    sample: object = None,
+    slack: float = 0.25,
+    load: Literal["time", "parameters"] = "time",
+) -> list[int]:
+    """Return block counts for `split`, one per stage.
+
+    The model, its buffers and gradients, and the random state stay as they are. Measured times
+    differ from run to run: with several processes, balance in one and send the counts around.
+
+    Args:
+        model: any module that `split` can cut.
+        num_stages: how many stages, at most one per block.
+        by: "parameters" makes the largest stage as small as can be, in parameters; "time" the
+            same in seconds, forward and backward on `sample`; "bytes" makes the bytes of the
+            activations at the cuts the fewest, among splits that are balanced well enough.
+        sample: an input (tensor, tuple of arguments or mapping of keywords), for "time" and
+            "bytes".
+        slack: for "bytes", how much larger than the best the largest stage may be: 0.25 is 25 %.
+        load: for "bytes", what a stage's size is measured in.
+
+    Raises:
+        ValueError: More stages than blocks, `sample` missing, or a bad `by`, `load` or `slack`.
+        TypeError: A block gives something else than one tensor.
+    """
+    _one_of("by", by, ("parameters", "time", "bytes"))
+    _one_of("load", load, ("time", "parameters"))
+    if not slack >= 0:
+        raise ValueError(f"slack is {slack}; accepted is 0 or more, such as 0.25 for 25 %")
+    if by != "parameters" and sample is None:
+        raise ValueError(
+            f"by={by!r} needs a sample: pass sample=x, an input of the model of the size to be "
+            "trained with, or balance by='parameters'"
+        )
+    units = blocks(model)
+    check_num_stages(num_stages, len(units))
+    measured = load if by == "bytes" else by
+    sizes = num_parameters(units) if measured == "parameters" else seconds(units, sample)
+    if by != "bytes":
+        return partition(sizes, num_stages)
+    crossing = [x.numel() * x.element_size() for x in activations(units, sample)]
+    return partition(sizes, num_stages, slack=slack, prices=crossing)
+
+
+def partition(
+    sizes: Sequence[float],
+    num_stages: int,
+    *,
+    slack: float = 0.0,
+    prices: Sequence[float] | None = None,
+) -> list[int]:
+    """Split `sizes` into consecutive nonempty groups and return how many are in each.
+
+    No group is larger than 1 + slack times the best possible largest. Among those splits it is
+    the one whose prices at the cuts sum to least (`prices[i]` for cutting after i), or without
+    prices the one whose squared group sizes do: the most even.
+    """
+    ends = [0, *accumulate(sizes)]
+
+    def size(start: int, end: int) -> float:
+        return ends[end] - ends[start]
+
+    def price(start: int, end: int) -> float:
+        if prices is None:
+            return size(start, end) ** 2
+        return prices[end - 1] if end < len(sizes) else 0.0
+
+    best, _ = _cheapest(len(sizes), num_stages, size, max)
+    limit = best * (1 + slack)
+
+    def allowed(start: int, end: int) -> float:
+        return price(start, end) if size(start, end) <= limit else float("inf")
+
+    return _cheapest(len(sizes), num_stages, allowed, lambda total, new: total + new)[1]
+
+
+def _cheapest(
+    num_units: int,
+    num_stages: int,
+    cost: Callable[[int, int], float],
+    combine: Callable[[float, float], float],
+) -> tuple[float, list[int]]:
+    """Return the least combined cost of `num_stages` groups, and their lengths.
+
+    `rows[end]` is the best for the first `end` units in the groups so far; each round adds a
+    group. O(stages x units^2). Costs are not negative, so 0 starts both a sum and a maximum.
+    """
+    rows: dict[int, tuple[float, list[int]]] = {0: (0, [])}
+    for stage in range(1, num_stages + 1):
+        left = num_stages - stage  # groups still to come, each of one unit at least
+        longer: dict[int, tuple[float, list[int]]] = {}
+        for end in range(stage, num_units - left + 1):
+            total, start = min(
+                (combine(total, cost(start, end)), start)
+                for start, (total, _) in rows.items()
+                if start < end
+            )
+            longer[end] = total, [*rows[start][1], end - start]
+        rows = longer
+    return rows[num_units]
+
+
+def num_parameters(units: Sequence[Block]) -> list[float]:
+    """Return the parameters of each block; one that a block uses twice counts once."""
+    return [sum(p.numel() for p in unit.module.parameters()) for unit in units]
+
+
+def seconds(units: Sequence[Block], sample: object, repeats: int = _REPEATS) -> list[float]:
+    """Return the median time of a forward and backward of each block in training."""
+    args, kwargs = arguments(sample)
+    times: list[float] = []
+    with random_state_kept(), torch.enable_grad():
+        for unit in units:
+            # On a copy: gradients, BatchNorm statistics and flags of the model stay as they are.
+            module = copy.deepcopy(unit.module).train()
+            runs = [_time(unit, module, args, kwargs) for _ in range(repeats + 1)]
+            times.append(statistics.median(run for run, _ in runs[1:]))  # the first warms up
+            args, kwargs = (runs[-1][1],), {}
+    return times
+
+
+def _time(
+    unit: Block, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[float, Tensor]:
+    """Run `module` once on fresh inputs; return the seconds it took and its detached output."""
+    args = tuple(_fresh(value) for value in args)
+    kwargs = {key: _fresh(value) for key, value in kwargs.items()}
+    _synchronize()
+    start = time.perf_counter()
+    output = one_tensor(unit, module(*args, **kwargs))
+    if output.requires_grad:
+        torch.autograd.backward(output, torch.ones_like(output))
+    _synchronize()
+    return time.perf_counter() - start, output.detach()
+
+
+def _fresh(value: object) -> object:
+    """A tensor as a stage receives it: it wants a gradient, and an in-place block may use it."""
+    if not isinstance(value, Tensor):
+        return value
+    wants = value.is_floating_point()
+    return value.detach().clone().requires_grad_(wants).mul(1) if wants else value.clone()
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def check_num_stages(num_stages: int, num_blocks: int) -> None:
+    """Raise unless `num_blocks` blocks can fill `num_stages` stages."""
+    if isinstance(num_stages, bool) or not isinstance(num_stages, int):
+        raise TypeError(
+            f"the number of stages is {num_stages!r} ({type(num_stages).__name__}); accepted is "
+            "an int of 1 or more"
+        )
+    if num_stages < 1:
+        raise ValueError(f"the number of stages is {num_stages}; accepted is 1 or more")
+    if num_stages > num_blocks:
+        raise ValueError(
+            f"more stages ({num_stages}) than blocks ({num_blocks}); ask for {num_blocks} stages "
+            "or fewer, or cut a model of more blocks. A block with a forward of its own is one "
+            "unit: name the blocks inside it to cut there"
+        )
+
+
+def _one_of(argument: str, value: str, accepted: Sequence[str]) -> None:
+    if value not in accepted:
+        raise ValueError(
+            f"{argument} is {value!r}; accepted is one of {', '.join(map(repr, accepted))}: "
+            f"{nearest(str(value), accepted)}"
+        )

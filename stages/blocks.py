@@ -1,0 +1,110 @@
+"""The finest units at which a model may be cut."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from stages.chain import Chain, expand, has_hooks, is_plain
+from stages.graph import Trace
+from stages.stage import Origin, Piece, Stage
+
+
+@dataclass(frozen=True)
+class Block:
+    """A unit of a model: its qualified name, and a module from one tensor to one tensor."""
+
+    name: str
+    module: nn.Module
+
+
+class Line(Protocol):
+    """A model as a line of units that can be cut at places: a `Chain` or a `Trace`."""
+
+    units: list[str]
+    places: list[int]
+
+    def place(self, name: str) -> int: ...
+
+    def pieces(self, places: Sequence[int]) -> list[Piece]: ...
+
+
+def line_of(model: nn.Module, names: Sequence[str] = ()) -> Line:
+    """Lay `model` out as a line; `names` are blocks that must not be hidden inside others."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"got a {type(model).__name__} as the model; accepted is an nn.Module")
+    if has_hooks(model):
+        raise ValueError(
+            f"{type(model).__name__} has hooks on the model itself, which no stage would run; "
+            "register them on a block, or remove them before splitting"
+        )
+    return Chain(model) if is_plain(model) else Trace(model, names)
+
+
+def blocks(model: nn.Module, sample: object = None) -> list[Block]:
+    """Return the finest units at which `model` may be cut, in order.
+
+    A plain `nn.Sequential` gives its children, nested plain ones expanded. A model with a forward
+    of its own gives the segments between the calls after which one tensor is alive, each as a
+    `Stage` named for the last block in it.
+
+    Args:
+        model: any module.
+        sample: an input (tensor, tuple of arguments or mapping of keywords) on which to check
+            that every block gives one tensor. The model stays as it is.
+
+    Raises:
+        ValueError: The model cannot be traced.
+        TypeError: A block gives something else than one tensor.
+    """
+    line = line_of(model)
+    if isinstance(line, Chain):
+        units = [Block(name, module) for name, module in expand(model)]
+    else:
+        origin = Origin(model, len(line.units))
+        stages = [Stage(origin, i, piece) for i, piece in enumerate(line.pieces(line.places))]
+        units = [Block(name, s) for name, s in zip(line.units, stages, strict=True)]
+    if sample is not None:
+        activations(units, sample)
+    return units
+
+
+def activations(units: Sequence[Block], sample: object) -> list[Tensor]:
+    """Return the output of every block for `sample`, leaving blocks and random state alone."""
+    args, kwargs = arguments(sample)
+    outputs: list[Tensor] = []
+    with random_state_kept(), torch.no_grad():
+        for unit in units:
+            output: object = copy.deepcopy(unit.module)(*args, **kwargs)
+            outputs.append(one_tensor(unit, output))
+            args, kwargs = (outputs[-1],), {}
+    return outputs
+
+
+def random_state_kept() -> AbstractContextManager[None]:
+    """Put the random state of the CPU and of every GPU back at the end."""
+    # Said explicitly, as fork_rng warns when it finds several GPUs by itself.
+    return torch.random.fork_rng(devices=range(torch.cuda.device_count()))
+
+
+def arguments(sample: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a sample as positional and keyword arguments."""
+    if isinstance(sample, Mapping):
+        return (), dict(sample)
+    return (sample if isinstance(sample, tuple) else (sample,)), {}
+
+
+def one_tensor(unit: Block, output: object) -> Tensor:
+    """Return `output`, the result of `unit`, if it is one tensor; raise TypeError if not."""
+    if not isinstance(output, Tensor):
+        raise TypeError(
+            f"block {unit.name!r} returned a {type(output).__name__}; accepted is one tensor. Wrap "
+            "the block in a module that returns only the tensor"
+        )
+    return output

@@ -1,0 +1,91 @@
+"""Parameters that have several names, and why they must not be shared across a cut.
+
+Each stage is trained where it lies, with its own gradients: two stages that hold one parameter
+would, on two devices, silently become two parameters.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor, nn
+
+from stages.stage import Piece
+
+
+def shared_parameters(model: nn.Module) -> list[tuple[str, ...]]:
+    """Return groups of qualified names whose parameters are one, or overlap in memory.
+
+    Weights that merely lie side by side in one buffer, as a cuDNN LSTM packs them, are not
+    shared.
+    """
+    return [tuple(names) for names in _groups(model) if len(names) > 1]
+
+
+def check_not_shared(model: nn.Module, pieces: Sequence[Piece]) -> None:
+    """Raise ValueError if two of `pieces` hold the same parameter or the same stateful module."""
+    parameters = [
+        [(name, i) for name in names for i, piece in enumerate(pieces) if piece.holds(name)]
+        for names in _groups(model)
+    ]
+    # A buffer that forward reads itself, such as a mask at the root, is in no block; several
+    # stages may read it. A module with buffers (BatchNorm's statistics) changes them.
+    buffers = [
+        [(name, i) for name in names for i, piece in enumerate(pieces) if piece.calls(name)]
+        for names in _buffer_groups(model)
+    ]
+    for homes in (*parameters, *buffers):
+        for name, index in homes[1:]:
+            first, home = homes[0]
+            if index != home:
+                raise ValueError(
+                    f"{first!r} in stage {home} and {name!r} in stage {index} are one tensor; a "
+                    "stage must own what it trains. Put both in the same stage: cut before the "
+                    "first or after the last of them, or give each a tensor of its own"
+                )
+
+
+def _groups(model: nn.Module) -> list[list[str]]:
+    """All names of parameters, those that overlap in memory together, in the model's order."""
+    extents = sorted(
+        (*_extent(parameter), position, name)
+        for position, (name, parameter) in enumerate(_parameters(model))
+    )
+    groups: list[list[tuple[int, str]]] = []
+    reach: tuple[int, int] = (-1, 0)  # storage and end of what the last group covers
+    for storage, start, end, position, name in extents:
+        if groups and storage == reach[0] and start < reach[1]:
+            groups[-1].append((position, name))
+            reach = (storage, max(end, reach[1]))
+        else:
+            groups.append([(position, name)])
+            reach = (storage, end)
+    return [[name for _, name in sorted(group)] for group in sorted(sorted(g) for g in groups)]
+
+
+def _extent(x: Tensor) -> tuple[int, int, int]:
+    """The storage of `x`, and the first and past-the-last byte that it covers there."""
+    last: int = sum(
+        int((size - 1) * stride) for size, stride in zip(x.shape, x.stride(), strict=True)
+    )
+    start = int(x.storage_offset()) * x.element_size()
+    # An empty parameter still counts as one byte: it can be shared as any other.
+    end = start + (last + 1 if x.numel() else 1) * x.element_size()
+    return int(x.untyped_storage()._cdata), start, end
+
+
+def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if nn.parameter.is_lazy(parameter):
+            raise ValueError(
+                f"parameter {name!r} has no shape yet; run one batch through the model before "
+                "splitting it"
+            )
+        yield name, parameter
+
+
+def _buffer_groups(model: nn.Module) -> list[list[str]]:
+    """All names of buffers, those of the very same tensor together."""
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        names[id(buffer)].append(name)
+    return list(names.values())

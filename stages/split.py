@@ -1,0 +1,133 @@
+"""Cut a model into stages: by number, by block counts, by block names, or as in the paper."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+
+from torch import nn
+
+from stages.balance import check_num_stages, num_parameters, partition
+from stages.blocks import Line, blocks, line_of
+from stages.sharing import check_not_shared
+from stages.stage import Origin, Piece, Stage
+
+Where = int | str | Sequence[int] | Sequence[str]
+
+
+def split(model: nn.Module, where: Where) -> list[Stage]:
+    """Cut `model` into stages that share its blocks and parameters.
+
+    Chained, the stages compute the bits that the model computes, forward and backward; the union
+    of their `state_dict()`s is the model's.
+
+    Args:
+        model: a plain `nn.Sequential`, or any module whose own forward torch.fx can trace (its
+            blocks are not traced).
+        where: a number of stages, balanced by parameters; or a sequence of block counts, one per
+            stage; or a sequence of names of blocks or containers to cut after; or "paper", the
+            model's own `paper_cut`.
+
+    Raises:
+        ValueError: The model cannot be cut there; the message says why, and where it can.
+        TypeError: `where` is none of these.
+    """
+    names, counts = _read(model, where)
+    line = line_of(model, names)
+    if isinstance(where, int):
+        check_num_stages(where, len(line.units))
+        counts = partition(num_parameters(blocks(model)), where)
+    places = _places_of_counts(line, counts) if counts else _places_of_names(line, names)
+    pieces = line.pieces(places)
+    check_not_shared(model, pieces)
+    pieces = _with_unused(model, pieces)
+    origin = Origin(model, len(pieces))
+    return [Stage(origin, index, piece) for index, piece in enumerate(pieces)]
+
+
+def _read(model: nn.Module, where: Where) -> tuple[list[str], list[int]]:
+    """Return `where` as names to cut after and block counts; both empty for a number."""
+    if isinstance(where, str):
+        return _named_cut(model, where), []
+    if isinstance(where, int) and not isinstance(where, bool):
+        return [], []
+    values: list[object] = list(where) if isinstance(where, Sequence) else []
+    names = [value for value in values if isinstance(value, str)]
+    counts = [v for v in values if isinstance(v, int) and not isinstance(v, bool)]
+    if not values or len(values) not in (len(names), len(counts)):
+        raise TypeError(
+            f"where is {where!r} ({type(where).__name__}); accepted is a number of stages, a "
+            "sequence of block counts, a sequence of block names to cut after, or 'paper'. For "
+            "one stage pass 1"
+        )
+    return names, counts
+
+
+def _named_cut(model: nn.Module, where: str) -> list[str]:
+    cut = getattr(model, "paper_cut", None)
+    if where != "paper":
+        raise ValueError(
+            f"where is {where!r}; the only string accepted is 'paper'. To cut after a block of "
+            f"that name pass [{where!r}]"
+        )
+    if cut is None:
+        raise ValueError(
+            f"where is 'paper', but {type(model).__name__} has no paper_cut; pass a number of "
+            "stages, block counts, or block names to cut after"
+        )
+    return list(cut)
+
+
+def _places_of_counts(line: Line, counts: Sequence[int]) -> list[int]:
+    if min(counts) < 1:
+        raise ValueError(
+            f"block counts {list(counts)} hold {min(counts)}; each stage needs 1 block or more"
+        )
+    if sum(counts) != len(line.units):
+        raise ValueError(
+            f"block counts {list(counts)} add up to {sum(counts)}, but the model has "
+            f"{len(line.units)} blocks; make them add up to {len(line.units)} (see stages.blocks)"
+        )
+    return [line.places[end - 1] for end in accumulate(counts[:-1])]
+
+
+def _places_of_names(line: Line, names: Sequence[str]) -> list[int]:
+    for i, name in enumerate(names):
+        if name in names[:i]:
+            raise ValueError(f"{name!r} is named twice in {list(names)}; name each cut once")
+    places = [line.place(name) for name in names]
+    for (name, place), (later, later_place) in pairwise(zip(names, places, strict=True)):
+        if place == later_place:
+            raise ValueError(
+                f"{name!r} and {later!r} end at the same block, which would leave an empty stage; "
+                "keep one of them"
+            )
+        if place > later_place:
+            raise ValueError(
+                f"{later!r} comes before {name!r} in the model but after it in {list(names)}; "
+                "name the cuts in the model's order"
+            )
+    return places
+
+
+def _with_unused(model: nn.Module, pieces: Sequence[Piece]) -> list[Piece]:
+    """Give parameters and buffers that no stage uses a home, so that no key of the model is lost.
+
+    A second name of a tensor goes with the first, all else to the first stage.
+    """
+    tensors = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+    homes = {
+        name: next((i for i, piece in enumerate(pieces) if piece.holds(name)), None)
+        for name in tensors
+    }
+    by_identity = {id(tensors[name]): home for name, home in homes.items() if home is not None}
+    extra: list[list[str]] = [[] for _ in pieces]
+    for name, home in homes.items():
+        if home is None:
+            extra[by_identity.get(id(tensors[name]), 0)].append(name)
+    return [
+        replace(piece, tensors=(*piece.tensors, *names))
+        for piece, names in zip(pieces, extra, strict=True)
+    ]

@@ -1,0 +1,249 @@
+"""A stage: some consecutive blocks of a model as one module, under the model's own names.
+
+    model            stage 0            stage 1
+    |- conv1         |- conv1
+    |- layer1        |- layer1          |- layer1       a container of the stage
+    |  |- 0          |  |- 0            |
+    |  |- 1          |                  |  |- 1         the very block of the model
+    |- linear                           |- linear
+
+So `stage.state_dict()` and `stage.named_parameters()` speak the model's names, a union over the
+stages is the model's state, and training a stage trains the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+#: What a stage computes: called with the stage itself, then with what the stage was called with.
+Run = Callable[..., object]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one stage will hold, before it is built."""
+
+    blocks: tuple[str, ...]  # qualified names of the modules that it calls, in order
+    tensors: tuple[str, ...]  # parameters and buffers that it needs and no block of it holds
+    run: Run
+
+    def calls(self, name: str) -> bool:
+        """Whether what has that qualified name is in a block of this piece, or is one."""
+        return not set(self.blocks).isdisjoint(ancestors(name))
+
+    def holds(self, name: str) -> bool:
+        """Whether the parameter or buffer of that qualified name is in this piece."""
+        return name in self.tensors or self.calls(name)
+
+
+@dataclass(frozen=True, eq=False)
+class Origin:
+    """The model that stages were cut from; held so that nn.Module does not register it."""
+
+    model: nn.Module
+    num_stages: int
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Origin:
+        return self  # a copied stage must not drag a copy of the whole model along
+
+
+class Stage(nn.Module):
+    """Consecutive blocks of a model, from one tensor to one tensor. Built by `split`.
+
+    It shares blocks and parameters with the model, keeps the whole model alive for `merge`,
+    never changes its input in place and never returns a view: a schedule detaches the output
+    in place, and an engine may reuse the buffer of the input.
+    """
+
+    def __init__(self, origin: Origin, index: int, piece: Piece) -> None:
+        super().__init__()
+        self.index = index
+        self.block_names = piece.blocks
+        self.training = origin.model.training
+        self._origin = origin
+        self._run = piece.run
+        # In the model's own order, so parents come before what is inside them and optimizers
+        # see parameters in the order they would see in the model.
+        for prefix, module in origin.model.named_modules(remove_duplicate=False):
+            if prefix in piece.blocks:
+                self._adopt_module(prefix, module)
+            for name in (*module._parameters, *module._buffers):
+                qualified = f"{prefix}.{name}" if prefix else name
+                if qualified in piece.tensors:
+                    self._adopt_tensor(prefix, module, name)
+        blocks = (origin.model.get_submodule(name) for name in piece.blocks)
+        self._protects_input = _begins_in_place(leaf for block in blocks for leaf in _leaves(block))
+
+    @property
+    def name(self) -> str:
+        """What messages call it: "stage 1 (layer2.0 to layer2.1)"."""
+        first, last = self.block_names[0], self.block_names[-1]
+        return f"stage {self.index} ({first if first == last else f'{first} to {last}'})"
+
+    @property
+    def num_stages(self) -> int:
+        """Into how many stages the model was split."""
+        return self._origin.num_stages
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Give the arguments to the first block and each result to the next.
+
+        Raises:
+            TypeError: The result is not one tensor.
+            ValueError: A block changed the stage's input in place.
+        """
+        received = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+        versions = [_version(x) for x in received]
+        if self._protects_input:
+            args = tuple(_cloned(value) for value in args)
+            kwargs = {key: _cloned(value) for key, value in kwargs.items()}
+        output = self._run(self, *args, **kwargs)
+        if not isinstance(output, Tensor):
+            raise TypeError(
+                f"{self.name} returned a {type(output).__name__} from its last block "
+                f"{self.block_names[-1]!r}; accepted is one tensor. Cut the model after another "
+                "block, or wrap the block in a module that returns only the tensor"
+            )
+        if versions != [_version(x) for x in received]:
+            raise ValueError(
+                f"{self.name} changed its input in place; an input is a received message, which "
+                f"must stay as it is. Write inplace=False where {self.block_names[0]!r} begins, "
+                "or cut the model at another block"
+            )
+        if output._is_view() or any(_storage(output) == _storage(x) for x in received):
+            output = output.clone()
+        return output
+
+    def extra_repr(self) -> str:
+        return f"index={self.index}, num_stages={self.num_stages}"
+
+    def _container(self, qualified: str) -> nn.Module | None:
+        """The stage's own container of that name, made if need be; None inside a block."""
+        ours: nn.Module = self
+        theirs = self._origin.model
+        for part in qualified.split(".") if qualified else ():
+            theirs = theirs.get_submodule(part)
+            if part not in ours._modules:
+                _add(ours, part, nn.Module().train(theirs.training))
+            ours = ours.get_submodule(part)
+            if ours is theirs:
+                return None
+        return ours
+
+    def _adopt_module(self, qualified: str, module: nn.Module) -> None:
+        parent, _, leaf = qualified.rpartition(".")
+        container = self._container(parent)
+        if container is not None:
+            _add(container, leaf, module)
+
+    def _adopt_tensor(self, parent: str, module: nn.Module, name: str) -> None:
+        container = self._container(parent)
+        if container is None:
+            return
+        if name in module._parameters:
+            container.register_parameter(name, module._parameters[name])
+        else:
+            persistent = name not in module._non_persistent_buffers_set
+            container.register_buffer(name, module._buffers[name], persistent=persistent)
+
+
+def merge(stages: Sequence[Stage]) -> nn.Module:
+    """Return the model that `stages` were split from: the same object, as trained.
+
+    Raises:
+        ValueError: The stages are not all those of one model, in order, or are copies.
+        TypeError: Something among them is not a `Stage`.
+    """
+    if not stages:
+        raise ValueError("got no stages; merge takes the whole list that split returned")
+    for position, stage in enumerate(stages):
+        if not isinstance(stage, Stage):
+            raise TypeError(
+                f"stages[{position}] is a {type(stage).__name__}, not a Stage; merge takes the "
+                "list that split returned"
+            )
+        if stage._origin is not stages[0]._origin:
+            raise ValueError(
+                f"{stage.name} at position {position} and {stages[0].name} come from different "
+                "calls of split; merge takes the list that one split returned"
+            )
+    origin = stages[0]._origin
+    if [stage.index for stage in stages] != list(range(origin.num_stages)):
+        raise ValueError(
+            f"got stages {[stage.index for stage in stages]}, expected all of "
+            f"{list(range(origin.num_stages))} in this order; pass the list that split returned"
+        )
+    for stage in stages:
+        for name in stage.block_names:
+            if stage.get_submodule(name) is not origin.model.get_submodule(name):
+                raise ValueError(
+                    f"block {name!r} of {stage.name} is not the model's own: the stage was copied "
+                    "or the block replaced. Load the stage's state_dict() into a model instead; "
+                    "its names are the model's"
+                )
+    for stage in stages:
+        _write_back(stage, origin.model)
+    return origin.model
+
+
+def ancestors(name: str) -> list[str]:
+    """Return "a", "a.b" and "a.b.c" for "a.b.c"."""
+    parts = name.split(".")
+    return [".".join(parts[: i + 1]) for i in range(len(parts))]
+
+
+def _write_back(stage: Stage, model: nn.Module) -> None:
+    """Bring what the stage's own containers hold up to date in the model.
+
+    Blocks are shared and need nothing. A container's buffers and training flag are its own, and
+    moving a stage to another device replaces buffers (and parameters that were on "meta").
+    """
+    for name, ours in stage.named_modules(remove_duplicate=False):
+        theirs = model.get_submodule(name)
+        if theirs is not ours:
+            theirs._parameters.update(ours._parameters)
+            theirs._buffers.update(ours._buffers)
+            theirs.training = ours.training
+
+
+def _add(parent: nn.Module, name: str, child: nn.Module) -> None:
+    try:
+        parent.add_module(name, child)
+    except KeyError as error:
+        raise ValueError(
+            f"a block of the model is called {name!r}, which a Stage uses itself; rename the block"
+        ) from error
+
+
+def _begins_in_place(leaves: Iterable[nn.Module]) -> bool:
+    """Whether the first of `leaves` that computes something is set to work in place.
+
+    Only what modules tell is seen; `Stage.forward` catches the rest after the fact.
+    """
+    for leaf in leaves:
+        if getattr(leaf, "inplace", False):
+            return True
+        if not isinstance(leaf, (nn.Identity, nn.Flatten, nn.Unflatten, nn.Dropout)):
+            return False
+    return False
+
+
+def _leaves(module: nn.Module) -> Iterator[nn.Module]:
+    return (leaf for leaf in module.modules() if next(leaf.children(), None) is None)
+
+
+def _cloned(value: object) -> object:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _version(x: Tensor) -> int | None:
+    return None if x.is_inference() else x._version
+
+
+def _storage(x: Tensor) -> object:
+    # The identity of the storage, not its address: that is 0 on "meta" and for empty tensors.
+    return x.untyped_storage()._cdata
