@@ -18,7 +18,7 @@ from mpcomp.compressors.identity import Identity, or_dense
 from mpcomp.compressors.same_indices import SameIndices
 from mpcomp.feedback.base import Feedback, Receiver, Sender
 from mpcomp.message import COMPRESSED, DENSE, Header, frame, message_bytes, unframe
-from mpcomp.meters import Meter
+from mpcomp.meters import Meter, Traffic
 from mpcomp.randomness import generator_for
 from mpcomp.tensor_meta import TensorMeta
 from mpcomp.visit import Step, Visit
@@ -62,7 +62,7 @@ class Link:
         self._sample_meta: TensorMeta | None = None
         self._sender: Sender | None = None
         self._receiver: Receiver | None = None
-        self._nonfinite: list[Tensor] = []
+        self._nonfinite: list[tuple[Traffic, Tensor]] = []
 
     @property
     def name(self) -> str:
@@ -165,11 +165,13 @@ class Link:
 
     def found_nonfinite(self) -> bool:
         """Whether a tensor since the last call was non-finite (one wait on an accelerator)."""
-        found = bool(self._nonfinite) and bool(
-            torch.stack([flag.cpu() for flag in self._nonfinite]).any()
-        )
+        if not self._nonfinite:
+            return False
+        flags = torch.stack([flag for _, flag in self._nonfinite]).tolist()
+        for (traffic, _), flag in zip(self._nonfinite, flags, strict=True):
+            traffic.nonfinite += flag
         self._nonfinite.clear()
-        return found
+        return any(flags)
 
     def commit(self) -> None:
         """Stores what the ends have noted."""
@@ -284,10 +286,10 @@ class Link:
         if x.device.type == "cpu":
             if not nonfinite:
                 return None
-            self.meter.of(step.train).nonfinite += 1
             if self.direction == ACT or not step.scaled:
+                self.meter.of(step.train).nonfinite += 1
                 raise self.nonfinite_error(step)
-        self._nonfinite.append(nonfinite)
+        self._nonfinite.append((self.meter.of(step.train), nonfinite))
         return nonfinite.to(torch.uint8)
 
     def _payload(

@@ -93,9 +93,8 @@ def frame(header: Header, payload: Payload) -> Tensor:
     end = HEADER_BYTES
     for part, offset in zip(payload, offsets, strict=True):
         message[end:offset] = 0  # padding, so that equal payloads are equal messages
-        raw = part.reshape(-1).view(torch.uint8)
-        end = offset + raw.numel()
-        message[offset:end] = raw
+        end = offset + part.numel() * part.element_size()
+        message[offset:end].view(part.dtype).copy_(part.reshape(-1))
     return message
 
 

@@ -4,8 +4,10 @@
     part      = name (":" setting)*
     setting   = value | key "=" value    a bare value sets the next field in order
 
-``topk:0.1``, ``ef21+topk:0.1+quant:8``, ``aqsgd:storage=fp16+quant:4:scale=128``. Nothing in
-them needs quoting in a shell. ``str(method)`` gives a spec back.
+``topk:0.1``, ``ef21+topk:0.1+quant:8``, ``aqsgd:storage=fp16+quant:4:scale=128``. A method that is
+itself a setting is written with ``/`` and ``,`` for ``:`` and ``+``, as in
+``aqsgd:first=quant/8+quant:4``. Nothing in them needs quoting in a shell. ``str(method)`` gives a
+spec back.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import types
 import typing
 from typing import Any
 
-from mpcomp.compressors.base import SpecValue, registered
+from mpcomp.compressors.base import Compressor, SpecValue, registered
 
 __all__ = ["closest", "parse"]
 
@@ -123,5 +125,7 @@ def _convert(text: str, hint: Any, what: str) -> Any:
             return kind(text)
         except ValueError:
             continue
+    if Compressor in accepted:
+        return parse(text.translate(str.maketrans("/,", ":+")))
     expected = " or ".join(t.__name__ for t in accepted if t is not type(None))
     raise ValueError(f"{what}: {text!r} is not {expected}")

@@ -92,7 +92,10 @@ class Pipeline(OriginalNames):
         if train:
             self._open = step
         with self._undone_on_error(train):
-            return gather(self._engine.forward(scatter(batch, sizes), step))
+            output = gather(self._engine.forward(scatter(batch, sizes), step))
+            if not train:
+                self._raise_if_nonfinite(step)
+            return output
 
     def forward_backward(self, batch: Any, target: Any, *, sample_ids: Any = None) -> Tensor:
         """Runs all microbatches forward and backward; gradients add up in ``.grad``.
@@ -317,7 +320,7 @@ class Pipeline(OriginalNames):
         step, self._open = self._open, None
         if step is None:
             return
-        broken = [link for link in self.links if link.found_nonfinite()]
+        broken = self._nonfinite_links()
         finite = not broken and not (step.scaled and self._gradients_overflowed())
         for boundary in self.boundaries:
             boundary.settle(finite)
@@ -325,6 +328,14 @@ class Pipeline(OriginalNames):
             raise broken[0].nonfinite_error(step)
         self.step_skipped = not finite
         self.num_steps += 1
+
+    def _nonfinite_links(self) -> list[Link]:
+        return [link for link in self.links if link.found_nonfinite()]
+
+    def _raise_if_nonfinite(self, step: Step) -> None:
+        """For inference on an accelerator, where the flags could not be read on the way."""
+        for link in self._nonfinite_links():
+            raise link.nonfinite_error(step)
 
     def _gradients_overflowed(self) -> bool:
         grads = [p.grad for p in self.parameters() if p.grad is not None]
@@ -343,8 +354,7 @@ class Pipeline(OriginalNames):
                 self._open = None
                 for boundary in self.boundaries:
                     boundary.settle(finite=False)
-                for link in self.links:
-                    link.found_nonfinite()
+                self._nonfinite_links()  # counts and clears
             raise
 
     @contextmanager

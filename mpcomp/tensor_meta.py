@@ -71,10 +71,11 @@ class TensorMeta:
         return replace(self, dtype=dtype)
 
     def flatten(self, x: Tensor) -> Tensor:
-        """``x`` as [rows, elements of a row] in memory order, without a copy if possible."""
+        """``x`` as contiguous [rows, elements of a row] in memory order; no copy if possible."""
         if self.channels_last:
             x = x.permute(0, 2, 3, 1)
-        return x.reshape(self.num_rows, -1) if x.numel() else x.reshape(self.num_rows, 0)
+        flat = x.reshape(self.num_rows, -1) if x.numel() else x.reshape(self.num_rows, 0)
+        return flat.contiguous()  # a strided matrix is its own reshape
 
     def unflatten(self, flat: Tensor) -> Tensor:
         """The inverse of `flatten`: a view of ``flat`` with this shape and memory order."""

@@ -54,9 +54,16 @@ class SpecValue:
             head = self.spec
             first = next((f.name for f in dataclasses.fields(self)), None)
             for name, value in given.items():
-                head += f":{value}" if name == first else f":{name}={value}"
+                text = nested_spec(value)
+                head += f":{text}" if name == first else f":{name}={text}"
         inner = getattr(self, self.spec_inner) if self.spec_inner else None
         return head if inner is None else f"{head}+{inner}"
+
+
+def nested_spec(value: Any) -> str:
+    """A setting's text; a method as a setting has ``/`` and ``,`` for its ``:`` and ``+``."""
+    text = str(value)
+    return text.translate(str.maketrans(":+", "/,")) if isinstance(value, SpecValue) else text
 
 
 def registered(base: type[_T]) -> Iterator[type[_T]]:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["pack", "pack_bools", "packed_bytes", "unpack", "unpack_bools"]
+__all__ = ["numpy_reads", "pack", "pack_bools", "packed_bytes", "unpack", "unpack_bools"]
 
 
 def _fields(width: int) -> list[tuple[int, int]]:
@@ -55,6 +55,11 @@ def unpack(packed: Tensor, width: int, count: int) -> Tensor:
     return packed.new_zeros((packed.shape[0], count), dtype=dtype) if out is None else out
 
 
+def numpy_reads(x: Tensor) -> bool:
+    """Whether numpy can work on ``x`` where it lies (patched to test the paths without it)."""
+    return x.device.type == "cpu"
+
+
 def pack_bools(mask: Tensor) -> Tensor:
     """One bit an element, first element in the lowest bit: bool [n] -> uint8 [ceil(n / 8)]."""
     return _pack_field(mask.view(torch.uint8).reshape(1, -1), 0, 1)[0]
@@ -71,13 +76,13 @@ def _pack_field(values: Tensor, offset: int, bits: int) -> Tensor:
         return (field & 0xFF).to(torch.uint8) if field.dtype != torch.uint8 else field
     field = (field & ((1 << bits) - 1)).to(torch.uint8)
     rows, count = field.shape
-    if bits == 1 and field.device.type == "cpu":
+    if bits == 1 and numpy_reads(field):
         return torch.from_numpy(np.packbits(field.numpy(), axis=1, bitorder="little"))
     per_byte = 8 // bits
     padding = -count % per_byte
     if padding:
         field = torch.nn.functional.pad(field, (0, padding))
-    field = field.reshape(rows, -1, per_byte)
+    field = field.reshape(rows, field.shape[1] // per_byte, per_byte)
     out = field[:, :, 0].clone()
     for i in range(1, per_byte):
         out |= field[:, :, i] << (i * bits)
@@ -88,11 +93,11 @@ def _unpack_field(packed: Tensor, bits: int, count: int) -> Tensor:
     if bits == 8:
         return packed
     rows, size = packed.shape
-    if bits == 1 and packed.device.type == "cpu":
+    if bits == 1 and numpy_reads(packed):
         unpacked = np.unpackbits(packed.numpy(), axis=1, count=count, bitorder="little")
         return torch.from_numpy(unpacked)
     per_byte = 8 // bits
     out = torch.empty((rows, size, per_byte), dtype=torch.uint8, device=packed.device)
     for i in range(per_byte):
         out[:, :, i] = (packed >> (i * bits)) & ((1 << bits) - 1)
-    return out.reshape(rows, -1)[:, :count]
+    return out.reshape(rows, size * per_byte)[:, :count]

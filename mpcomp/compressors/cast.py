@@ -70,4 +70,8 @@ class Cast(Compressor):
     def decompress(
         self, payload: Payload, meta: TensorMeta, generator: torch.Generator | None = None
     ) -> Tensor:
-        return meta.unflatten(payload[0].to(meta.dtype))
+        x = payload[0]
+        limit = torch.finfo(meta.dtype).max
+        if torch.finfo(self.wire_dtype).max > limit:  # bf16 rounds fp16's largest to beyond it
+            x = x.to(torch.float32).clamp(-limit, limit)
+        return meta.unflatten(x.to(meta.dtype))

@@ -89,6 +89,11 @@ class Grouping:
         return rows.reshape(self.num_groups, self._size)
 
     @property
+    def padding(self) -> int:
+        """Elements that fill up the last group."""
+        return self.num_rows * self.row_numel - self.meta.numel
+
+    @property
     def _size(self) -> int:
         """Elements in a group."""
         return self.num_rows * self.row_numel // max(1, self.num_groups)

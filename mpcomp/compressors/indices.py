@@ -57,7 +57,7 @@ def index_bytes(n: int, k: int) -> int:
 
 def nonzero(mask: Tensor, count: int) -> Tensor:
     """Positions of the ``count`` set elements of a flat bool tensor, ascending; int64 [count]."""
-    if mask.device.type == "cpu":  # numpy's scan is twice as fast as torch's here
+    if bits.numpy_reads(mask):  # numpy's scan is twice as fast as torch's here
         return torch.from_numpy(np.flatnonzero(mask.numpy()))
     # With the count known, an accelerator need not be waited for.
     return torch.nonzero_static(mask, size=count).squeeze(1)

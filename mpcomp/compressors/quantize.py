@@ -139,6 +139,8 @@ class Quantize(Compressor):
             q.mul_(step).add_(scales[0].to(torch.float32)[:, None])
         else:
             q.sub_(self._levels / 2).mul_(step)
+        if meta.dtype == torch.float16:  # bf16 scales, rounded outwards, lead beyond its range
+            q.clamp_(torch.finfo(torch.float16).min, torch.finfo(torch.float16).max)
         return grouping.join(q.to(meta.dtype))
 
 

@@ -46,9 +46,17 @@ class Sign(Compressor):
         groups = grouping.split(x)
         # Scaled by the largest magnitude first: the sum of magnitudes may overflow fp32.
         magnitudes = groups.abs()
+        counts = magnitudes.new_full((len(groups),), magnitudes.shape[1])
+        if grouping.padding:  # no elements: they must not weigh on the last group's mean
+            magnitudes[-1, -grouping.padding :] = 0
+            counts[-1] -= grouping.padding
         largest = magnitudes.amax(dim=1) if groups.shape[1] else groups.new_zeros(len(groups))
         unit = torch.where(largest > 0, largest, torch.ones_like(largest))
-        mean = magnitudes.div_(unit[:, None]).mean(dim=1) * unit if groups.shape[1] else largest
+        mean = (
+            magnitudes.div_(unit[:, None]).sum(dim=1) / counts * unit
+            if groups.shape[1]
+            else largest
+        )
         return (mean, bitpack.pack(grouping.rows(groups >= 0).to(torch.uint8), 1))
 
     def decompress(
