@@ -145,6 +145,13 @@ class Link:
         self.meter.of(step.train).seconds += time.perf_counter() - begin
         return x
 
+    def compare(self, x: Tensor, arrived: Tensor, step: Step) -> None:
+        """Meters the fidelity of what arrived for ``x``; dense messages arrive as they are."""
+        if self._enabled(step) and not isinstance(self.method, Identity):
+            meta = TensorMeta.of(x)  # memory order, which spares a transposition
+            arrived = meta.flatten(arrived.to(x.device))
+            self.meter.of(step.train).compare(meta.flatten(x), arrived)
+
     def message_bytes(self, meta: TensorMeta, step: Step, microbatch: int) -> int:
         """Length of the message for a tensor like ``meta``, known before there is one."""
         coder = self._coder(meta, step, None)

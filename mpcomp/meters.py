@@ -63,18 +63,19 @@ class Traffic:
 
     @property
     def relative_error(self) -> float:
-        """||x - y|| / ||x|| over all messages."""
-        xx, _, _, dd = self._sums()
-        return math.sqrt(dd / xx) if xx else (math.nan if math.isnan(xx) else math.sqrt(dd))
+        """||x - y|| / ||x|| over the messages of a compressing link; 0 where all went dense."""
+        if self._energies is None:
+            return 0.0 if self.messages else math.nan
+        xx, _, _, dd = self._energies.tolist()
+        return math.sqrt(dd / xx) if xx else math.sqrt(dd)
 
     @property
     def cosine(self) -> float:
-        """<x, y> / (||x|| ||y||) over all messages."""
-        xx, xy, yy, _ = self._sums()
+        """<x, y> / (||x|| ||y||) over the same messages; 1 where all went dense."""
+        if self._energies is None:
+            return 1.0 if self.messages else math.nan
+        xx, xy, yy, _ = self._energies.tolist()
         return xy / math.sqrt(xx * yy) if xx * yy else math.nan
-
-    def _sums(self) -> list[float]:
-        return [math.nan] * 4 if self._energies is None else self._energies.tolist()
 
     def to_dict(self) -> dict[str, Any]:
         """All figures under their names."""

@@ -29,7 +29,6 @@ from torchgpipe.skip.layout import SkipLayout
 
 from mpcomp.boundary import Boundary
 from mpcomp.engines.runner import Autocast, StageRunner
-from mpcomp.link import Link
 from mpcomp.microbatch import map_tensors
 from mpcomp.tensor_meta import TensorMeta
 from mpcomp.visit import Step
@@ -145,7 +144,7 @@ class LinkCopy(torch.autograd.Function):
         with _no_autocast(x.device), _no_autocast(device):
             message = boundary.send_activation(x, step, microbatch)
             y = boundary.receive_activation(_move(message, device), meta, step, microbatch)
-            _compare(boundary.act, x, y, step)
+            boundary.act.compare(x, y, step)
         return y
 
     @staticmethod
@@ -158,7 +157,7 @@ class LinkCopy(torch.autograd.Function):
         with _no_autocast(grad.device), _no_autocast(ctx.source):
             message = boundary.send_gradient(grad, step, ctx.microbatch)
             x = boundary.receive_gradient(_move(message, ctx.source), meta, step, ctx.microbatch)
-            _compare(boundary.grad, grad, x, step)
+            boundary.grad.compare(grad, x, step)
         return x, None, None, None, None
 
 
@@ -170,9 +169,3 @@ def _move(message: Tensor, device: torch.device) -> Tensor:
 def _no_autocast(device: torch.device) -> torch.autocast:
     """Links compute in the dtypes they choose themselves."""
     return torch.autocast(device.type, enabled=False)
-
-
-def _compare(link: Link, x: Tensor, y: Tensor, step: Step) -> None:
-    """Meters what arrived. The elements are taken in memory order, for speed."""
-    meta = TensorMeta.of(x)
-    link.meter.of(step.train).compare(meta.flatten(x), meta.flatten(y.to(x.device)))
