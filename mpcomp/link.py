@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpcomp.checks import check_tensor, nonfinite_error
 from mpcomp.compressors.base import Compressor, Payload, Selecting
 from mpcomp.compressors.identity import Identity, or_dense
 from mpcomp.compressors.same_indices import SameIndices
@@ -92,7 +93,7 @@ class Link:
             FloatingPointError: NaN or Inf (in a gradient only without a loss scaler).
         """
         begin = time.perf_counter()
-        self._check_input(x)
+        check_tensor(x, self.name)
         status = self._check_finite(x, step)
         meta = TensorMeta.of(x)
         visit = self._visit(step, microbatch)
@@ -190,15 +191,6 @@ class Link:
         for end in self.ends.values():
             end.discard()
 
-    def nonfinite_error(self, step: Step) -> FloatingPointError:
-        """The error for NaN or Inf on this link."""
-        what = "activation" if self.direction == ACT else "gradient"
-        return FloatingPointError(
-            f"NaN or Inf in the {what} at {self.name}, step {step.index}: the model has diverged "
-            "or overflowed. Lower the learning rate, clip gradients, or use bf16; with fp16 give "
-            "the pipeline a loss scaler (scaler=torch.amp.GradScaler(...))"
-        )
-
     # -- which method speaks ------------------------------------------------------------------
 
     def _enabled(self, step: Step) -> bool:
@@ -275,17 +267,6 @@ class Link:
 
     # -- checks -------------------------------------------------------------------------------
 
-    def _check_input(self, x: Tensor) -> None:
-        if not x.is_floating_point():
-            raise TypeError(
-                f"{self.name}: a {x.dtype} tensor cannot cross a compressed cut, which carries "
-                "floating-point activations; cut where the model's output is floating point"
-            )
-        if x.numel() == 0:
-            raise ValueError(
-                f"{self.name}: an empty activation of shape {list(x.shape)} cannot cross a cut"
-            )
-
     def _check_finite(self, x: Tensor, step: Step) -> Tensor | None:
         """The status byte as a 0-d tensor, or None for an all-clear on the CPU."""
         low, high = x.detach().aminmax()  # NaN passes through both
@@ -295,7 +276,7 @@ class Link:
                 return None
             if self.direction == ACT or not step.scaled:
                 self.meter.of(step.train).nonfinite += 1
-                raise self.nonfinite_error(step)
+                raise nonfinite_error(self.name, step.index)
         self._nonfinite.append((self.meter.of(step.train), nonfinite))
         return nonfinite.to(torch.uint8)
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import stages as staging
 from mpcomp import checkpoint
 from mpcomp.boundary import Boundary
+from mpcomp.checks import nonfinite_error
 from mpcomp.engines.local import LocalEngine
 from mpcomp.feedback.base import Feedback
 from mpcomp.link import Link
@@ -325,7 +326,7 @@ class Pipeline(OriginalNames):
         for boundary in self.boundaries:
             boundary.settle(finite)
         if broken and not (step.scaled and all(link.direction == "grad" for link in broken)):
-            raise broken[0].nonfinite_error(step)
+            raise nonfinite_error(broken[0].name, step.index)
         self.step_skipped = not finite
         self.num_steps += 1
 
@@ -335,7 +336,7 @@ class Pipeline(OriginalNames):
     def _raise_if_nonfinite(self, step: Step) -> None:
         """For inference on an accelerator, where the flags could not be read on the way."""
         for link in self._nonfinite_links():
-            raise link.nonfinite_error(step)
+            raise nonfinite_error(link.name, step.index)
 
     def _gradients_overflowed(self) -> bool:
         grads = [p.grad for p in self.parameters() if p.grad is not None]

@@ -174,9 +174,11 @@ class _Table:
     def _grow(self, capacity: int) -> None:
         shape = (capacity, *self._row_shape)
         if self._file is not None:
-            # The file grows in place: what was mapped before is its beginning.
-            numel = TensorMeta(shape).numel
-            mapped = torch.from_file(self._file, shared=True, size=numel, dtype=self._dtype)
+            # The file grows in place: what was mapped before is its beginning. Not left to torch,
+            # which grows a file by writing a zero over its first byte.
+            meta = TensorMeta(shape, self._dtype)
+            os.truncate(self._file, meta.dense_bytes)
+            mapped = torch.from_file(self._file, shared=True, size=meta.numel, dtype=self._dtype)
             self._rows = mapped.reshape(shape)
             return
         grown = torch.empty(shape, dtype=self._dtype, device=self._device)

@@ -1,0 +1,35 @@
+"""What must hold for a tensor that crosses a cut, and what is said when it does not."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+__all__ = ["check_tensor", "nonfinite_error"]
+
+
+def check_tensor(x: Tensor, link: str) -> None:
+    """Refuses what no link carries.
+
+    Raises:
+        TypeError: not a floating-point tensor.
+        ValueError: a tensor without elements.
+    """
+    if not x.is_floating_point():
+        raise TypeError(
+            f"{link}: a {x.dtype} tensor cannot cross a compressed cut, which carries "
+            "floating-point activations; cut where the model's output is floating point"
+        )
+    if x.numel() == 0:
+        raise ValueError(
+            f"{link}: an empty activation of shape {list(x.shape)} cannot cross a cut; "
+            "cut where every sample has features"
+        )
+
+
+def nonfinite_error(link: str, step: int) -> FloatingPointError:
+    """The error for NaN or Inf on a link, named as in "boundary 0 act"."""
+    return FloatingPointError(
+        f"NaN or Inf at {link}, step {step}: the model has diverged or overflowed. Lower the "
+        "learning rate, clip gradients, or use bf16; with fp16 give the pipeline a loss scaler "
+        "(scaler=torch.amp.GradScaler(...))"
+    )
