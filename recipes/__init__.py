@@ -1,0 +1,1 @@
+"""Runnable experiments: each recipe chooses and combines what mpcomp offers."""

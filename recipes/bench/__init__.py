@@ -1,0 +1,1 @@
+"""Measurements: one script for one question."""

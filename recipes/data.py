@@ -1,0 +1,284 @@
+"""Images for the recipes: decoded once into uint8 tensors, shuffled and augmented from seeds.
+
+What a batch holds depends only on (seed, epoch, batch), so a resumed run sees exactly the images
+of an uninterrupted one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+COLUMNS: Final = ("img", "label")
+IMAGE_SIZE: Final = 32
+CIFAR_MEAN_STD: Final = ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))
+DIGITS_MEAN_STD: Final = ((0.3055,) * 3, (0.3237,) * 3)
+NUM_DIGITS_TEST: Final = 540  # of 1,797
+
+
+@dataclass(frozen=True)
+class Images:
+    """One split: images [n, 3, 32, 32] uint8 and labels [n] int64."""
+
+    images: Tensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def head(self, limit: int | None) -> Images:
+        """The first `limit` images; all for None."""
+        return self if limit is None else Images(self.images[:limit], self.labels[:limit])
+
+    def to(self, device: torch.device) -> Images:
+        """The same split on another device."""
+        return Images(self.images.to(device), self.labels.to(device))
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Both splits, and the channel statistics that normalise them."""
+
+    train: Images
+    test: Images
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    num_classes: int = 10
+
+
+def load(data: str, *, train_limit: int | None = None, test_limit: int | None = None) -> Dataset:
+    """`digits`, a folder of parquet files with the columns of CIFAR-10, or a data set's hub name.
+
+    A limit keeps the first images of a split.
+
+    Raises:
+        ValueError: there is no such data, or it has other columns.
+    """
+    if data == "digits":
+        digits = _load_digits()
+        return dataclasses.replace(
+            digits, train=digits.train.head(train_limit), test=digits.test.head(test_limit)
+        )
+    splits = _load_splits(data)
+    for name in ("train", "test"):
+        if name not in splits:
+            raise ValueError(
+                f"{data} has the splits {sorted(splits)}; expected train and test: name the "
+                "parquet files train-*.parquet and test-*.parquet"
+            )
+    mean, std = CIFAR_MEAN_STD
+    return Dataset(
+        train=_decode(splits["train"], data, train_limit),
+        test=_decode(splits["test"], data, test_limit),
+        mean=mean,
+        std=std,
+    )
+
+
+def _load_digits() -> Dataset:
+    """scikit-learn's 8x8 handwritten digits as 3x32x32, with a fixed stratified split."""
+    try:
+        from sklearn.datasets import load_digits
+        from sklearn.model_selection import train_test_split
+    except ImportError as error:
+        raise ValueError(
+            'the data set digits comes with scikit-learn: pip install -e ".[recipes]"'
+        ) from error
+    digits = load_digits()
+    images = torch.from_numpy(digits.images).float().unsqueeze(1) * (255 / 16)  # [n, 1, 8, 8]
+    images = F.interpolate(images, size=IMAGE_SIZE, mode="bilinear", align_corners=False)
+    images = images.round().to(torch.uint8).expand(-1, 3, -1, -1).contiguous()
+    labels = torch.from_numpy(digits.target).long()
+    train, test = train_test_split(
+        np.arange(len(labels)), test_size=NUM_DIGITS_TEST, stratify=digits.target, random_state=0
+    )
+    mean, std = DIGITS_MEAN_STD
+    return Dataset(
+        train=Images(images[train], labels[train]),
+        test=Images(images[test], labels[test]),
+        mean=mean,
+        std=std,
+    )
+
+
+def _load_splits(data: str) -> Mapping[str, Any]:
+    import datasets
+    from huggingface_hub import constants
+
+    is_folder = Path(data).is_dir()
+    looks_like_path = data.startswith((".", "/", "~")) or data.count("/") > 1
+    if not is_folder and looks_like_path:
+        raise ValueError(
+            f"there is no folder {data}; pass --data a folder of parquet files with the columns "
+            f"{' and '.join(COLUMNS)}, a hub name as in uoft-cs/cifar10, or digits"
+        )
+    offline = constants.HF_HUB_OFFLINE
+    if not is_folder:
+        # Without a network the client would try for half a minute before it looks into its cache.
+        constants.HF_HUB_OFFLINE = offline or not _hub_answers(data)
+    try:
+        splits: Mapping[str, Any] = datasets.load_dataset(data)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"cannot load the data set {data} ({_first_line(error)}); pass --data digits, which "
+            "needs no download, or --data a folder of parquet files with the columns "
+            f"{' and '.join(COLUMNS)}"
+        ) from error
+    finally:
+        constants.HF_HUB_OFFLINE = offline
+    return splits
+
+
+def _hub_answers(name: str) -> bool:
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        HfApi().dataset_info(name, timeout=10)
+    except HfHubHTTPError:
+        return True  # it answered, if only to say no: let the loader report that
+    except Exception:  # which connection errors there are depends on the client's HTTP library
+        return False
+    return True
+
+
+def _decode(split: Any, data: str, limit: int | None) -> Images:
+    """The first `limit` images of a split, decoded once; Pillow decodes outside Python's lock."""
+    import datasets
+    from PIL import Image
+
+    if missing := [column for column in COLUMNS if column not in split.column_names]:
+        raise ValueError(
+            f"{data} has the columns {split.column_names}, without {missing}; expected "
+            f"{list(COLUMNS)}: rename them, or pass another --data"
+        )
+    if isinstance(split.features["img"], datasets.Image):
+        split = split.cast_column("img", datasets.Image(decode=False))
+    if limit is not None:
+        split = split.select(range(min(limit, len(split))))
+    rows = split[:]  # at once: row by row takes longer than the decoding
+    if not rows["label"]:
+        raise ValueError(f"{data} has an empty split; expected at least one image in each")
+
+    def decode(row: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        source = row["bytes"] if isinstance(row, Mapping) else row
+        if source is None:
+            source = Path(row["path"]).read_bytes()
+        if not isinstance(source, bytes):
+            raise ValueError(
+                f"the column img of {data} holds {type(source).__name__}; expected encoded images "
+                "(bytes of PNG or JPEG)"
+            )
+        image = Image.open(io.BytesIO(source)).convert("RGB")
+        if image.size != (IMAGE_SIZE, IMAGE_SIZE):
+            raise ValueError(
+                f"{data} holds an image of {image.size[0]}x{image.size[1]} pixels; expected "
+                f"{IMAGE_SIZE}x{IMAGE_SIZE}: resize the images"
+            )
+        return np.asarray(image)
+
+    with ThreadPoolExecutor() as pool:
+        pixels = np.stack(list(pool.map(decode, rows["img"])))  # [n, 32, 32, 3]
+    images = torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous()
+    return Images(images, torch.tensor(rows["label"], dtype=torch.int64))
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loader:
+    """Batches of one split, normalised and on its device.
+
+    `epoch(e)` shuffles and augments for training and yields (x, y, ids); iterating yields (x, y)
+    in order, every image once. With `aug_seeds` = n an image has n fixed augmentations, one is
+    drawn on each visit, and ids are [b, 2]: (id, augmentation seed).
+    """
+
+    split: Images
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    batch_size: int
+    seed: int = 0
+    drop_last: bool = True
+    crop_padding: int = 4
+    flip: bool = True
+    aug_seeds: int = 0
+    channels_last: bool = False
+
+    def __len__(self) -> int:
+        """The number of batches in an epoch of training."""
+        rest = len(self.split) % self.batch_size
+        return len(self.split) // self.batch_size + (rest > 0 and not self.drop_last)
+
+    def epoch(self, epoch: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """The batches of one epoch (counted from 0)."""
+        order = torch.randperm(len(self.split), generator=seeded(self.seed, epoch))
+        fixed_draws = self._fixed_draws()
+        for batch, ids in enumerate(torch.split(order, self.batch_size)[: len(self)]):
+            generator = seeded(self.seed, epoch, batch)
+            if self.aug_seeds:
+                aug_seeds = torch.randint(self.aug_seeds, (len(ids),), generator=generator)
+                draws = fixed_draws[ids, aug_seeds]
+                ids_sent = torch.stack([ids, aug_seeds], dim=1)
+            else:
+                draws = torch.rand(len(ids), 3, generator=generator)
+                ids_sent = ids
+            images, labels = self._take(ids)
+            yield self._normalise(self._augment(images, draws)), labels, ids_sent
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for ids in torch.split(torch.arange(len(self.split)), self.batch_size):
+            images, labels = self._take(ids)
+            yield self._normalise(images), labels
+
+    def _take(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        ids = ids.to(self.split.images.device)
+        return self.split.images[ids], self.split.labels[ids]
+
+    def _fixed_draws(self) -> Tensor:
+        """[n, aug_seeds, 3] numbers in [0, 1): the fixed augmentations of every image."""
+        shape = (len(self.split), self.aug_seeds, 3)
+        return torch.rand(shape, generator=seeded(self.seed))
+
+    def _augment(self, images: Tensor, draws: Tensor) -> Tensor:
+        """Random crop and flip; `draws` [b, 3] in [0, 1) choose row, column and flip.
+
+        The numbers are drawn on the CPU, so that every device sees the same images.
+        """
+        draws = draws.to(images.device)
+        pad, size = self.crop_padding, images.shape[-1]
+        span = torch.arange(size, device=images.device)
+        shift = (draws[:, :2] * (2 * pad + 1)).long()
+        rows = shift[:, 0, None] + span  # [b, size]
+        columns = shift[:, 1, None] + span
+        if self.flip:
+            columns = torch.where(draws[:, 2, None] < 0.5, columns.flip(1), columns)
+        padded = F.pad(images, (pad, pad, pad, pad))
+        sample = torch.arange(len(images), device=images.device)[:, None, None, None]
+        channel = torch.arange(images.shape[1], device=images.device)[:, None, None]
+        return padded[sample, channel, rows[:, None, :, None], columns[:, None, None, :]]
+
+    def _normalise(self, images: Tensor) -> Tensor:
+        mean = torch.tensor(self.mean, device=images.device)[:, None, None] * 255
+        std = torch.tensor(self.std, device=images.device)[:, None, None] * 255
+        layout = torch.channels_last if self.channels_last else torch.contiguous_format
+        return ((images.float() - mean) / std).contiguous(memory_format=layout)
+
+
+def seeded(*key: int) -> torch.Generator:
+    """A generator of its own for each key, unrelated for neighbouring keys."""
+    # SeedSequence counts trailing zeros as absent; the length keeps (1,) and (1, 0) apart.
+    state = np.random.SeedSequence([len(key), *key]).generate_state(1, np.uint64)
+    return torch.Generator().manual_seed(int(state[0]))

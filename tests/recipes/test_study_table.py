@@ -1,0 +1,80 @@
+"""Statistics of the study, against numbers worked out by hand."""
+
+import pytest
+
+from recipes.cifar10_study import ROWS
+from recipes.study_table import CLAIMS, Claim, Results, render, spread, verdict
+
+
+def line(row, seed, on, off=0.0, **more):
+    return {
+        "row": row,
+        "seed": seed,
+        "accuracy_compressed": on,
+        "accuracy_uncompressed": off,
+        "wire_bytes": 6_000_000,
+        "wire_ratio": 0.125,
+        "epochs": 3,
+        **more,
+    }
+
+
+def test_every_claim_is_about_rows_of_the_grid():
+    assert {claim.first for claim in CLAIMS} | {claim.second for claim in CLAIMS} <= set(ROWS)
+    assert {claim.number for claim in CLAIMS} == {1, 2, 3, 4, 5}
+
+
+def test_differences_are_paired_by_seed():
+    lines = [line("a", 0, 0.5), line("a", 1, 0.6), line("b", 1, 0.55), line("b", 2, 0.9)]
+    claim = Claim(1, "", "a", "b", above=True)
+    assert claim.differences(Results.of(lines, order=[])) == pytest.approx([5.0])
+
+
+def test_second_may_be_off_at_inference():
+    claim = Claim(3, "", "a", "a", above=True, second_off=True)
+    results = Results.of([line("a", 0, 0.5, 0.2)], order=[])
+    assert claim.differences(results) == pytest.approx([30.0])
+
+
+# Standard error of these three: 1/√3 = 0.577.
+@pytest.mark.parametrize(
+    ("bound", "above", "expected"),
+    [
+        (0.0, True, "confirmed"),
+        (0.84, True, "confirmed"),  # 2 − 0.84 > 2 × 0.577
+        (0.85, True, "undecided"),
+        (3.15, True, "undecided"),
+        (3.16, True, "not confirmed"),
+        (3.16, False, "confirmed"),
+        (2.0, False, "undecided"),
+        (0.84, False, "not confirmed"),
+    ],
+)
+def test_verdict(bound, above, expected):
+    assert verdict([1.0, 2.0, 3.0], above=above, bound=bound) == expected
+
+
+def test_one_seed_decides_nothing():
+    assert verdict([50.0], above=True, bound=0.0) == "undecided"
+
+
+def test_spread():
+    assert spread([1.0, 2.0, 3.0]) == "2.00 ± 1.00"
+    assert spread([1.0, 2.0, 3.0], sign=True) == "+2.00 ± 1.00"
+    assert spread([1.5]) == "1.50"
+
+
+def test_table_keeps_the_order_and_counts_divergence():
+    lines = [
+        line("top 10 %", 0, 0.5, 0.25),
+        line("top 10 %", 1, 0.6, 0.35),
+        line("none", 0, 0.7, 0.7),
+        {"row": "top 2 %", "seed": 0, "diverged": "NaN at boundary 0"},
+    ]
+    text = render(Results.of(lines, order=list(ROWS)))
+    rows = [one for one in text.splitlines() if one.startswith("| ")]
+    assert rows[1] == "| none | 70.00 | 70.00 | 1 | 2.0 | 0.125 |"
+    assert rows[2] == "| top 10 % | 55.00 ± 7.07 | 30.00 ± 7.07 | 2 | 2.0 | 0.125 |"
+    assert rows[3] == "| top 2 % (1 diverged) | | | 0 | | |"
+    assert "| 3 | top 10 %: needs compression at inference |" in text
+    assert "EF21" not in text  # nothing is claimed about rows that did not run
