@@ -36,7 +36,7 @@ class Boundary:
     def send_activation(self, x: Tensor, step: Step, microbatch: int) -> Tensor:
         """The message for an activation (earlier stage's side)."""
         message = self.act.encode(x, step, microbatch)
-        if self._shares:
+        if self._shares and step.train:
             self._sent[step.index, microbatch] = self.act.carried(
                 "sender", message, TensorMeta.of(x), step, microbatch
             )
@@ -47,7 +47,7 @@ class Boundary:
     ) -> Tensor:
         """The activation from its message (later stage's side)."""
         x = self.act.decode(message, meta, step, microbatch)
-        if self._shares:
+        if self._shares and step.train:
             self._received[step.index, microbatch] = self.act.carried(
                 "receiver", message, meta, step, microbatch
             )

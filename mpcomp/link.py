@@ -63,6 +63,8 @@ class Link:
         self._sample_meta: TensorMeta | None = None
         self._sender: Sender | None = None
         self._receiver: Receiver | None = None
+        # Sample shape and ends before the open step brought another shape.
+        self._before: tuple[TensorMeta, Sender | None, Receiver | None] | None = None
         self._nonfinite: list[tuple[Traffic, Tensor]] = []
 
     @property
@@ -171,23 +173,31 @@ class Link:
             return None
         return self.ends[role].positions(payload, meta, visit)
 
-    def found_nonfinite(self) -> bool:
-        """Whether a tensor since the last call was non-finite (one wait on an accelerator)."""
-        if not self._nonfinite:
+    def found_nonfinite(self, train: bool = True) -> bool:
+        """Whether training (or evaluation) saw a non-finite tensor here since the last call.
+
+        On an accelerator this waits for it.
+        """
+        traffic = self.meter.of(train)
+        noted = [flag for noted_by, flag in self._nonfinite if noted_by is traffic]
+        if not noted:
             return False
-        flags = torch.stack([flag for _, flag in self._nonfinite]).tolist()
-        for (traffic, _), flag in zip(self._nonfinite, flags, strict=True):
-            traffic.nonfinite += flag
-        self._nonfinite.clear()
+        self._nonfinite = [note for note in self._nonfinite if note[0] is not traffic]
+        flags = torch.stack(noted).tolist()
+        traffic.nonfinite += sum(flags)
         return any(flags)
 
     def commit(self) -> None:
         """Stores what the ends have noted."""
+        self._before = None
         for end in self.ends.values():
             end.commit()
 
     def discard(self) -> None:
         """Forgets what the ends have noted."""
+        if self._before is not None:
+            self._sample_meta, self._sender, self._receiver = self._before
+            self._before = None
         for end in self.ends.values():
             end.discard()
 
@@ -262,6 +272,8 @@ class Link:
         """Starts anew where the shape of a sample is another one."""
         sample = replace(meta.with_rows(1), dtype=torch.float32)
         if self._sample_meta is not None and sample != self._sample_meta:
+            if self._before is None:
+                self._before = self._sample_meta, self._sender, self._receiver
             self._sender = self._receiver = None
         self._sample_meta = sample
 
@@ -321,7 +333,7 @@ class Link:
 
     def load_state_dict(self, state: dict[str, Any], device: dict[str, torch.device]) -> None:
         """Restores `state_dict`; ``device`` says where each role's end lives."""
-        self._sender = self._receiver = self._sample_meta = None
+        self._sender = self._receiver = self._sample_meta = self._before = None
         if not state:
             return
         sample = state["sample"]

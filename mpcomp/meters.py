@@ -43,7 +43,7 @@ class Traffic:
         self.dense_bytes += dense_bytes
 
     def compare(self, x: Tensor, y: Tensor) -> None:
-        """Adds the fidelity of ``y``, which arrived for ``x``."""
+        """Adds the fidelity of ``y``, which arrived for ``x``; nothing if one is not finite."""
         a, b = x.detach().flatten().float(), y.detach().flatten().float()
         difference = a - b
         sums = [
@@ -53,6 +53,8 @@ class Traffic:
             torch.dot(difference, difference),
         ]
         energies = torch.stack(sums).double()
+        # A step that a loss scaler skips would make the figures of the whole run NaN.
+        energies = torch.where(energies.isfinite().all(), energies, 0.0)
         held = self._energies
         self._energies = energies if held is None else held.to(energies.device) + energies
 

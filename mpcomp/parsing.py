@@ -74,9 +74,9 @@ def _part(part: str, inner: Any, spec: str) -> Any:
     fields = [f.name for f in dataclasses.fields(cls) if f.name != cls.spec_inner]
     positional = iter([f for f in fields if f not in arguments])
     for setting in settings:
-        key, has_key, value = setting.rpartition("=")
+        key, has_key, value = setting.partition("=")
         if not has_key:
-            key = next(positional, "")
+            key, value = next(positional, ""), setting
             if not key:
                 raise ValueError(f"{part!r} in spec {spec!r}: {name} takes no further {value!r}")
         if key not in fields:

@@ -321,7 +321,7 @@ class Pipeline(OriginalNames):
         step, self._open = self._open, None
         if step is None:
             return
-        broken = self._nonfinite_links()
+        broken = self._nonfinite_links(train=True)
         finite = not broken and not (step.scaled and self._gradients_overflowed())
         for boundary in self.boundaries:
             boundary.settle(finite)
@@ -330,12 +330,12 @@ class Pipeline(OriginalNames):
         self.step_skipped = not finite
         self.num_steps += 1
 
-    def _nonfinite_links(self) -> list[Link]:
-        return [link for link in self.links if link.found_nonfinite()]
+    def _nonfinite_links(self, train: bool) -> list[Link]:
+        return [link for link in self.links if link.found_nonfinite(train)]
 
     def _raise_if_nonfinite(self, step: Step) -> None:
         """For inference on an accelerator, where the flags could not be read on the way."""
-        for link in self._nonfinite_links():
+        for link in self._nonfinite_links(train=False):
             raise nonfinite_error(link.name, step.index)
 
     def _gradients_overflowed(self) -> bool:
@@ -355,7 +355,7 @@ class Pipeline(OriginalNames):
                 self._open = None
                 for boundary in self.boundaries:
                     boundary.settle(finite=False)
-                self._nonfinite_links()  # counts and clears
+            self._nonfinite_links(train)  # counts and clears
             raise
 
     @contextmanager

@@ -74,8 +74,8 @@ class TensorMeta:
         """``x`` as contiguous [rows, elements of a row] in memory order; no copy if possible."""
         if self.channels_last:
             x = x.permute(0, 2, 3, 1)
-        flat = x.reshape(self.num_rows, -1) if x.numel() else x.reshape(self.num_rows, 0)
-        return flat.contiguous()  # a strided matrix is its own reshape
+        # Contiguous, as a strided matrix is its own reshape.
+        return x.reshape(self.num_rows, self.row_numel).contiguous()
 
     def unflatten(self, flat: Tensor) -> Tensor:
         """The inverse of `flatten`: a view of ``flat`` with this shape and memory order."""

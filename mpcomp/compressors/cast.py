@@ -57,7 +57,7 @@ class Cast(Compressor):
         return self.wire_dtype.itemsize > 1
 
     def layout(self, meta: TensorMeta) -> tuple[TensorMeta, ...]:
-        return (TensorMeta((meta.num_rows, meta.numel // max(1, meta.num_rows)), self.wire_dtype),)
+        return (TensorMeta((meta.num_rows, meta.row_numel), self.wire_dtype),)
 
     def compress(self, x: Tensor, generator: torch.Generator | None = None) -> Payload:
         flat = TensorMeta.of(x).flatten(x)

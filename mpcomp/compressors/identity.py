@@ -24,7 +24,7 @@ class Identity(Compressor):
     summable = True
 
     def layout(self, meta: TensorMeta) -> tuple[TensorMeta, ...]:
-        return (TensorMeta((meta.num_rows, meta.numel // max(1, meta.num_rows)), meta.dtype),)
+        return (TensorMeta((meta.num_rows, meta.row_numel), meta.dtype),)
 
     def compress(self, x: Tensor, generator: torch.Generator | None = None) -> Payload:
         return (TensorMeta.of(x).flatten(x),)

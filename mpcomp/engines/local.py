@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torchgpipe.microbatch import Batch
 from torchgpipe.pipeline import Pipeline as GPipeSchedule
+from torchgpipe.pipeline import clock_cycles
 from torchgpipe.skip.layout import SkipLayout
 
 from mpcomp.boundary import Boundary
@@ -92,12 +93,12 @@ class _Microbatch(Batch):
         self.step = step
 
     def call(self, function: Callable[..., Any]) -> _Microbatch:
-        """Runs a stage (torchgpipe calls this in a worker thread)."""
+        """Runs a stage (for GPUs torchgpipe calls this in a worker thread)."""
         return _Microbatch(function(self.value, self), self.index, self.step)
 
 
 class _Schedule(GPipeSchedule):
-    """torchgpipe's clock cycles and workers, with links for copies."""
+    """torchgpipe's clock cycles, with links for copies."""
 
     def __init__(
         self,
@@ -107,7 +108,7 @@ class _Schedule(GPipeSchedule):
         boundaries: Sequence[Boundary],
         step: Step,
     ) -> None:
-        # Worker threads do not inherit the caller's autocast, so it is captured here.
+        # torchgpipe's worker threads do not inherit the caller's autocast: it is captured here.
         partitions = [_partition(runner, Autocast.of_caller(runner.device)) for runner in runners]
         layout = SkipLayout(len(partitions), {})
         # It types partitions as Sequential but only calls them.
@@ -116,6 +117,19 @@ class _Schedule(GPipeSchedule):
         )
         self._boundaries = boundaries
         self._step = step
+
+    def run(self) -> None:
+        """Runs all clock cycles; `batches` then hold the last stage's outputs."""
+        if any(device.type != "cpu" for device in self.devices):
+            super().run()
+            return
+        # torchgpipe would run stages in a worker thread while links, losses and backward run in
+        # this one: two OpenMP teams that take turns on the same cores, which costs a third of the
+        # time of a small model. One CPU has nothing to overlap, so everything runs here.
+        for schedule in clock_cycles(len(self.batches), len(self.partitions)):
+            self.fence(schedule, [])
+            for i, j in schedule:
+                self.batches[i] = self.batches[i].call(self.partitions[j])
 
     def fence(self, schedule: list[tuple[int, int]], skip_trackers: list[Any]) -> None:
         """Carries each microbatch of this clock cycle over the cut before its next stage."""
