@@ -135,13 +135,14 @@ def configuration(options: argparse.Namespace, row: str, seed: int) -> Config:
     return Config(**chosen, act=(methods.act,), grad=(methods.grad,), seed=seed)
 
 
-def settings(config: Config) -> dict[str, Any]:
-    """What all runs of one results file share."""
-    return {name: value for name, value in config.to_json().items() if name not in FREE_OPTIONS}
+def settings(config: Config, warmup_epochs: int) -> dict[str, Any]:
+    """What all runs of one results file share; the warm-up is that of the rows that have one."""
+    shared = {name: value for name, value in config.to_json().items() if name not in FREE_OPTIONS}
+    return {**shared, "warmup_epochs": warmup_epochs}
 
 
-def train_one(row: str, config: Config) -> dict[str, Any]:
-    """Trains one (row, seed) and gives its line of the results file."""
+def train_one(row: str, config: Config, shared: dict[str, Any]) -> dict[str, Any]:
+    """Trains one (row, seed) and gives its line of the results file, with the shared settings."""
     global _dataset
     if _dataset is None:
         _dataset = load_data(config)
@@ -153,7 +154,7 @@ def train_one(row: str, config: Config) -> dict[str, Any]:
     return {
         "row": row,
         **outcome,
-        "settings": settings(config),
+        "settings": shared,
         "data": Path(config.data).name,
         "device": _device_name(),
         "torch": torch.__version__,
@@ -166,7 +167,8 @@ def _run_missing(options: argparse.Namespace) -> None:
         for seed in range(options.seeds)  # all rows with the first seed first: a table early on
         for row in options.rows
     ]
-    finished = _finished(options.out, todo[0][1])
+    shared = settings(todo[0][1], options.warmup_epochs)
+    finished = _finished(options.out, shared)
     missing = [(row, config) for row, config in todo if (row, config.seed) not in finished]
     print(
         f"{len(todo) - len(missing)} of {len(todo)} runs are finished in {options.out}", flush=True
@@ -185,7 +187,7 @@ def _run_missing(options: argparse.Namespace) -> None:
 
         if options.workers == 0:
             for row, config in missing:
-                finish(train_one(row, config))
+                finish(train_one(row, config, shared))
             return
         pool = ProcessPoolExecutor(
             options.workers,
@@ -193,7 +195,7 @@ def _run_missing(options: argparse.Namespace) -> None:
             initializer=_end_with_parent,
         )
         try:
-            jobs = [pool.submit(train_one, row, config) for row, config in missing]
+            jobs = [pool.submit(train_one, row, config, shared) for row, config in missing]
             for future in as_completed(jobs):
                 finish(future.result())
         except BaseException:
@@ -204,14 +206,13 @@ def _run_missing(options: argparse.Namespace) -> None:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _finished(out: Path, config: Config) -> set[tuple[str, int]]:
+def _finished(out: Path, here: dict[str, Any]) -> set[tuple[str, int]]:
     """The (row, seed) in the results file.
 
     Raises:
         ValueError: the file holds runs of other settings, which must not share a table.
     """
     lines = read_json_lines(out)
-    here = settings(config)
     for line in lines:
         there = line["settings"]
         if differing := {name: there.get(name) for name in here if there.get(name) != here[name]}:

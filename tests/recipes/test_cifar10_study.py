@@ -36,9 +36,9 @@ def test_finished_runs_are_skipped(tmp_path, capsys, monkeypatch):
     trained = []
     train_one = cifar10_study.train_one
 
-    def counting(row, config):
+    def counting(row, config, shared):
         trained.append((row, config.seed))
-        return train_one(row, config)
+        return train_one(row, config, shared)
 
     monkeypatch.setattr(cifar10_study, "train_one", counting)
     cifar10_study.main(options(out, *here, "--seeds", "2"))
@@ -64,6 +64,8 @@ def test_other_settings_are_refused(tmp_path):
     cifar10_study.main(options(out, *here))
     with pytest.raises(SystemExit, match="other settings: {'width': 4}.*another --out"):
         cifar10_study.main(options(out, *here, "--width", "8"))
+    with pytest.raises(SystemExit, match="other settings: {'warmup_epochs': "):
+        cifar10_study.main(options(out, *here, "--warmup-epochs", "3"))
 
 
 def test_every_row_trains(tmp_path):
