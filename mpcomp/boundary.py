@@ -23,6 +23,8 @@ class Boundary:
     def __init__(self, act: Link, grad: Link) -> None:
         self.act = act
         self.grad = grad
+        #: Whether the open step broke off here, so that it must not be stored.
+        self.failed = False
         self._shares = isinstance(grad.method, SameIndices)
         # Positions that each side's activation message carried, by (step, microbatch).
         self._sent: dict[tuple[int, int], Tensor | None] = {}
@@ -72,5 +74,6 @@ class Boundary:
                 link.commit()
             else:
                 link.discard()
+        self.failed = False
         self._sent.clear()
         self._received.clear()

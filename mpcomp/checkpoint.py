@@ -32,6 +32,7 @@ __all__ = ["load", "save"]
 
 _FORMAT, _VERSION = "mpcomp checkpoint", 1
 _WEIGHTS, _STATE, _META = "weights.safetensors", "state.safetensors", "checkpoint.json"
+_KEYS = {"num_steps", "cut", "links", "optimizer", "scheduler", "scaler", "extra"}
 _Optimizer = torch.optim.Optimizer
 _Scheduler = torch.optim.lr_scheduler.LRScheduler
 
@@ -57,7 +58,7 @@ def save(
         ValueError: ``folder`` exists and is no checkpoint; nothing is written.
         OSError: the folder cannot be written.
     """
-    if folder.exists() and not (folder / _META).is_file() and any(folder.iterdir()):
+    if folder.exists() and any(folder.iterdir()) and _missing(folder):
         raise ValueError(f"{folder} exists and is no checkpoint: choose another folder")
     tensors: dict[str, Tensor] = {}
     meta: dict[str, Any] = {
@@ -156,8 +157,13 @@ def load(
     return extra
 
 
+def _missing(folder: Path) -> list[str]:
+    """Files of a checkpoint that ``folder`` lacks."""
+    return [name for name in (_META, _WEIGHTS, _STATE) if not (folder / name).is_file()]
+
+
 def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
-    missing = [name for name in (_META, _WEIGHTS, _STATE) if not (folder / name).is_file()]
+    missing = _missing(folder)
     if missing:
         raise ValueError(
             f"{folder} is no complete checkpoint: {', '.join(missing)} missing; expected a folder "
@@ -173,6 +179,8 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Te
         raise ValueError(
             f"{folder} has checkpoint version {meta.get('version')}; this mpcomp reads {_VERSION}"
         )
+    if lacking := _KEYS - meta.keys():
+        raise ValueError(f"{folder / _META} is damaged: it lacks {', '.join(sorted(lacking))}")
     read = []
     for name in (_WEIGHTS, _STATE):
         try:
@@ -212,7 +220,7 @@ def _check_links(
             f"{folder} holds state of links for the cut {meta['cut']}, this pipeline has "
             f"{_cut(pipe)}: use the same split"
         )
-    for key in held:
+    for key in sorted(held):
         if own[key] != saved[key]:
             raise ValueError(
                 f"{folder} holds state of {saved[key]} for {key}, this pipeline has {own[key]} "

@@ -7,6 +7,7 @@ the meter and the randomness. Moving messages is left to an engine.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -77,6 +78,20 @@ class Link:
         """The ends made so far, by role."""
         ends = {"sender": self._sender, "receiver": self._receiver}
         return {role: end for role, end in ends.items() if end is not None}
+
+    def check_step(self, step: Step, sizes: Sequence[int]) -> None:
+        """Raises what a visit of this step would raise, before anything has run.
+
+        Args:
+            step: the step to come.
+            sizes: rows of its microbatches.
+
+        Raises:
+            ValueError: the method needs sample ids of another form, or a learning rate.
+        """
+        if step.train and isinstance(self.method, Feedback):
+            for microbatch in range(len(sizes)):
+                self.method.check_visit(self._visit(step, microbatch), sizes[microbatch])
 
     def encode(
         self, x: Tensor, step: Step, microbatch: int, positions: Tensor | None = None

@@ -265,8 +265,12 @@ class Pipeline(OriginalNames):
         scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
     ) -> dict[str, Any]:
         """Reads a checkpoint and returns its ``extra``; see `mpcomp.checkpoint.load`."""
-        self._open = None
-        return checkpoint.load(self, Path(folder), optimizer=optimizer, scheduler=scheduler)
+        extra = checkpoint.load(self, Path(folder), optimizer=optimizer, scheduler=scheduler)
+        self._open = None  # only now: a load that fails leaves an open step open
+        for boundary in self.boundaries:
+            boundary.settle(finite=False)
+        self._nonfinite_links(train=True)
+        return extra
 
     def merge(self) -> nn.Module:
         """The original model, with the trained weights, on the first stage's device."""
@@ -305,7 +309,7 @@ class Pipeline(OriginalNames):
             )
         lr = self._lr_of.param_groups[0]["lr"] if self._lr_of is not None else None
         scaled = self.scaler is not None and self.scaler.is_enabled()
-        return Step(
+        step = Step(
             index=self.num_steps,
             train=train,
             compress_act=self._compress_act,
@@ -315,6 +319,9 @@ class Pipeline(OriginalNames):
             loss_scale=self.scaler.get_scale() if self.scaler is not None and scaled else 1.0,
             lr=None if lr is None else float(lr),
         )
+        for link in self.links:
+            link.check_step(step, sizes)
+        return step
 
     def _settle(self) -> None:
         """Ends the open step: commits what links noted, or discards it if it was not finite."""
@@ -322,7 +329,8 @@ class Pipeline(OriginalNames):
         if step is None:
             return
         broken = self._nonfinite_links(train=True)
-        finite = not broken and not (step.scaled and self._gradients_overflowed())
+        failed = any(boundary.failed for boundary in self.boundaries)  # and has raised its error
+        finite = not (broken or failed or self._overflowed(step))
         for boundary in self.boundaries:
             boundary.settle(finite)
         if broken and not (step.scaled and all(link.direction == "grad" for link in broken)):
@@ -337,6 +345,12 @@ class Pipeline(OriginalNames):
         """For inference on an accelerator, where the flags could not be read on the way."""
         for link in self._nonfinite_links(train=False):
             raise nonfinite_error(link.name, step.index)
+
+    def _overflowed(self, step: Step) -> bool:
+        """Whether the scaler skips the step, or has: then it has already lowered the scale."""
+        if self.scaler is None or not step.scaled:
+            return False
+        return self.scaler.get_scale() < step.loss_scale or self._gradients_overflowed()
 
     def _gradients_overflowed(self) -> bool:
         grads = [p.grad for p in self.parameters() if p.grad is not None]

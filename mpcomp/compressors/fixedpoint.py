@@ -38,7 +38,7 @@ class FixedPoint(Compressor):
     spec: ClassVar[str] = "fixed"
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.bits, int) and 1 <= self.bits <= 8):
+        if type(self.bits) is not int or not 1 <= self.bits <= 8:
             raise ValueError(f"bits={self.bits}: FixedPoint packs 1 to 8 bits")
         if self.scale not in ("hidden", "tensor"):
             raise ValueError(f"scale={self.scale!r}: FixedPoint knows 'hidden' and 'tensor'")

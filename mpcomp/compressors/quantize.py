@@ -63,7 +63,7 @@ class Quantize(Compressor):
     spec: ClassVar[str] = "quant"
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.bits, int) and 1 <= self.bits <= 8):
+        if type(self.bits) is not int or not 1 <= self.bits <= 8:
             raise ValueError(f"bits={self.bits}: Quantize packs 1 to 8 bits; for 16 use Cast")
         Grouping.check(self.scale)
         if self.mode not in (None, *_MODES):

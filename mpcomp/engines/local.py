@@ -168,10 +168,15 @@ class LinkCopy(torch.autograd.Function):
         # A gradient travels in its activation's memory order, which both ends know.
         memory = torch.channels_last if meta.channels_last else torch.contiguous_format
         grad = grad.contiguous(memory_format=memory)
-        with _no_autocast(grad.device), _no_autocast(ctx.source):
-            message = boundary.send_gradient(grad, step, ctx.microbatch)
-            x = boundary.receive_gradient(_move(message, ctx.source), meta, step, ctx.microbatch)
-            boundary.grad.compare(grad, x, step)
+        try:
+            with _no_autocast(grad.device), _no_autocast(ctx.source):
+                message = boundary.send_gradient(grad, step, ctx.microbatch)
+                message = _move(message, ctx.source)
+                x = boundary.receive_gradient(message, meta, step, ctx.microbatch)
+                boundary.grad.compare(grad, x, step)
+        except BaseException:
+            boundary.failed = True  # the caller may be no part of us: `pipe(x)`, then backward
+            raise
         return x, None, None, None, None
 
 

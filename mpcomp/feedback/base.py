@@ -56,6 +56,9 @@ class Feedback(SpecValue, ABC):
     #: Whether state is kept in units of learning rate times gradient.
     lr_scaled: bool = False
 
+    def check_visit(self, visit: Visit, num_rows: int) -> None:
+        """Raises ValueError where a visit lacks what slots are found by."""
+
     @abstractmethod
     def sender(self, meta: TensorMeta, device: torch.device) -> Sender:
         """The end that sends tensors of ``meta``'s per-sample shape."""

@@ -147,7 +147,10 @@ class _SumOfParts:
             compressor = or_dense(part, meta)
             stop = start + len(compressor.layout(meta))
             x = compressor.decompress(payload[start:stop], meta, visit.draw(str(index)))
-            total = x if total is None else total + x
+            if total is not None:
+                wide = torch.promote_types(x.dtype, torch.float32)
+                x = narrow(total.to(wide) + x, x.dtype)
+            total = x
             start = stop
         assert total is not None
         return total

@@ -114,6 +114,9 @@ class AQSGD(EF21):
         if self.key not in ("sample", "augmented", "batch"):
             raise ValueError(f"key={self.key!r}: AQSGD knows sample, augmented, batch")
 
+    def check_visit(self, visit: Visit, num_rows: int) -> None:
+        self.slots(visit, num_rows)
+
     def slots(self, visit: Visit, num_rows: int) -> Sequence[Key]:
         ids = visit.sample_ids
         if self.key == "batch":
@@ -233,8 +236,10 @@ class _EstimateSender(_EstimateEnd, Sender):
 
 class _EstimateReceiver(_EstimateEnd, Receiver):
     def decode(self, payload: Payload, meta: TensorMeta, visit: Visit) -> Tensor:
+        estimate = self._advance(payload, meta, visit)
+        x = narrow(estimate, meta.dtype)
         # A copy, as the estimate waits for the commit while the stage may write to its input.
-        return meta.unflatten(self._advance(payload, meta, visit).to(meta.dtype, copy=True))
+        return meta.unflatten(x.clone() if x is estimate else x)
 
 
 def _rows_that(known: Sequence[bool], flag: bool, device: torch.device) -> Tensor:

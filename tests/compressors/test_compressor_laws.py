@@ -1,0 +1,198 @@
+"""Laws 2, 3 and 4 over every compressor × dtype × shape × memory order × contents."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from methods import COMPRESSORS, FLOATS, drawn, round_trip, same_bits
+from torch import Tensor
+
+from mpcomp import Cast, FixedPoint, Quantize, Sign, TensorMeta, TopK
+from mpcomp.compressors import Compressor, bits
+
+SHAPES = [(), (1,), (37,), (1, 1), (5, 23), (1, 64), (3, 7, 12), (3, 6, 5, 4), (2, 1, 3, 1, 5)]
+EMPTY = [(0,), (0, 4), (3, 0), (0, 4, 2, 2), (2, 0, 3, 3)]
+
+
+def contents(dtype: torch.dtype, shape: tuple[int, ...]) -> dict[str, Tensor]:
+    """Tensors that are hard on one method or another."""
+    # Compressors compute in fp32: of fp64 they take what fp32 can hold.
+    finfo = torch.finfo(torch.float32 if dtype == torch.float64 else dtype)
+    x = torch.randn(shape, dtype=torch.float64)
+    signs = torch.where(torch.rand(shape) < 0.5, -1.0, 1.0).double()
+    found = {
+        "normal": x,
+        "relu": torch.relu(x - 1),
+        "positive": x.abs() + 1,
+        "constant": torch.full_like(x, 0.3),
+        "zeros": torch.zeros_like(x),
+        "minus zeros": -torch.zeros_like(x),
+        "ties": torch.round(x),
+        "largest": signs * finfo.max,
+        "near largest": x.clamp(-1, 1) * finfo.max,
+        "smallest": signs * finfo.smallest_normal,
+        "denormal": x * finfo.tiny / 16,
+        "one outlier": torch.where(torch.rand(shape) < 0.05, finfo.max / 2, x / 100),
+    }
+    return {name: value.to(dtype) for name, value in found.items()}
+
+
+def memory_orders(x: Tensor) -> dict[str, Tensor]:
+    """The same numbers lying in memory in other ways."""
+    found = {"contiguous": x.contiguous()}
+    if x.dim() == 4:
+        found["channels last"] = x.contiguous(memory_format=torch.channels_last)
+    if x.dim() >= 2:
+        found["transposed"] = x.transpose(0, -1).contiguous().transpose(0, -1)
+        found["strided"] = torch.stack([x, x], dim=-1)[..., 0]
+        found["expanded"] = x[:1].expand(x.shape)
+    return found
+
+
+def assert_like(y: Tensor, x: Tensor) -> None:
+    assert y.shape == x.shape and y.dtype == x.dtype and y.device == x.device
+    if TensorMeta.of(x).channels_last:
+        assert y.is_contiguous(memory_format=torch.channels_last)
+    else:
+        assert y.is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
+def test_payload_is_what_the_layout_says(compressor, dtype):
+    """Law 2: shape and dtype of every wire tensor, and so the bytes, follow from meta alone."""
+    for shape in SHAPES + EMPTY:
+        for name, x in memory_orders(torch.randn(shape).to(dtype)).items():
+            meta = TensorMeta.of(x)
+            payload = compressor.compress(x, drawn())
+            got = [(tuple(part.shape), part.dtype) for part in payload]
+            assert got == [(m.shape, m.dtype) for m in compressor.layout(meta)], (shape, name)
+            assert sum(p.numel() * p.element_size() for p in payload) == compressor.wire_bytes(meta)
+            assert_like(compressor.decompress(payload, meta, drawn()), x)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
+def test_survives_hard_tensors(compressor, dtype, global_rng_untouched):
+    """Law 3: what is finite stays finite, the input stays as it was; law 4: nobody's generator."""
+    for shape in ((), (37,), (5, 23), (3, 6, 5, 4)):
+        found = contents(dtype, shape)
+        for order, x in memory_orders(found["normal"]).items():
+            found[order] = x
+        for what, x in found.items():
+            before = x.clone()
+            with global_rng_untouched():
+                y = round_trip(compressor, x)
+            assert_like(y, x)
+            if not getattr(compressor, "unbiased", False):  # which multiplies on purpose
+                assert y.isfinite().all(), (shape, what)
+            assert same_bits(x, before), (shape, what)
+
+
+@pytest.mark.parametrize("shape", EMPTY, ids=str)
+@pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
+def test_survives_empty_tensors(compressor, shape):
+    """Law 3: no elements in, no elements out."""
+    y = round_trip(compressor, torch.empty(shape))
+    assert y.shape == shape and y.dtype == torch.float32
+
+
+@pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
+def test_zeros_arrive_as_zeros(compressor):
+    """Law 3: an all-zero tensor has no scale to divide by."""
+    for shape in SHAPES:
+        assert torch.equal(round_trip(compressor, torch.zeros(shape)), torch.zeros(shape)), shape
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
+def test_same_input_and_seed_give_the_same_bits(compressor, dtype):
+    """Law 4, and decoding reads the payload without changing it."""
+    x = torch.randn(4, 6, 5, 3).to(dtype)
+    one, two = (compressor.compress(x, drawn(7)) for _ in range(2))
+    assert all(same_bits(a, b) for a, b in zip(one, two, strict=True))
+    meta = TensorMeta.of(x)
+    results = [compressor.decompress(one, meta, drawn(7)) for _ in range(2)]
+    assert same_bits(*results)
+    assert all(same_bits(a, b) for a, b in zip(one, two, strict=True))
+
+
+@pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
+def test_paths_of_accelerators_give_the_same_bytes(compressor, monkeypatch):
+    """Law 4 across devices: the paths without numpy, run here on the CPU."""
+    tensors = [torch.relu(torch.randn(shape)) for shape in SHAPES]
+    with_numpy = [compressor.compress(x, drawn()) for x in tensors]
+    monkeypatch.setattr(bits, "numpy_reads", lambda x: False)
+    for x, expected in zip(tensors, with_numpy, strict=True):
+        payload = compressor.compress(x, drawn())
+        assert all(same_bits(a, b) for a, b in zip(payload, expected, strict=True)), x.shape
+        decoded = compressor.decompress(payload, TensorMeta.of(x), drawn())
+        monkeypatch.undo()
+        assert same_bits(decoded, compressor.decompress(expected, TensorMeta.of(x), drawn()))
+        monkeypatch.setattr(bits, "numpy_reads", lambda x: False)
+
+
+BY_VALUE_ALONE: list[Compressor] = [
+    Cast("bf16"),
+    TopK(0.1),
+    TopK(0.1, scope="tensor"),
+    TopK(0.2, values=Quantize(8)),
+    Quantize(4),
+    Quantize(4, scale="sample"),
+    Quantize(4, scale="channel"),
+    FixedPoint(4, scale="tensor"),
+    Sign(),
+    Sign("sample"),
+    Sign("channel"),
+]
+
+
+@pytest.mark.parametrize("compressor", BY_VALUE_ALONE, ids=str)
+def test_memory_order_does_not_change_the_result(compressor):
+    """The same image as NCHW and as NHWC arrives as the same image."""
+    x = torch.randn(3, 6, 5, 4)
+    expected = round_trip(compressor, x)
+    arrived = round_trip(compressor, x.contiguous(memory_format=torch.channels_last))
+    # Sums of magnitudes (sign) are taken in memory order, and so round apart.
+    torch.testing.assert_close(arrived, expected, rtol=1e-6, atol=0)
+
+
+ADDABLE = [c for c in COMPRESSORS if c.summable]
+
+
+@pytest.mark.parametrize("compressor", ADDABLE, ids=str)
+def test_summable_payloads_add_up(compressor):
+    """What claims to be summable may be all-reduced: decode(C(a) + C(b)) = decode C(a) + C(b)."""
+    a, b = torch.randn(2, 4, 30)
+    meta = TensorMeta.of(a)
+    parts = zip(compressor.compress(a, drawn()), compressor.compress(b, drawn()), strict=True)
+    summed = compressor.decompress(tuple(p + q for p, q in parts), meta, drawn())
+    expected = round_trip(compressor, a) + round_trip(compressor, b)
+    torch.testing.assert_close(summed, expected, rtol=2**-6, atol=2**-6)
+
+
+def test_summable_is_claimed_where_it_holds():
+    claims = {str(c) for c in ADDABLE}
+    assert {"none", "bf16", "fp16", "randomk:0.1", "randomblock:0.1"} <= claims
+    assert not claims & {"topk:0.1", "quant:4", "sign", "fp8_e4m3", "randomk:0.2+quant:8"}
+
+
+_special = st.sampled_from(
+    [0.0, -0.0, 1.0, -1.0, 65504.0, -65504.0, 3.0e38, -3.0e38, 1e-45, -1e-45, 1.2e-38, 6e-8, 0.1]
+)
+_numbers = st.one_of(_special, st.floats(width=32, allow_nan=False, allow_infinity=False))
+
+
+@given(values=st.lists(_numbers, min_size=1, max_size=40), rows=st.integers(1, 3), data=st.data())
+def test_any_finite_values_stay_finite(values, rows, data):
+    """Law 3 where values matter: all compressors and dtypes over hypothesis's numbers."""
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+    limit = torch.finfo(dtype).max
+    row = torch.tensor(values, dtype=torch.float64).clamp(-limit, limit).to(dtype)
+    x = torch.stack([row, row.flip(0), -row][:rows])
+    assert x.isfinite().all()
+    for compressor in COMPRESSORS:
+        if not getattr(compressor, "unbiased", False):  # which multiplies on purpose
+            y = round_trip(compressor, x)
+            assert_like(y, x)
+            assert y.isfinite().all(), compressor

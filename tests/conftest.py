@@ -1,0 +1,40 @@
+"""What all tests share: one thread, a seed each, and a guard for torch's global generator."""
+
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import pytest
+import torch
+from hypothesis import settings
+
+# The same examples on every machine, and no limit in seconds on a loaded one.
+settings.register_profile("mpcomp", deadline=None, derandomize=True, max_examples=40)
+settings.load_profile("mpcomp")
+
+
+def pytest_report_header() -> str:
+    return f"torch: {torch.__version__}, {torch.cuda.device_count()} CUDA devices"
+
+
+@pytest.fixture(autouse=True)
+def _one_thread_and_a_seed(request: pytest.FixtureRequest) -> Iterator[None]:
+    """One thread, so that sums have one order; a seed from the test's name, not from its turn."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def global_rng_untouched() -> Callable[[], AbstractContextManager[None]]:
+    """A context within which torch's global generator must not move."""
+
+    @contextmanager
+    def guard() -> Iterator[None]:
+        before = torch.get_rng_state()
+        yield
+        assert torch.equal(before, torch.get_rng_state()), "torch's global generator was advanced"
+
+    return guard

@@ -1,0 +1,116 @@
+"""The table of rows: found by key, rounded as planned, grown, capped, mapped, saved."""
+
+import gc
+
+import pytest
+import torch
+from methods import round_trip, same_bits
+
+from mpcomp import Cast, Quantize
+from mpcomp.feedback.slots import SlotStore, StoragePlan
+
+CPU = torch.device("cpu")
+STORAGES = {
+    "fp32": None,
+    "fp16": Cast("fp16"),
+    "bf16": Cast("bf16"),
+    1: Quantize(1, scale="sample"),
+    4: Quantize(4, scale="sample"),
+    8: Quantize(8, scale="sample"),
+}
+
+
+def keys(*numbers: int) -> list[tuple[int, ...]]:
+    return [(n,) for n in numbers]
+
+
+@pytest.mark.parametrize("location", ["device", "cpu", "mapped"])
+@pytest.mark.parametrize("storage", STORAGES)
+def test_rows_come_back_by_key_as_stored(storage, location, tmp_path):
+    """Any order, overwritten, grown beyond its capacity; rounded once, each row with its scale."""
+    place = str(tmp_path) if location == "mapped" else location
+    store = SlotStore(7, StoragePlan(storage, place), CPU)
+    expected = {}
+    for step in range(6):
+        chosen = torch.randperm(40)[: 5 + step].tolist()
+        rows = torch.randn(len(chosen), 7) * 10.0**step
+        before = rows.clone()
+        store.write(keys(*chosen), rows)
+        assert same_bits(rows, before)
+        coder = STORAGES[storage]
+        coded = rows if coder is None else round_trip(coder, rows)
+        expected.update(zip(chosen, coded, strict=True))
+    for _ in range(3):
+        asked = torch.randperm(40)[:20].tolist()
+        got = store.read(keys(*asked))
+        assert got.dtype == torch.float32 and got.shape == (20, 7)
+        assert store.known(keys(*asked)) == [key in expected for key in asked]
+        for key, row in zip(asked, got, strict=True):
+            assert same_bits(row, expected.get(key, torch.zeros(7)))
+    assert len(store) == len(expected)
+
+
+@pytest.mark.parametrize(
+    "storage, row_bytes", [("fp32", 40), ("fp16", 20), ("bf16", 20), (8, 14), (4, 9)]
+)
+def test_bytes_are_what_the_storage_says(storage, row_bytes):
+    store = SlotStore(10, StoragePlan(storage), CPU)
+    assert store.row_bytes == row_bytes and store.num_bytes == 0
+    store.write(keys(1, 2, 3), torch.randn(3, 10))
+    assert store.num_bytes == 3 * row_bytes
+
+
+def test_what_is_read_is_a_copy():
+    for storage in ("fp32", 4):
+        store = SlotStore(5, StoragePlan(storage), CPU)
+        store.write(keys(0, 1), torch.ones(2, 5))
+        for asked in (keys(0, 1), keys(1, 0), keys(0, 9)):
+            store.read(asked).fill_(7)
+        assert torch.equal(store.read(keys(0, 1)), torch.ones(2, 5))
+
+
+def test_a_cap_admits_the_first_and_updates_them():
+    store = SlotStore(5, StoragePlan(cap_bytes=2 * 20 + 19), CPU)
+    store.write(keys(3, 1, 2), torch.full((3, 5), 1.0))
+    assert store.known(keys(3, 1, 2)) == [True, True, False]
+    store.write(keys(2, 1), torch.full((2, 5), 2.0))
+    assert store.read(keys(3, 1, 2))[:, 0].tolist() == [1, 2, 0]
+    assert len(store) == 2
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_state_goes_through_a_checkpoint(storage):
+    store = SlotStore(7, StoragePlan(storage), CPU)
+    store.write([(0, 5), (2, 1), (1, 1)], torch.randn(3, 7))
+    again = SlotStore(7, StoragePlan(storage), CPU)
+    again.load_state_dict(store.state_dict())
+    asked = [(1, 1), (0, 5), (9, 9), (2, 1)]
+    assert again.known(asked) == store.known(asked)
+    assert same_bits(again.read(asked), store.read(asked))
+    for one in (store, again):
+        one.write([(9, 9), (0, 5)], torch.arange(14.0).reshape(2, 7))
+    assert same_bits(again.read(asked), store.read(asked))
+    empty = SlotStore(7, StoragePlan(storage), CPU)
+    empty.load_state_dict(SlotStore(7, StoragePlan(storage), CPU).state_dict())
+    assert len(empty) == 0
+
+
+def test_mapped_files_go_with_their_table(tmp_path):
+    store = SlotStore(7, StoragePlan(4, str(tmp_path / "new")), CPU)
+    store.write(keys(*range(100)), torch.randn(100, 7))
+    files = list((tmp_path / "new").iterdir())
+    assert len(files) == 3 and sum(f.stat().st_size for f in files) >= store.num_bytes
+    del store
+    gc.collect()
+    assert not list((tmp_path / "new").iterdir())
+
+
+def test_bad_plans():
+    with pytest.raises(ValueError, match="storage='int8'.*fp32, fp16, bf16 or in 1 to 8 bits"):
+        StoragePlan("int8")
+    with pytest.raises(ValueError, match="cap_bytes=-1: a cap is a positive number"):
+        StoragePlan(cap_bytes=-1)
+    with pytest.raises(
+        ValueError, match=r"one sample's state takes 28 bytes \(7 elements as fp32\)"
+    ):
+        SlotStore(7, StoragePlan(cap_bytes=27), CPU)

@@ -1,0 +1,109 @@
+"""Every compressor and feedback method, in the settings that the laws are tested over.
+
+The lists are keyed by class, and `test_registry.py` fails for a class that has no entry here, so
+a new method is under all laws from its first day.
+"""
+
+import torch
+from torch import Tensor
+
+from mpcomp import (
+    AQSGD,
+    EF21,
+    Cast,
+    Compressor,
+    EFMixed,
+    ErrorFeedback,
+    Feedback,
+    FixedPoint,
+    Identity,
+    Quantize,
+    RandomBlock,
+    RandomK,
+    SameIndices,
+    Sign,
+    TensorMeta,
+    TopK,
+)
+from mpcomp.compressors import Selecting
+from mpcomp.compressors.base import SpecValue
+
+EXAMPLES: dict[type[SpecValue], list[SpecValue]] = {
+    Identity: [Identity()],
+    Cast: [Cast(dtype) for dtype in ("fp32", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2")],
+    TopK: [
+        TopK(0.1),
+        TopK(0.3, scope="row"),
+        TopK(0.02, scope="tensor"),
+        TopK(1.0),
+        TopK(0.2, values=Cast("fp16")),
+        TopK(0.1, values=Quantize(8)),
+        TopK(0.3, values=Quantize(4, scale="sample", rounding="stochastic")),
+        TopK(0.3, scope="tensor", values=Sign()),
+    ],
+    RandomK: [RandomK(0.1), RandomK(0.3, unbiased=True), RandomK(0.2, values=Quantize(8))],
+    RandomBlock: [RandomBlock(0.1), RandomBlock(0.4, unbiased=True, values=Cast("bf16"))],
+    Quantize: [
+        *(Quantize(bits) for bits in range(1, 9)),
+        Quantize(2, mode="maxabs"),
+        Quantize(4, rounding="stochastic"),
+        Quantize(4, scale="sample"),
+        Quantize(3, scale="channel"),
+        Quantize(4, scale=16),
+        Quantize(5, scale=7, mode="minmax", rounding="stochastic"),
+    ],
+    FixedPoint: [FixedPoint(1), FixedPoint(4), FixedPoint(7, scale="tensor")],
+    Sign: [Sign(), Sign("sample"), Sign("channel"), Sign(24)],
+    SameIndices: [SameIndices(), SameIndices(Cast("fp16"))],
+    ErrorFeedback: [
+        ErrorFeedback(TopK(0.1)),
+        ErrorFeedback(Quantize(2, rounding="stochastic"), eval="raw"),
+        ErrorFeedback(RandomK(0.2), storage="bf16"),
+        ErrorFeedback(Sign(), storage="fp16", location="cpu"),
+    ],
+    EFMixed: [EFMixed(TopK(0.2)), EFMixed(TopK(0.2), second="remainder")],
+    EF21: [
+        EF21(TopK(0.1)),
+        EF21(TopK(0.2, values=Quantize(8)), first=Quantize(8)),
+        EF21(Quantize(4, rounding="stochastic"), storage="bf16"),
+        EF21(TopK(0.3), storage=8, eval="raw"),
+    ],
+    AQSGD: [
+        AQSGD(Quantize(4)),
+        AQSGD(Quantize(4, rounding="stochastic"), storage="fp16"),
+        AQSGD(TopK(0.3), first=Quantize(8), storage=4),
+        AQSGD(Quantize(8, scale="sample"), location="cpu", cap_bytes=2000),
+    ],
+}
+
+ALL = [value for values in EXAMPLES.values() for value in values]
+COMPRESSORS: list[Compressor] = [value for value in ALL if isinstance(value, Compressor)]
+SELECTING = [value for value in COMPRESSORS if isinstance(value, Selecting)]
+FEEDBACK: list[Feedback] = [value for value in ALL if isinstance(value, Feedback)]
+
+FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+def drawn(seed: int = 0) -> torch.Generator:
+    """A generator, equal for equal seeds: what the two ends of a link are given."""
+    return torch.Generator().manual_seed(seed)
+
+
+def round_trip(compressor: Compressor, x: Tensor, seed: int = 0) -> Tensor:
+    """What arrives for ``x``."""
+    payload = compressor.compress(x, drawn(seed))
+    return compressor.decompress(payload, TensorMeta.of(x), drawn(seed))
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors agree in shape, dtype and every bit (of NaN and -0.0 too)."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    fresh = (t.detach().cpu().clone(memory_format=torch.contiguous_format) for t in (a, b))
+    raw = (t.reshape(-1).view(torch.uint8) for t in fresh)
+    return torch.equal(*raw)
+
+
+def epsilon(dtype: torch.dtype) -> float:
+    """Relative rounding of what is computed in fp32 and handed over in ``dtype``."""
+    return max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)

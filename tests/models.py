@@ -1,0 +1,154 @@
+"""Tiny models for the tests of the core, the plain way to train them, and exact comparisons."""
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from methods import same_bits
+from torch import Tensor, nn
+
+from mpcomp import Pipeline
+from mpcomp.randomness import stage_randomness
+from stages import resnet18, split
+
+CLASSES = 5
+
+
+def mlp() -> nn.Sequential:
+    """Odd sizes: nothing is a multiple of a byte's bits. Three stages with `MLP_SPLIT`."""
+    return nn.Sequential(
+        OrderedDict(
+            one=nn.Linear(13, 19),
+            tanh=nn.Tanh(),
+            two=nn.Linear(19, 17),
+            relu=nn.ReLU(),
+            three=nn.Linear(17, CLASSES),
+        )
+    )
+
+
+def convnet() -> nn.Sequential:
+    """BatchNorm and dropout in every stage. Three stages with `CONV_SPLIT`."""
+    return nn.Sequential(
+        OrderedDict(
+            conv1=nn.Conv2d(3, 6, 3, padding=1),
+            bn1=nn.BatchNorm2d(6),
+            relu1=nn.ReLU(),
+            drop1=nn.Dropout(0.3),
+            conv2=nn.Conv2d(6, 7, 3, stride=2, padding=1),
+            bn2=nn.BatchNorm2d(7),
+            relu2=nn.ReLU(),
+            drop2=nn.Dropout2d(0.3),
+            conv3=nn.Conv2d(7, 9, 3, padding=1),
+            bn3=nn.BatchNorm2d(9),
+            pool=nn.AdaptiveAvgPool2d(1),
+            flatten=nn.Flatten(),
+            drop3=nn.Dropout(0.3),
+            linear=nn.Linear(9, CLASSES),
+        )
+    )
+
+
+def resnet() -> nn.Sequential:
+    return resnet18(CLASSES, width=4)
+
+
+MLP_SPLIT = ("tanh", "relu")
+CONV_SPLIT = ("drop1", "drop2")
+RESNET_SPLIT = "paper"
+
+
+def rows(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """A batch for `mlp`: inputs [count, 13] and classes."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 13, generator=generator)
+    return x, torch.randint(CLASSES, (count,), generator=generator)
+
+
+def images(count: int, seed: int = 0, side: int = 8) -> tuple[Tensor, Tensor]:
+    """A batch for `convnet` and `resnet`: images [count, 3, side, side] and classes."""
+    generator = torch.Generator().manual_seed(seed)
+    # Means that differ from sample to sample: statistics that miss one cannot pass by luck.
+    x = torch.randn(count, 3, side, side, generator=generator)
+    x += torch.arange(count).reshape(-1, 1, 1, 1)
+    return x, torch.randint(CLASSES, (count,), generator=generator)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def plain_step(
+    model: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    sizes: Sequence[int],
+    *,
+    where: object = 1,
+    seed: int = 0,
+    step: int = 0,
+    loss_fn: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy,
+) -> Tensor:
+    """Law 1's right-hand side: microbatches in ascending order, losses weighted by their share.
+
+    ``where`` is the cut, which matters to dropout alone: it is drawn per stage and microbatch.
+    """
+    total = torch.zeros(())
+    parts = [model] if where == 1 else split(model, where)
+    for i, (xs, ys) in enumerate(zip(x.split(list(sizes)), y.split(list(sizes)), strict=True)):
+        for j, part in enumerate(parts):
+            with stage_randomness(torch.device("cpu"), seed, step, j, i):
+                xs = part(xs)
+        loss = loss_fn(xs, ys) * (len(ys) / len(y))
+        loss.backward()
+        total = loss.detach() if i == 0 else total + loss.detach()
+    return total
+
+
+def clone(model: nn.Module) -> nn.Module:
+    return copy.deepcopy(model)
+
+
+def assert_same_training(pipe: nn.Module, plain: nn.Module) -> None:
+    """Parameters, gradients and buffers agree in every bit, under the same names."""
+    ours, theirs = dict(pipe.named_parameters()), dict(plain.named_parameters())
+    assert list(ours) == list(theirs)
+    for name, parameter in theirs.items():
+        assert same_bits(ours[name], parameter), f"parameter {name}"
+        mine, other = ours[name].grad, parameter.grad
+        assert (mine is None) == (other is None), f"gradient {name}"
+        assert mine is None or same_bits(mine, other), f"gradient {name}"
+    buffers = dict(pipe.named_buffers())
+    assert list(buffers) == [name for name, _ in plain.named_buffers()]
+    for name, buffer in plain.named_buffers():
+        assert same_bits(buffers[name], buffer), f"buffer {name}"
+
+
+def links_state(pipe: Pipeline) -> dict[str, dict[str, object]]:
+    """A deep copy of what every link remembers."""
+    return {link.name: copy.deepcopy(link.state_dict()) for link in pipe.links}
+
+
+def assert_same_state(a: dict[str, dict[str, object]], b: dict[str, dict[str, object]]) -> None:
+    """Two results of `links_state` agree in every bit."""
+    assert a.keys() == b.keys()
+    for name in a:
+        assert a[name].keys() == b[name].keys(), name
+        for key, value in a[name].items():
+            other = b[name][key]
+            if isinstance(value, Tensor):
+                assert same_bits(value, other), f"{name} {key}"
+            else:
+                assert value == other, f"{name} {key}"
+
+
+def num_stored_rows(pipe: Pipeline) -> int:
+    """Rows of state that all links hold together."""
+    ends = [end for link in pipe.links for end in link.ends.values()]
+    return sum(len(end.store) for end in ends if end.store is not None)

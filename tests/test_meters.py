@@ -1,0 +1,81 @@
+"""Meters: bytes, ratio, relative error, cosine, and what a checkpoint keeps of them."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from mpcomp.meters import Meter, Traffic
+
+
+def test_fidelity_is_over_all_messages():
+    traffic = Traffic()
+    xs, ys = torch.randn(3, 2, 40), torch.randn(3, 2, 40)
+    for x, y in zip(xs, ys, strict=True):
+        traffic.count(100, 320)
+        traffic.compare(x, y)
+    assert traffic.ratio == 300 / 960 and traffic.messages == 3
+    assert traffic.relative_error == pytest.approx(float((xs - ys).norm() / xs.norm()), rel=1e-5)
+    cosine = float((xs * ys).sum() / (xs.norm() * ys.norm()))
+    assert traffic.cosine == pytest.approx(cosine, rel=1e-4)
+
+
+def test_before_the_first_message_there_are_no_figures():
+    traffic = Traffic()
+    for value in (traffic.ratio, traffic.relative_error, traffic.cosine):
+        assert math.isnan(value)
+
+
+def test_zeros_that_arrive_as_zeros_are_no_error():
+    traffic = Traffic()
+    traffic.count(10, 40)
+    traffic.compare(torch.zeros(10), torch.zeros(10))
+    assert traffic.relative_error == 0
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_skipped_message_does_not_spoil_the_figures(bad):
+    """One overflow under a loss scaler must not turn the report of a whole run into NaN."""
+    clean, spoilt = Traffic(), Traffic()
+    x, y = torch.randn(2, 50)
+    for traffic in (clean, spoilt):
+        traffic.count(10, 200)
+        traffic.compare(x, y)
+    spoilt.compare(torch.full((50,), bad), torch.full((50,), torch.nan))
+    assert spoilt.relative_error == clean.relative_error and spoilt.cosine == clean.cosine
+    first = Traffic()
+    first.compare(torch.full((50,), bad), torch.full((50,), torch.nan))
+    first.count(10, 200)
+    first.compare(x, y)
+    assert first.relative_error == clean.relative_error
+
+
+def test_half_precision_is_metered_in_full():
+    traffic = Traffic()
+    x = torch.full((1000,), 300.0, dtype=torch.float16)  # whose squares overflow fp16
+    traffic.count(1, 2000)
+    traffic.compare(x, x / 2)
+    assert traffic.relative_error == pytest.approx(0.5)
+
+
+def test_state_goes_through_json():
+    traffic = Traffic()
+    traffic.count(10, 40)
+    traffic.compare(torch.randn(10), torch.randn(10))
+    traffic.nonfinite = 2
+    again = Traffic()
+    again.load_state(json.loads(json.dumps(traffic.to_state())))
+    assert again.to_dict() == traffic.to_dict()
+    traffic.compare(torch.ones(10), torch.zeros(10))
+    again.compare(torch.ones(10), torch.zeros(10))
+    assert again.to_dict() == traffic.to_dict()
+    empty = Traffic()
+    empty.load_state(json.loads(json.dumps(Traffic().to_state())))
+    assert empty.messages == 0 and math.isnan(empty.ratio)
+
+
+def test_training_and_evaluation_are_metered_apart():
+    meter = Meter()
+    meter.of(True).count(1, 2)
+    assert meter.train.messages == 1 and meter.eval.messages == 0

@@ -1,0 +1,60 @@
+"""report(): figures per boundary and direction, as a dict that JSON can hold and as a table."""
+
+import json
+
+import pytest
+import torch.nn.functional as F
+from models import MLP_SPLIT, mlp, rows
+
+import mpcomp
+from mpcomp.message import HEADER_BYTES
+
+
+@pytest.fixture
+def pipe():
+    return mpcomp.pipeline(
+        mlp(), 2, split=MLP_SPLIT, act_comp="topk:0.2", grad_comp=[None, "quant:4"],
+        loss_fn=F.cross_entropy,
+    )  # fmt: skip
+
+
+def test_figures_are_those_of_the_messages(pipe):
+    x, y = rows(6)
+    for _ in range(3):
+        pipe.forward_backward(x, y)
+    pipe.evaluate([(x, y)])
+    report = pipe.report(show=False)
+    entries = report["boundaries"]
+    assert [(e["boundary"], e["after"], e["direction"], e["method"]) for e in entries] == [
+        (0, "tanh", "act", "topk:0.2"),
+        (0, "tanh", "grad", "none"),
+        (1, "relu", "act", "topk:0.2"),
+        (1, "relu", "grad", "quant:4"),
+    ]
+    assert report["steps"] == 3
+    assert report["wire_bytes"] == sum(e["train"]["wire_bytes"] for e in entries)
+    assert report["dense_bytes"] == 3 * 6 * 2 * (19 + 17) * 4
+    assert report["wire_ratio"] == report["wire_bytes"] / report["dense_bytes"] < 1
+    dense = entries[1]["train"]
+    assert dense["messages"] == 6 and dense["wire_bytes"] == 3 * 6 * 19 * 4 + 6 * HEADER_BYTES
+    assert dense["relative_error"] == 0 and dense["cosine"] == 1
+    selected = entries[0]["train"]
+    assert selected["ratio"] < 0.6 and 0.1 < selected["relative_error"] < 1
+    # A selection is orthogonal to what it leaves: cos² = 1 − error².
+    assert selected["cosine"] ** 2 == pytest.approx(1 - selected["relative_error"] ** 2, rel=1e-3)
+    assert entries[0]["eval"]["messages"] == 2 and entries[1]["eval"]["messages"] == 0
+    assert all(e["train"]["nonfinite"] == 0 and e["train"]["seconds"] >= 0 for e in entries)
+
+
+def test_the_report_is_plain_data_and_prints(pipe, capsys):
+    pipe.report()
+    assert "training sent" not in capsys.readouterr().out  # nothing yet, and no division by zero
+    pipe.forward_backward(*rows(6))
+    report = pipe.report()
+    table = capsys.readouterr().out
+    assert json.loads(json.dumps(report)).keys() == report.keys()
+    for word in ("topk:0.2", "quant:4", "activation ->", "gradient <-", "tanh", "cosine"):
+        assert word in table
+    assert f"training sent {report['wire_bytes'] / 1e6:.2f} MB in 1 steps" in table
+    pipe.report(show=False)
+    assert not capsys.readouterr().out
