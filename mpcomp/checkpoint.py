@@ -80,7 +80,7 @@ def save(
         meta["links"][_link_key(link)] = {
             "method": str(link.method),
             "sample": state.get("sample"),
-            "traffic": {p: link.meter.of(p == "train").to_state() for p in ("train", "eval")},
+            "traffic": {p: t.to_state() for p, t in link.meter.phases.items()},
         }
     tensors["generator.cpu"] = torch.get_rng_state()
     for i in range(torch.cuda.device_count()):
@@ -146,7 +146,7 @@ def load(
         devices = {role: pipe.device_of(link.boundary, role, link.direction) for role in roles}
         link.load_state_dict(state, devices)
         for phase, traffic in entry.get("traffic", {}).items():
-            link.meter.of(phase == "train").load_state(traffic)
+            link.meter.phases[phase].load_state(traffic)
     pipe.num_steps = meta["num_steps"]
     torch.set_rng_state(tensors["generator.cpu"])
     for i in range(torch.cuda.device_count()):

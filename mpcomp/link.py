@@ -128,7 +128,7 @@ class Link:
         message = frame(Header(kind, 0, check, step.index), payload)
         if status is not None:
             message[2] = status
-        traffic = self.meter.of(step.train)
+        traffic = self._traffic(step)
         traffic.count(message.numel(), meta.dense_bytes)
         traffic.seconds += time.perf_counter() - begin
         return message
@@ -160,7 +160,7 @@ class Link:
             x.masked_fill_(message[2].bool(), torch.nan)
         elif message[2]:
             x.fill_(torch.nan)
-        self.meter.of(step.train).seconds += time.perf_counter() - begin
+        self._traffic(step).seconds += time.perf_counter() - begin
         return x
 
     def compare(self, x: Tensor, arrived: Tensor, step: Step) -> None:
@@ -168,7 +168,7 @@ class Link:
         if self._enabled(step) and not isinstance(self.method, Identity):
             meta = TensorMeta.of(x)  # memory order, which spares a transposition
             arrived = meta.flatten(arrived.to(x.device))
-            self.meter.of(step.train).compare(meta.flatten(x), arrived)
+            self._traffic(step).compare(meta.flatten(x), arrived)
 
     def message_bytes(self, meta: TensorMeta, step: Step, microbatch: int) -> int:
         """Length of the message for a tensor like ``meta``, known before there is one."""
@@ -193,13 +193,16 @@ class Link:
 
         On an accelerator this waits for it.
         """
-        traffic = self.meter.of(train)
-        noted = [flag for noted_by, flag in self._nonfinite if noted_by is traffic]
+        noted: list[tuple[Traffic, Tensor]] = []
+        kept: list[tuple[Traffic, Tensor]] = []
+        for note in self._nonfinite:
+            (noted if (note[0] is self.meter.train) == train else kept).append(note)
+        self._nonfinite = kept
         if not noted:
             return False
-        self._nonfinite = [note for note in self._nonfinite if note[0] is not traffic]
-        flags = torch.stack(noted).tolist()
-        traffic.nonfinite += sum(flags)
+        flags = torch.stack([flag for _, flag in noted]).tolist()
+        for (traffic, _), flag in zip(noted, flags, strict=True):
+            traffic.nonfinite += flag
         return any(flags)
 
     def commit(self) -> None:
@@ -221,6 +224,9 @@ class Link:
     def _enabled(self, step: Step) -> bool:
         on = step.compress_act if self.direction == ACT else step.compress_grad
         return on and not (step.train and step.index < self.warmup_steps)
+
+    def _traffic(self, step: Step) -> Traffic:
+        return self.meter.of(step.train, self._enabled(step))
 
     def _remembers(self, step: Step) -> bool:
         return step.train and isinstance(self.method, Feedback)
@@ -302,9 +308,9 @@ class Link:
             if not nonfinite:
                 return None
             if self.direction == ACT or not step.scaled:
-                self.meter.of(step.train).nonfinite += 1
+                self._traffic(step).nonfinite += 1
                 raise nonfinite_error(self.name, step.index)
-        self._nonfinite.append((self.meter.of(step.train), nonfinite))
+        self._nonfinite.append((self._traffic(step), nonfinite))
         return nonfinite.to(torch.uint8)
 
     def _payload(

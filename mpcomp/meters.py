@@ -108,12 +108,18 @@ class Traffic:
 
 
 class Meter:
-    """The traffic of one link, training and evaluation apart."""
+    """The traffic of one link: training, evaluation, and evaluation with compression off."""
 
     def __init__(self) -> None:
         self.train = Traffic()
         self.eval = Traffic()
+        self.eval_off = Traffic()
 
-    def of(self, train: bool) -> Traffic:
-        """The traffic of training or of evaluation."""
-        return self.train if train else self.eval
+    def of(self, train: bool, compressed: bool = True) -> Traffic:
+        """The traffic of a phase; training counts as one, compressed or not."""
+        return self.train if train else self.eval if compressed else self.eval_off
+
+    @property
+    def phases(self) -> dict[str, Traffic]:
+        """All traffic under the names that reports and checkpoints use."""
+        return {"train": self.train, "eval": self.eval, "eval_off": self.eval_off}

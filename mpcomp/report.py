@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 __all__ = ["print_report", "report_of"]
 
+_PHASES = {"train": "train", "eval": "eval", "eval_off": "eval, off"}
 _DIRECTIONS = {"act": "activation ->", "grad": "gradient <-"}
 
 
@@ -25,8 +26,7 @@ def report_of(pipe: Pipeline) -> dict[str, Any]:
                     "after": stage.block_names[-1],
                     "direction": link.direction,
                     "method": str(link.method),
-                    "train": link.meter.train.to_dict(),
-                    "eval": link.meter.eval.to_dict(),
+                    **{phase: t.to_dict() for phase, t in link.meter.phases.items()},
                 }
             )
     return {
@@ -57,7 +57,7 @@ def print_report(report: dict[str, Any]) -> None:
     ]
     rows = []
     for entry in report["boundaries"]:
-        for phase in ("train", "eval"):
+        for phase, shown in _PHASES.items():
             traffic = entry[phase]
             if traffic["messages"]:
                 rows.append(
@@ -66,7 +66,7 @@ def print_report(report: dict[str, Any]) -> None:
                         entry["after"],
                         _DIRECTIONS[entry["direction"]],
                         entry["method"],
-                        phase,
+                        shown,
                         traffic["messages"],
                         f"{traffic['wire_bytes'] / 1e6:.2f}",
                         f"{traffic['dense_bytes'] / 1e6:.2f}",

@@ -58,3 +58,14 @@ def test_the_report_is_plain_data_and_prints(pipe, capsys):
     assert f"training sent {report['wire_bytes'] / 1e6:.2f} MB in 1 steps" in table
     pipe.report(show=False)
     assert not capsys.readouterr().out
+
+
+def test_evaluation_with_compression_off_is_counted_apart(pipe, capsys):
+    batch = rows(6)
+    pipe.evaluate([batch])
+    with pipe.uncompressed():
+        pipe.evaluate([batch])
+    entry = pipe.report()["boundaries"][0]
+    assert entry["eval"]["ratio"] < 0.6 and entry["eval_off"]["ratio"] > 1
+    assert entry["eval"]["messages"] == entry["eval_off"]["messages"] == 2
+    assert "eval, off" in capsys.readouterr().out
