@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from mpcomp.checks import check_tensor, nonfinite_error
 from mpcomp.compressors.base import Compressor, Payload, Selecting
 from mpcomp.compressors.identity import Identity, or_dense
 from mpcomp.compressors.same_indices import SameIndices
+from mpcomp.ends import Ends
 from mpcomp.feedback.base import Feedback, Receiver, Sender
 from mpcomp.message import COMPRESSED, DENSE, Header, frame, message_bytes, unframe
 from mpcomp.meters import Meter, Traffic
@@ -61,11 +61,7 @@ class Link:
         self.warmup_steps = warmup_steps
         self.meter = Meter()
         self._seed = (seed, replica, boundary, direction)
-        self._sample_meta: TensorMeta | None = None
-        self._sender: Sender | None = None
-        self._receiver: Receiver | None = None
-        # Sample shape and ends before the open step brought another shape.
-        self._before: tuple[TensorMeta, Sender | None, Receiver | None] | None = None
+        self._ends = Ends(method) if isinstance(method, Feedback) else None
         self._nonfinite: list[tuple[Traffic, Tensor]] = []
 
     @property
@@ -75,9 +71,8 @@ class Link:
 
     @property
     def ends(self) -> dict[str, Sender | Receiver]:
-        """The ends made so far, by role."""
-        ends = {"sender": self._sender, "receiver": self._receiver}
-        return {role: end for role, end in ends.items() if end is not None}
+        """The ends made so far, by role; a method that remembers nothing has none."""
+        return self._ends.by_role if self._ends is not None else {}
 
     def check_step(self, step: Step, sizes: Sequence[int]) -> None:
         """Raises what a visit of this step would raise, before anything has run.
@@ -119,10 +114,11 @@ class Link:
         if isinstance(coder, Compressor):
             payload = coder.compress(x, visit.draw(""))
             kind = DENSE if isinstance(coder, Identity) else COMPRESSED
-            if kind == DENSE and self._remembers(step):
-                self._sending_end(meta, x.device).observe_dense(x, visit)
+            if kind == DENSE and self._ends is not None and step.train:
+                self._ends.sender(meta, x.device).observe_dense(x, visit)
         else:
-            sender = self._sending_end(meta, x.device)
+            assert self._ends is not None
+            sender = self._ends.sender(meta, x.device)
             check = sender.check(visit, meta.num_rows)
             payload = sender.encode(x, visit)
         message = frame(Header(kind, 0, check, step.index), payload)
@@ -150,12 +146,18 @@ class Link:
         visit = self._visit(step, microbatch)
         coder = self._coder(meta, step, positions)
         payload = self._payload(message, meta, step, visit, coder)
+        receiver = (
+            self._ends.receiver(meta, message.device)
+            if self._ends is not None and step.train
+            else None
+        )
         if isinstance(coder, Compressor):
             x = coder.decompress(payload, meta, visit.draw(""))
-            if isinstance(coder, Identity) and self._remembers(step):
-                self._receiving_end(meta, message.device).observe_dense(x, visit)
+            if isinstance(coder, Identity) and receiver is not None:
+                receiver.observe_dense(x, visit)
         else:
-            x = self._receiving_end(meta, message.device).decode(payload, meta, visit)
+            assert receiver is not None
+            x = receiver.decode(payload, meta, visit)
         if message.device.type != "cpu":
             x.masked_fill_(message[2].bool(), torch.nan)
         elif message[2]:
@@ -207,17 +209,13 @@ class Link:
 
     def commit(self) -> None:
         """Stores what the ends have noted."""
-        self._before = None
-        for end in self.ends.values():
-            end.commit()
+        if self._ends is not None:
+            self._ends.commit()
 
     def discard(self) -> None:
         """Forgets what the ends have noted."""
-        if self._before is not None:
-            self._sample_meta, self._sender, self._receiver = self._before
-            self._before = None
-        for end in self.ends.values():
-            end.discard()
+        if self._ends is not None:
+            self._ends.discard()
 
     # -- which method speaks ------------------------------------------------------------------
 
@@ -227,9 +225,6 @@ class Link:
 
     def _traffic(self, step: Step) -> Traffic:
         return self.meter.of(step.train, self._enabled(step))
-
-    def _remembers(self, step: Step) -> bool:
-        return step.train and isinstance(self.method, Feedback)
 
     def _coder(
         self, meta: TensorMeta, step: Step, positions: Tensor | None
@@ -251,8 +246,7 @@ class Link:
     ) -> tuple[TensorMeta, ...]:
         if isinstance(coder, Compressor):
             return coder.layout(meta)
-        end = self._receiver or self._sender
-        assert end is not None
+        end = next(iter(self.ends.values()))  # both ends of this rank hold the same flags
         return end.layout(meta, visit)
 
     def _visit(self, step: Step, microbatch: int) -> Visit:
@@ -272,31 +266,6 @@ class Link:
             step.ids_of(microbatch),
             unit,
         )
-
-    # -- ends ---------------------------------------------------------------------------------
-
-    def _sending_end(self, meta: TensorMeta, device: torch.device) -> Sender:
-        self._adopt(meta)
-        if self._sender is None:
-            assert isinstance(self.method, Feedback)
-            self._sender = self.method.sender(meta, device)
-        return self._sender
-
-    def _receiving_end(self, meta: TensorMeta, device: torch.device) -> Receiver:
-        self._adopt(meta)
-        if self._receiver is None:
-            assert isinstance(self.method, Feedback)
-            self._receiver = self.method.receiver(meta, device)
-        return self._receiver
-
-    def _adopt(self, meta: TensorMeta) -> None:
-        """Starts anew where the shape of a sample is another one."""
-        sample = replace(meta.with_rows(1), dtype=torch.float32)
-        if self._sample_meta is not None and sample != self._sample_meta:
-            if self._before is None:
-                self._before = self._sample_meta, self._sender, self._receiver
-            self._sender = self._receiver = None
-        self._sample_meta = sample
 
     # -- checks -------------------------------------------------------------------------------
 
@@ -321,14 +290,14 @@ class Link:
         visit: Visit,
         coder: Compressor | Feedback,
     ) -> Payload:
+        receiver = None
         if isinstance(coder, Feedback):
-            self._receiving_end(meta, message.device)
+            assert self._ends is not None
+            receiver = self._ends.receiver(meta, message.device)
         payload = unframe(message, self._layout(coder, meta, visit))
         if message.device.type == "cpu":  # elsewhere reading the header would stall the device
             kind = DENSE if isinstance(coder, Identity) else COMPRESSED
-            check = 0
-            if isinstance(coder, Feedback):
-                check = self._receiving_end(meta, message.device).check(visit, meta.num_rows)
+            check = receiver.check(visit, meta.num_rows) if receiver is not None else 0
             got = Header.of(message)
             expected = Header(kind, got.status, check, step.index & 0xFFFFFFFF, got.next_ratio)
             if got != expected:
@@ -342,31 +311,9 @@ class Link:
 
     def state_dict(self) -> dict[str, Any]:
         """Stored rows of each end, and the sample shape they belong to."""
-        state: dict[str, Any] = {}
-        for role, end in self.ends.items():
-            if end.store is not None:
-                state.update({f"{role}.{key}": v for key, v in end.store.state_dict().items()})
-        if state:
-            assert self._sample_meta is not None
-            meta = self._sample_meta
-            state["sample"] = {"shape": list(meta.shape), "channels_last": meta.channels_last}
-        return state
+        return self._ends.state_dict() if self._ends is not None else {}
 
     def load_state_dict(self, state: dict[str, Any], device: dict[str, torch.device]) -> None:
         """Restores `state_dict`; ``device`` says where each role's end lives."""
-        self._sender = self._receiver = self._sample_meta = self._before = None
-        if not state:
-            return
-        sample = state["sample"]
-        meta = TensorMeta(tuple(sample["shape"]), torch.float32, sample["channels_last"])
-        for role in ("sender", "receiver"):
-            rows = {
-                key.removeprefix(f"{role}."): value
-                for key, value in state.items()
-                if key.startswith(f"{role}.")
-            }
-            if rows:
-                make = self._sending_end if role == "sender" else self._receiving_end
-                end = make(meta, device[role])
-                assert end.store is not None
-                end.store.load_state_dict(rows)
+        if self._ends is not None:
+            self._ends.load_state_dict(state, device)

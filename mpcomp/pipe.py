@@ -16,6 +16,7 @@ from mpcomp import checkpoint
 from mpcomp.boundary import Boundary
 from mpcomp.checks import nonfinite_error
 from mpcomp.engines.local import LocalEngine
+from mpcomp.evaluation import Metric, mean_over
 from mpcomp.feedback.base import Feedback
 from mpcomp.link import Link
 from mpcomp.microbatch import gather, map_tensors, num_rows, rows_of_chunks, scatter
@@ -27,7 +28,6 @@ from mpcomp.visit import Step
 __all__ = ["LossFn", "Metric", "Pipeline"]
 
 LossFn = Callable[[Tensor, Any], Tensor]
-Metric = Callable[[Tensor, Any], Any]
 
 
 class Pipeline(OriginalNames):
@@ -170,23 +170,7 @@ class Pipeline(OriginalNames):
         metric = metric or self._loss_fn
         if metric is None:
             raise ValueError("evaluate needs a metric: evaluate(loader, metric)")
-        device = self._engine.devices[-1]
-        totals: dict[str, float] = {}
-        rows = 0
-        named = True
-        with self._evaluating(), torch.no_grad():
-            for batch, target, *_ in loader:
-                value = metric(self(batch), map_tensors(target, lambda t: t.to(device)))
-                named = isinstance(value, Mapping)
-                parts = dict(value) if isinstance(value, Mapping) else {"": value}
-                size = num_rows(batch)
-                rows += size
-                for key, part in parts.items():
-                    totals[key] = totals.get(key, 0.0) + float(part) * size
-        if not rows:
-            raise ValueError("evaluate: the loader yielded no batch")
-        means = {key: total / rows for key, total in totals.items()}
-        return means if named else means[""]
+        return mean_over(self, loader, metric, self._engine.devices[-1])
 
     # -- compression on and off ---------------------------------------------------------------
 
@@ -371,14 +355,3 @@ class Pipeline(OriginalNames):
                     boundary.settle(finite=False)
             self._nonfinite_links(train)  # counts and clears
             raise
-
-    @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        """Evaluation mode; afterwards every module has the mode it had."""
-        modes = [(module, module.training) for module in self.modules()]
-        self.eval()
-        try:
-            yield
-        finally:
-            for module, mode in modes:
-                module.training = mode
