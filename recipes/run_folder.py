@@ -63,9 +63,19 @@ class RunFolder:
             )
 
     def create(self, config: Mapping[str, Any]) -> None:
-        """Makes the folder and writes the configuration."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        write_json(self.config, config)
+        """Makes the folder and writes the configuration.
+
+        Raises:
+            ValueError: it cannot be written, although its permissions said so.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            write_json(self.config, config)
+        except OSError as error:  # a read-only or virtual file system refuses even root
+            raise ValueError(
+                f"the run folder {self.path} cannot be written ({error.strerror}); pass --out a "
+                "folder that can"
+            ) from error
 
     def read_config(self) -> dict[str, Any]:
         """The configuration of the run to go on with.

@@ -20,7 +20,7 @@ def check_values(values: Compressor | None) -> None:
         return
     if not isinstance(values, Compressor):
         raise TypeError(
-            f"values={values!r}: the values of a selection take a compressor such as Cast('fp16') "
+            f"values={values}: the values of a selection take a compressor such as Cast('fp16') "
             "or Quantize(8); feedback goes round the whole: ef21+topk:0.1+quant:8"
         )
     if isinstance(values, Selecting):

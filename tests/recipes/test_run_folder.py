@@ -1,6 +1,7 @@
 """A run folder is refused before any work, and its files survive a crash."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -68,3 +69,14 @@ def test_broken_line_is_an_error(tmp_path):
     path.write_text('{"a": 1}\nnonsense\n')
     with pytest.raises(ValueError, match="has a line that is not JSON"):
         read_json_lines(path)
+
+
+def test_a_file_system_that_refuses_is_an_error_in_words(tmp_path, monkeypatch):
+    def refuses(*args, **kwargs):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(Path, "mkdir", refuses)
+    with pytest.raises(
+        ValueError, match=r"cannot be written \(Read-only file system\); pass --out"
+    ):
+        RunFolder(tmp_path / "run").create({})
