@@ -175,7 +175,8 @@ def _boundary_of(argument: str, key: Any, names: Sequence[str]) -> int:
     for i, name in enumerate(names):
         if isinstance(key, str) and (name == key or name.startswith(f"{key}.")):
             return i
-    hint = closest(key, names) if isinstance(key, str) else ""
+    prefixes = {name.rpartition(".")[0] for name in names} - {""}
+    hint = closest(key, [*names, *prefixes]) if isinstance(key, str) else ""
     raise ValueError(
         f"{argument} has no boundary {key!r}{hint}: expected 0 to {len(names) - 1} "
         f"or the block before a cut ({', '.join(names)})"
