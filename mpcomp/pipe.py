@@ -118,6 +118,8 @@ class Pipeline(OriginalNames):
             ValueError: no loss function, fewer rows than chunks, or bad sample ids.
             TypeError: a batch without tensors, or a stage whose output is not a tensor.
             FloatingPointError: NaN or Inf at a cut (in a gradient only without a loss scaler).
+                Links are then as before the step; gradients of the microbatches differentiated
+                until then have been added, so ``zero_grad`` before going on.
         """
         if self._loss_fn is None:
             raise ValueError(
@@ -139,16 +141,13 @@ class Pipeline(OriginalNames):
         self._open = step
         with self._undone_on_error(True), torch.enable_grad():
             outputs = self._engine.forward(scatter(batch, sizes), step)
-            for i, size in enumerate(sizes):
-                loss = self._loss_fn(outputs[i], targets[i])
+            for part, size in zip(targets, sizes, strict=True):
+                loss = self._loss_fn(outputs.pop(0), part)  # its memory goes with its graph
                 if not summed:
                     loss = loss * (size / sum(sizes))
                 total = loss.detach() if total is None else total + loss.detach()
-                outputs[i] = loss  # the output's memory goes with its graph
                 scaled = self.scaler.scale(loss) if self.scaler is not None else loss
                 scaled.backward()  # type: ignore[no-untyped-call]
-                outputs[i] = loss.detach()
-                del loss, scaled
             self._settle()
         assert total is not None
         return total
