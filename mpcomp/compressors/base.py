@@ -66,6 +66,11 @@ def nested_spec(value: Any) -> str:
     return text.translate(str.maketrans(":+", "/,")) if isinstance(value, SpecValue) else text
 
 
+def shown(value: Any) -> str:
+    """A value for an error message: a method as its spec, anything else as Python writes it."""
+    return str(value) if isinstance(value, SpecValue) else repr(value)
+
+
 def registered(base: type[_T]) -> Iterator[type[_T]]:
     """All concrete classes below ``base`` that have a spec name, nearest first."""
     for cls in base.__subclasses__():

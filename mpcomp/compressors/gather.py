@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mpcomp.compressors.base import Compressor, Payload, Selecting
+from mpcomp.compressors.base import Compressor, Payload, Selecting, shown
 from mpcomp.compressors.identity import Identity
 from mpcomp.tensor_meta import TensorMeta
 
@@ -20,7 +20,7 @@ def check_values(values: Compressor | None) -> None:
         return
     if not isinstance(values, Compressor):
         raise TypeError(
-            f"values={values}: the values of a selection take a compressor such as Cast('fp16') "
+            f"values={shown(values)}: the values of a selection take a compressor such as Cast('fp16') "
             "or Quantize(8); feedback goes round the whole: ef21+topk:0.1+quant:8"
         )
     if isinstance(values, Selecting):

@@ -19,7 +19,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mpcomp.compressors.base import Compressor, Payload, Selecting, SpecValue
+from mpcomp.compressors.base import Compressor, Payload, Selecting, SpecValue, shown
 from mpcomp.feedback.slots import SlotStore
 from mpcomp.tensor_meta import TensorMeta
 from mpcomp.visit import Key, Visit
@@ -140,7 +140,7 @@ def check_inner(method: Feedback) -> None:
     inner = method.inner
     if not isinstance(inner, Compressor):
         raise TypeError(
-            f"inner={inner}: {type(method).__name__} goes round a compressor such as TopK(0.1) "
+            f"inner={shown(inner)}: {type(method).__name__} goes round a compressor such as TopK(0.1) "
             "or Quantize(4); one feedback method a link"
         )
     if getattr(inner, "unbiased", False):
