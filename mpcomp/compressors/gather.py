@@ -20,8 +20,8 @@ def check_values(values: Compressor | None) -> None:
         return
     if not isinstance(values, Compressor):
         raise TypeError(
-            f"values={shown(values)}: the values of a selection take a compressor such as Cast('fp16') "
-            "or Quantize(8); feedback goes round the whole: ef21+topk:0.1+quant:8"
+            f"values={shown(values)}: the values of a selection take a compressor such as "
+            "Cast('fp16') or Quantize(8); feedback goes round the whole: ef21+topk:0.1+quant:8"
         )
     if isinstance(values, Selecting):
         raise ValueError(

@@ -140,8 +140,8 @@ def check_inner(method: Feedback) -> None:
     inner = method.inner
     if not isinstance(inner, Compressor):
         raise TypeError(
-            f"inner={shown(inner)}: {type(method).__name__} goes round a compressor such as TopK(0.1) "
-            "or Quantize(4); one feedback method a link"
+            f"inner={shown(inner)}: {type(method).__name__} goes round a compressor such as "
+            "TopK(0.1) or Quantize(4); one feedback method a link"
         )
     if getattr(inner, "unbiased", False):
         raise ValueError(
