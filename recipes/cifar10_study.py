@@ -96,7 +96,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--data", default=Config.data, help="hub name, folder of parquet files, or digits")
-    add("--out", type=Path, default=Path("results/cifar10_study.jsonl"), help="results file")
+    add("--out", type=Path, default=Path("runs/cifar10_study.jsonl"), help="results file")
     add(
         "--rows",
         nargs="+",
