@@ -17,7 +17,6 @@ from mpcomp.boundary import Boundary
 from mpcomp.checks import nonfinite_error
 from mpcomp.engines.local import LocalEngine
 from mpcomp.evaluation import Metric, mean_over
-from mpcomp.feedback.base import Feedback
 from mpcomp.link import Link
 from mpcomp.microbatch import gather, map_tensors, num_rows, rows_of_chunks, scatter
 from mpcomp.original_names import OriginalNames
@@ -282,14 +281,6 @@ class Pipeline(OriginalNames):
         return rows_of_chunks(rows, min(self.chunks, rows))
 
     def _step(self, sizes: Sequence[int], sample_ids: Any, train: bool) -> Step:
-        needs_ids = any(
-            isinstance(link.method, Feedback) and link.method.by_sample for link in self.links
-        )
-        if train and needs_ids and sample_ids is None:
-            raise ValueError(
-                "AQSGD keeps a buffer per sample: pass sample_ids=... (the ids of the batch's "
-                "rows) in every training step"
-            )
         lr = self._lr_of.param_groups[0]["lr"] if self._lr_of is not None else None
         scaled = self.scaler is not None and self.scaler.is_enabled()
         step = Step(

@@ -278,7 +278,11 @@ def test_a_bad_call_changes_nothing(case):
 
 
 IDS = {
-    "none": ("sample", None, "AQSGD keeps a buffer per sample: pass sample_ids=..."),
+    "none": (
+        "sample",
+        None,
+        r"AQSGD\(key='sample'\) needs sample_ids \[batch\] in every training step; got none",
+    ),
     "pairs for samples": (
         "sample",
         [[1, 0], [2, 0], [3, 0], [4, 0]],

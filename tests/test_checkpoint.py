@@ -78,7 +78,7 @@ def _plain(value):
 
 
 METHODS = [
-    *((method, None if method.by_sample else method) for method in FEEDBACK),
+    *((method, None if isinstance(method, mpcomp.AQSGD) else method) for method in FEEDBACK),
     ("randomk:0.3", "quant:4:rounding=stochastic"),
     ("ef21+topk:0.3", "same"),
     (["aqsgd+quant:4", None], ["ef+topk:0.2", "ef21+topk:0.2"]),

@@ -51,8 +51,6 @@ class Feedback(SpecValue, ABC):
     inner: Compressor
     eval: str
     spec_inner: ClassVar[str | None] = "inner"
-    #: Whether slots are samples, so that every training step needs ``sample_ids``.
-    by_sample: ClassVar[bool] = False
     #: Whether state is kept in units of learning rate times gradient.
     lr_scaled: bool = False
 

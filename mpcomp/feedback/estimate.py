@@ -107,7 +107,6 @@ class AQSGD(EF21):
 
     key: str = "sample"
     spec: ClassVar[str] = "aqsgd"
-    by_sample: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -190,11 +189,15 @@ class _EstimateEnd(End):
         keys = self._method.slots(visit, meta.num_rows)
         self._note(visit, keys, meta.flatten(x).to(torch.float32, copy=True))
 
-    def _advance(self, payload: Payload, meta: TensorMeta, visit: Visit) -> Tensor:
-        """The new estimate [rows, n] fp32 from the payload; notes it for `commit`."""
-        keys = self._method.slots(visit, meta.num_rows)
+    def _advance(
+        self, payload: Payload, meta: TensorMeta, visit: Visit, keys: Sequence[Key], held: Tensor
+    ) -> Tensor:
+        """The new estimate [rows, n] fp32 from the payload; notes it for `commit`.
+
+        ``held`` is the estimate of ``keys`` so far; it may be written to.
+        """
         known = self.store.known(keys)
-        estimate = self._recall(visit, keys)
+        estimate = held
         start = 0
         for name, compressor, count in self._parts(meta, known):
             part_meta = meta.with_rows(count)
@@ -220,6 +223,7 @@ class _EstimateSender(_EstimateEnd, Sender):
         meta = TensorMeta.of(x)
         keys = self._method.slots(visit, meta.num_rows)
         known = self.store.known(keys)
+        held = self._recall(visit, keys)
         flat = meta.flatten(x)
         payload: Payload = ()
         for name, compressor, count in self._parts(meta, known):
@@ -227,16 +231,17 @@ class _EstimateSender(_EstimateEnd, Sender):
             where = _rows_that(known, name == "later", x.device)
             rows = flat if count == len(keys) else flat.index_select(0, where)
             if name == "later":
-                held = [key for key, flag in zip(keys, known, strict=True) if flag]
-                rows = narrow(rows.to(torch.float32) - self._recall(visit, held), meta.dtype)
+                before = held if count == len(keys) else held.index_select(0, where)
+                rows = narrow(rows.to(torch.float32) - before, meta.dtype)
             payload += compressor.compress(part_meta.unflatten(rows), visit.draw(name))
-        self._advance(payload, meta, visit)
+        self._advance(payload, meta, visit, keys, held)
         return payload
 
 
 class _EstimateReceiver(_EstimateEnd, Receiver):
     def decode(self, payload: Payload, meta: TensorMeta, visit: Visit) -> Tensor:
-        estimate = self._advance(payload, meta, visit)
+        keys = self._method.slots(visit, meta.num_rows)
+        estimate = self._advance(payload, meta, visit, keys, self._recall(visit, keys))
         x = narrow(estimate, meta.dtype)
         # A copy, as the estimate waits for the commit while the stage may write to its input.
         return meta.unflatten(x.clone() if x is estimate else x)
