@@ -21,10 +21,13 @@ from mpcomp.compressors import (
 )
 from mpcomp.feedback import AQSGD, EF21, EFMixed, ErrorFeedback, Feedback
 from mpcomp.link import Link
+from mpcomp.network.faults import PeerError
 from mpcomp.optim import clip_grad_norm_
 from mpcomp.parsing import parse
 from mpcomp.pipe import Pipeline
+from mpcomp.replicas import ReplicaSampler
 from mpcomp.tensor_meta import TensorMeta
+from mpcomp.version import __version__
 
 __all__ = [
     "AQSGD",
@@ -38,14 +41,17 @@ __all__ = [
     "FixedPoint",
     "Identity",
     "Link",
+    "PeerError",
     "Pipeline",
     "Quantize",
     "RandomBlock",
     "RandomK",
+    "ReplicaSampler",
     "SameIndices",
     "Sign",
     "TensorMeta",
     "TopK",
+    "__version__",
     "clip_grad_norm_",
     "parse",
     "pipeline",

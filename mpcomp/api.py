@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 import stages as staging
-from mpcomp.boundary import Boundary
-from mpcomp.compressors import Compressor, Identity, SameIndices, Selecting
+from mpcomp.choices import Choices
 from mpcomp.engines.local import LocalEngine
-from mpcomp.feedback import EFMixed, Feedback
-from mpcomp.link import ACT, GRAD, Link, Method
-from mpcomp.parsing import closest, parse
-from mpcomp.pipe import LossFn, Pipeline
+from mpcomp.launch import distributed_pipeline
+from mpcomp.loss import LossFn
+from mpcomp.methods import Methods, boundaries_of
+from mpcomp.network.world import launched
+from mpcomp.pipe import Pipeline
+from mpcomp.weights import check_weights, load_weights
 from stages.split import Where
 
 __all__ = ["pipeline"]
 
-#: What may be given for one boundary.
-MethodLike = Method | str | None
-#: What may be given for all: one for all, a list, or a mapping from cuts.
-Methods = MethodLike | Sequence[MethodLike] | Mapping[Any, MethodLike]
+_ENGINES = ("local", "distributed")
 
 
 def pipeline(
@@ -37,16 +36,22 @@ def pipeline(
     devices: str | torch.device | Sequence[str | torch.device] | None = None,
     replicas: int = 1,
     schedule: str | None = None,
+    in_flight: int | str | None = None,
     loss_fn: LossFn | None = None,
     recompute: bool = False,
     seed: int = 0,
     engine: str | None = None,
     warmup_steps: int = 0,
     scaler: torch.amp.GradScaler | None = None,
+    weights: str | Path | None = None,
+    timeout: float = 300.0,
 ) -> Pipeline:
     """Cuts ``model`` into stages that exchange compressed activations and gradients.
 
-    The stages share the model's parameters and move to their devices.
+    In one process all stages are here, share the model's parameters and move to their devices.
+    Under torchrun, or in an initialised process group, each rank keeps its own stages and lets go
+    of the rest; every rank calls this with the same arguments, and then makes the same calls with
+    the same data. The result is the same, bit for bit on CPUs.
 
     Args:
         model: an `nn.Sequential` (such as `stages.resnet18`), or any module that
@@ -56,61 +61,110 @@ def pipeline(
             none; a list with one for each boundary; or a mapping from a boundary's number, or
             the name of the block it comes after, to one (others: none).
         grad_comp: method for gradients, likewise.
-        dp_comp: compression between replicas; needs ``replicas`` above 1.
+        dp_comp: compression between replicas; not in this version.
         split: number of stages, block counts, names of blocks to cut after, or "paper"; by
-            default one stage a device.
+            default one stage a device or rank (two a rank with interleaved and V schedules).
         devices: one for each stage (they may repeat), or one for all; the CPU by default, or one
-            stage per GPU where there are several and ``split`` is not given.
-        replicas: copies of the pipeline; the local engine has one.
-        schedule: of the engine; None is its own, and the only one the local engine has.
+            stage per GPU where there are several and ``split`` is not given. With several
+            processes one for each rank, or one for all; by default the GPU of this process's
+            number on its machine, or the CPU.
+        replicas: copies of the pipeline, on so many times the ranks. Each is given its own share
+            of the data (`ReplicaSampler`); gradients are averaged once a step.
+        schedule: "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble",
+            "ZBVZeroBubble" or "DualPipeV", for several processes; None is the engine's own (1F1B
+            of depth ``in_flight``).
+        in_flight: with the engine's own schedule, microbatches that the first stage may have
+            under way, each of which keeps its activations: the number of stages is 1F1B,
+            ``chunks`` hides most of a slow link; None for twice the stages less one, "auto" to
+            measure in the first steps. Results do not depend on it.
         loss_fn: ``loss_fn(output, target)``, the mean over its rows (or a module with
             ``reduction="sum"``).
         recompute: keep only stage inputs and recompute the rest in backward.
         seed: of all random choices of compressors and of dropout.
-        engine: "local", or None to choose.
+        engine: "local", "distributed", or None to choose: distributed under torchrun.
         warmup_steps: training steps that go uncompressed at first.
         scaler: loss scaler for fp16: losses are scaled by it, and non-finite steps are skipped
-            (``pipe.step_skipped``). Call its ``unscale_``, ``step`` and ``update`` as usual.
+            (``pipe.step_skipped``) on all ranks. Call its ``unscale_``, ``step`` and ``update`` as
+            usual.
+        weights: folder with the model's .safetensors files; the model may then be on the meta
+            device, and each rank reads its own stages alone.
+        timeout: seconds that a rank waits for another before all give up.
 
     Returns:
         A `Pipeline`.
 
     Raises:
         ValueError: a choice outside what is accepted; the message names it and the fix. The
-            model has not been moved then.
+            model has not been moved then. Also, on every rank, if ranks were given different
+            choices.
         TypeError: a compressor that is none.
+        PeerError: another rank failed or did not come.
     """
-    if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
-        raise ValueError(f"chunks={chunks!r}: expected a whole number of microbatches, 1 or more")
-    if warmup_steps < 0:
-        raise ValueError(f"warmup_steps={warmup_steps}: expected 0 or more steps")
-    if engine not in (None, "local"):
-        raise ValueError(f"engine={engine!r}: this version has 'local'")
-    if schedule is not None:
+    choices = Choices(
+        chunks=chunks,
+        act_comp=act_comp,
+        grad_comp=grad_comp,
+        split=split,
+        devices=devices,
+        replicas=replicas,
+        schedule=schedule,
+        in_flight=in_flight,
+        loss_fn=loss_fn,
+        recompute=recompute,
+        seed=seed,
+        warmup_steps=warmup_steps,
+        scaler=scaler,
+        weights=weights,
+        timeout=timeout,
+    )
+    if engine not in (None, *_ENGINES):
+        raise ValueError(f"engine={engine!r}: expected one of {', '.join(_ENGINES)}, or None")
+    if dp_comp is not None:
         raise ValueError(
-            f"schedule={schedule!r}: the local engine has only its own order; leave schedule=None"
+            f"dp_comp={dp_comp!r}: gradients between replicas go uncompressed in this version; "
+            "leave it out"
         )
-    if replicas != 1 or dp_comp is not None:
+    if engine == "distributed" or (engine is None and launched()):
+        return distributed_pipeline(model, choices)
+    return _local_pipeline(model, choices)
+
+
+def _local_pipeline(model: nn.Module, choices: Choices) -> Pipeline:
+    for name in ("schedule", "in_flight"):
+        if getattr(choices, name) is not None:
+            raise ValueError(
+                f"{name}={getattr(choices, name)!r}: the local engine has only its own order; "
+                f"leave {name} out, or start several processes with torchrun"
+            )
+    if choices.replicas != 1:
         raise ValueError(
-            f"replicas={replicas}, dp_comp={dp_comp!r}: the local engine has one replica and "
-            "nothing to compress between replicas; leave both out"
+            f"replicas={choices.replicas}: one process holds one replica; start "
+            f"{choices.replicas} times as many processes as stages with torchrun"
         )
-    cut, where = _stages_and_devices(model, split, devices)
-    names = [stage.block_names[-1] for stage in cut[:-1]]
-    acts = _methods("act_comp", act_comp, names)
-    grads = _methods("grad_comp", grad_comp, names)
-    boundaries = []
-    for i, (act, grad) in enumerate(zip(acts, grads, strict=True)):
-        _check_pair(i, act, grad)
-        links = [
-            Link(method, boundary=i, direction=way, seed=seed, warmup_steps=warmup_steps)
-            for method, way in ((act, ACT), (grad, GRAD))
-        ]
-        boundaries.append(Boundary(*links))
-    for stage, device in zip(cut, where, strict=True):
+    cut, devices = _stages_and_devices(model, choices.split, choices.devices)
+    boundaries = boundaries_of(
+        choices.act_comp,
+        choices.grad_comp,
+        [stage.block_names[-1] for stage in cut[:-1]],
+        seed=choices.seed,
+        replica=0,
+        warmup_steps=choices.warmup_steps,
+    )
+    check_weights(cut, choices.weights)
+    for stage, device in zip(cut, devices, strict=True):
+        if choices.weights is not None:
+            load_weights(stage, choices.weights)
         stage.to(device)
-    runner = LocalEngine(cut, boundaries, where, recompute=recompute, seed=seed)
-    return Pipeline(cut, boundaries, runner, chunks=chunks, loss_fn=loss_fn, scaler=scaler)
+    engine = LocalEngine(cut, boundaries, devices, recompute=choices.recompute, seed=choices.seed)
+    return Pipeline(
+        cut,
+        cut,
+        boundaries,
+        engine,
+        chunks=choices.chunks,
+        loss_fn=choices.loss_fn,
+        scaler=choices.scaler,
+    )
 
 
 def _stages_and_devices(
@@ -149,68 +203,3 @@ def _stages_and_devices(
             "(they may repeat), or one for all"
         )
     return cut, given
-
-
-def _methods(argument: str, given: Methods, names: Sequence[str]) -> list[Method]:
-    """One method for each boundary; ``names`` are the blocks before the cuts."""
-    if isinstance(given, Mapping):
-        chosen: list[MethodLike] = [None] * len(names)
-        for key, value in given.items():
-            chosen[_boundary_of(argument, key, names)] = value
-    elif isinstance(given, Sequence) and not isinstance(given, str):
-        if len(given) != len(names):
-            raise ValueError(
-                f"{argument} has {len(given)} entries for {len(names)} boundaries: "
-                "give one for each, or one for all"
-            )
-        chosen = list(given)
-    else:
-        chosen = [given] * len(names)
-    return [_method(argument, value) for value in chosen]
-
-
-def _boundary_of(argument: str, key: Any, names: Sequence[str]) -> int:
-    if isinstance(key, int) and 0 <= key < len(names):
-        return key
-    for i, name in enumerate(names):
-        if isinstance(key, str) and (name == key or name.startswith(f"{key}.")):
-            return i
-    prefixes = {name.rpartition(".")[0] for name in names} - {""}
-    hint = closest(key, [*names, *prefixes]) if isinstance(key, str) else ""
-    raise ValueError(
-        f"{argument} has no boundary {key!r}{hint}: expected 0 to {len(names) - 1} "
-        f"or the block before a cut ({', '.join(names)})"
-    )
-
-
-def _method(argument: str, value: MethodLike) -> Method:
-    if value is None:
-        return Identity()
-    if isinstance(value, str):
-        value = parse(value)
-    if isinstance(value, SameIndices) and argument == "act_comp":
-        raise ValueError(
-            "act_comp=SameIndices(): it reuses the activation's selection, so it is for grad_comp"
-        )
-    if not isinstance(value, Compressor | Feedback | SameIndices):
-        raise TypeError(
-            f"{argument}={value!r}: expected a compressor such as TopK(0.1), a feedback method "
-            "round one, a spec string such as 'topk:0.1', or None"
-        )
-    if argument == "act_comp" and isinstance(value, Feedback) and value.lr_scaled:
-        raise ValueError(
-            f"act_comp={value}: lr_scaled is for gradients; activations have no learning rate"
-        )
-    return value
-
-
-def _check_pair(boundary: int, act: Method, grad: Method) -> None:
-    if not isinstance(grad, SameIndices):
-        return
-    selecting = act.inner if isinstance(act, Feedback) else act
-    if not isinstance(selecting, Selecting) or isinstance(act, EFMixed):
-        raise ValueError(
-            f"grad_comp=SameIndices() at boundary {boundary} with act_comp={act}: there must be "
-            "one selection to reuse; use act_comp=TopK(...), RandomK(...) or RandomBlock(...), "
-            "also inside ef, ef21 or aqsgd"
-        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from mpcomp.compressors.same_indices import SameIndices
@@ -59,6 +60,28 @@ class Boundary:
         """The message for a gradient (later stage's side)."""
         positions = self._received.get((step.index, microbatch))
         return self.grad.encode(x, step, microbatch, positions)
+
+    def compare_activation(self, x: Tensor, message: Tensor, step: Step, microbatch: int) -> None:
+        """Meters the fidelity of an activation that arrives on another rank."""
+        self.act.compare_sent(x, message, step, microbatch)
+
+    def compare_gradient(self, x: Tensor, message: Tensor, step: Step, microbatch: int) -> None:
+        """Meters the fidelity of a gradient that arrives on another rank."""
+        positions = self._received.get((step.index, microbatch))
+        self.grad.compare_sent(x, message, step, microbatch, positions)
+
+    def activation_bytes(
+        self, meta: TensorMeta, step: Step, microbatch: int, device: torch.device
+    ) -> int:
+        """Length of the activation's message, known to both sides from the step's beginning."""
+        return self.act.message_bytes(meta, step, microbatch, device)
+
+    def gradient_bytes(
+        self, meta: TensorMeta, step: Step, microbatch: int, device: torch.device
+    ) -> int:
+        """Length of the gradient's message, known to both sides once the activation has gone."""
+        positions = self._sent.get((step.index, microbatch))
+        return self.grad.message_bytes(meta, step, microbatch, device, positions)
 
     def receive_gradient(
         self, message: Tensor, meta: TensorMeta, step: Step, microbatch: int

@@ -17,15 +17,20 @@ Metric = Callable[[Tensor, Any], Any]
 
 
 def mean_over(
-    model: nn.Module, loader: Iterable[Any], metric: Metric, device: torch.device
+    infer: Callable[[Any, Any], Tensor | None],
+    loader: Iterable[Any],
+    metric: Metric,
+    device: torch.device,
+    collect: Callable[[Any], list[Any]],
 ) -> float | dict[str, float]:
     """The mean of ``metric`` over the rows of a loader.
 
     Args:
-        model: called with each batch.
+        infer: called with each batch and target, gives the output; None on a rank without it.
         loader: yields (batch, target), or (batch, target, anything else).
         metric: the mean over a batch: a number, a 0-d tensor, or a mapping of those.
         device: where targets go.
+        collect: gives what each rank has found; sums from ranks with outputs are added up.
 
     Raises:
         ValueError: the loader is empty.
@@ -33,19 +38,23 @@ def mean_over(
     totals: dict[str, float] = {}
     rows = 0
     named = True
-    with evaluating(model), torch.no_grad():
-        for batch, target, *_ in loader:
-            value = metric(model(batch), map_tensors(target, lambda t: t.to(device)))
-            named = isinstance(value, Mapping)
-            parts = dict(value) if isinstance(value, Mapping) else {"": value}
-            size = num_rows(batch)
-            rows += size
-            for key, part in parts.items():
-                totals[key] = totals.get(key, 0.0) + float(part) * size
-    if not rows:
+    for batch, target, *_ in loader:
+        output = infer(batch, target)
+        if output is None:
+            continue
+        value = metric(output, map_tensors(target, lambda t: t.to(device)))
+        named = isinstance(value, Mapping)
+        parts = dict(value) if isinstance(value, Mapping) else {"": value}
+        size = num_rows(batch)
+        rows += size
+        for key, part in parts.items():
+            totals[key] = totals.get(key, 0.0) + float(part) * size
+    found = [sums for sums in collect([totals, rows, named] if rows else None) if sums]
+    if not found:
         raise ValueError("evaluate: the loader yielded no batch")
-    means = {key: total / rows for key, total in totals.items()}
-    return means if named else means[""]
+    all_rows = sum(rows for _, rows, _ in found)
+    means = {key: sum(totals[key] for totals, *_ in found) / all_rows for key in found[0][0]}
+    return means if found[0][2] else means[""]
 
 
 @contextmanager

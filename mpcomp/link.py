@@ -60,6 +60,11 @@ class Link:
         self.direction = direction
         self.warmup_steps = warmup_steps
         self.meter = Meter()
+        #: Whether messages leave the rank; if not they are coded all the same, but not counted.
+        self.on_wire = True
+        #: Whether NaN and Inf are noted for the end of the step also where an error could be
+        #: raised at once: with several ranks, all of them must raise it.
+        self.defers_nonfinite = False
         self._seed = (seed, replica, boundary, direction)
         self._ends = Ends(method) if isinstance(method, Feedback) else None
         self._nonfinite: list[tuple[Traffic, Tensor]] = []
@@ -125,7 +130,8 @@ class Link:
         if status is not None:
             message[2] = status
         traffic = self._traffic(step)
-        traffic.count(message.numel(), meta.dense_bytes)
+        if self.on_wire:
+            traffic.count(message.numel(), meta.dense_bytes)
         traffic.seconds += time.perf_counter() - begin
         return message
 
@@ -172,9 +178,49 @@ class Link:
             arrived = meta.flatten(arrived.to(x.device))
             self._traffic(step).compare(meta.flatten(x), arrived)
 
-    def message_bytes(self, meta: TensorMeta, step: Step, microbatch: int) -> int:
-        """Length of the message for a tensor like ``meta``, known before there is one."""
-        coder = self._coder(meta, step, None)
+    def compare_sent(
+        self,
+        x: Tensor,
+        message: Tensor,
+        step: Step,
+        microbatch: int,
+        positions: Tensor | None = None,
+    ) -> None:
+        """As `compare`, where ``x`` was just encoded here but arrives elsewhere."""
+        if not self._enabled(step) or isinstance(self.method, Identity):
+            return
+        meta = TensorMeta.of(x)
+        visit = self._visit(step, microbatch)
+        coder = self._coder(meta, step, positions)
+        payload = unframe(message, self._layout(coder, meta, visit))
+        if isinstance(coder, Compressor):
+            arrived = coder.decompress(payload, meta, visit.draw(""))
+        else:
+            assert self._ends is not None
+            arrived = self._ends.sender(meta, x.device).arrived(payload, meta, visit)
+        self.compare(x, arrived, step)
+
+    def message_bytes(
+        self,
+        meta: TensorMeta,
+        step: Step,
+        microbatch: int,
+        device: torch.device,
+        positions: Tensor | None = None,
+    ) -> int:
+        """Length of the message for a tensor like ``meta``, known before there is one.
+
+        Args:
+            meta: what will be received.
+            step: the step it belongs to.
+            microbatch: number of the microbatch.
+            device: where it will be received.
+            positions: for SameIndices, as in `encode`.
+        """
+        coder = self._coder(meta, step, positions)
+        if isinstance(coder, Feedback):
+            assert self._ends is not None
+            self._ends.receiver(meta, device)  # holds the flags that the layout depends on
         return message_bytes(self._layout(coder, meta, self._visit(step, microbatch)))
 
     def carried(
@@ -276,7 +322,7 @@ class Link:
         if x.device.type == "cpu":
             if not nonfinite:
                 return None
-            if self.direction == ACT or not step.scaled:
+            if not self.defers_nonfinite and (self.direction == ACT or not step.scaled):
                 self._traffic(step).nonfinite += 1
                 raise nonfinite_error(self.name, step.index)
         self._nonfinite.append((self._traffic(step), nonfinite))

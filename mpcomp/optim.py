@@ -19,7 +19,8 @@ def clip_grad_norm_(
     """Clips the gradients of all stages by their common norm, in place, and returns the norm.
 
     Clipping acts on what the optimizer sees, after decompression; links' residuals stay in
-    unclipped units. With a loss scaler call ``scaler.unscale_(optimizer)`` before.
+    unclipped units. With a loss scaler call ``scaler.unscale_(optimizer)`` before. With several
+    processes every rank calls it, and each gets the norm over all stages.
 
     Args:
         pipe: a pipeline.
@@ -29,9 +30,21 @@ def clip_grad_norm_(
 
     Raises:
         ValueError: max_norm is not positive.
+        RuntimeError: the norm is not finite, and that was to be an error.
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm={max_norm}: expected a positive number")
-    return torch.nn.utils.clip_grad_norm_(
-        pipe.parameters(), max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
-    )
+    norms = {
+        name: torch.linalg.vector_norm(parameter.grad, norm_type)
+        for name, parameter in pipe.named_parameters()
+        if parameter.grad is not None
+    }
+    # One norm of all norms, in the model's order: the same bits however the model is cut.
+    norm: Tensor = torch.linalg.vector_norm(pipe.gather_scalars(norms), norm_type)
+    if error_if_nonfinite and not bool(norm.isfinite()):
+        raise RuntimeError(
+            f"the norm of order {norm_type} of the gradients is non-finite ({norm.item()}): the "
+            "model has diverged or overflowed; pass error_if_nonfinite=False to go on"
+        )
+    torch.nn.utils.clip_grads_with_norm_(pipe.parameters(), max_norm, norm)
+    return norm

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ import stages as staging
 from mpcomp import checkpoint
 from mpcomp.boundary import Boundary
 from mpcomp.checks import nonfinite_error
-from mpcomp.engines.local import LocalEngine
-from mpcomp.evaluation import Metric, mean_over
+from mpcomp.engines.base import Engine
+from mpcomp.evaluation import Metric, evaluating, mean_over
 from mpcomp.link import Link
+from mpcomp.loss import LossFn, StepLoss
 from mpcomp.microbatch import gather, map_tensors, num_rows, rows_of_chunks, scatter
 from mpcomp.original_names import OriginalNames
 from mpcomp.report import print_report, report_of
@@ -26,7 +28,8 @@ from mpcomp.visit import Step
 
 __all__ = ["LossFn", "Metric", "Pipeline"]
 
-LossFn = Callable[[Tensor, Any], Tensor]
+#: Dtypes of a loss, by the number that ranks exchange.
+_LOSS_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class Pipeline(OriginalNames):
@@ -38,10 +41,13 @@ class Pipeline(OriginalNames):
     * ``loss_fn(pipe(x), y).backward()``, as for any module. What links learn in a step is then
       stored at the next training call, once it is known whether the step was finite.
 
-    ``parameters()``, ``state_dict()`` and so on have the original model's names.
+    ``parameters()``, ``state_dict()`` and so on have the original model's names. With several
+    processes they are those of the stages on this rank; every rank makes the same calls, with the
+    same data, and the second way to train is not available.
 
     Attributes:
-        stages: the stage modules.
+        stages: the stage modules of this rank.
+        cut_stages: all of them; those of other ranks on "meta".
         boundaries: the cuts, each with its two links.
         chunks: number of microbatches.
         num_steps: training steps so far, skipped ones counted.
@@ -51,14 +57,16 @@ class Pipeline(OriginalNames):
     def __init__(
         self,
         stages: Sequence[staging.Stage],
+        cut: Sequence[staging.Stage],
         boundaries: Sequence[Boundary],
-        engine: LocalEngine,
+        engine: Engine,
         *,
         chunks: int,
         loss_fn: LossFn | None,
         scaler: torch.amp.GradScaler | None,
     ) -> None:
         super().__init__(stages)
+        self.cut_stages = list(cut)
         self.boundaries = list(boundaries)
         self.chunks = chunks
         self.num_steps = 0
@@ -69,33 +77,48 @@ class Pipeline(OriginalNames):
         self._lr_of: torch.optim.Optimizer | None = None
         self._compress_act = self._compress_grad = True
         self._open: Step | None = None
+        self._agreed_bytes = (0, 0)
 
     # -- training and inference ---------------------------------------------------------------
 
-    def forward(self, batch: Any, *, sample_ids: Any = None) -> Tensor:
+    def forward(self, batch: Any, *, sample_ids: Any = None, everywhere: bool = True) -> Any:
         """The model's output for ``batch`` on the last stage's device.
 
         Args:
             batch: tensor [b, ...], tuple of tensors, or mapping (arguments of the first stage).
             sample_ids: for AQ-SGD in training; see `forward_backward`.
+            everywhere: with several processes, give the output to all ranks; else it stays with
+                the last stage, and the other ranks get None.
 
         Raises:
-            ValueError: fewer rows than chunks in training, or bad sample ids.
+            ValueError: fewer rows than chunks in training, bad sample ids, or training with
+                several processes.
             TypeError: a batch without tensors, or a stage whose output is not a tensor.
             FloatingPointError: NaN or Inf at a cut.
         """
         train = self.training and torch.is_grad_enabled()
-        if train:
-            self._settle()
+        if not train:
+            output = self._infer(batch, batch)
+            self._raise_if_nonfinite()
+            return self._engine.everywhere(output) if everywhere else output
+        if self._engine.num_ranks > 1:
+            raise ValueError(
+                "pipe(x) with gradients: autograd does not reach other processes; train with "
+                "pipe.forward_backward(x, y), or infer under torch.no_grad() or pipe.eval()"
+            )
+        self._settle()
         sizes = self._microbatch_rows(batch, train)
         step = self._step(sizes, sample_ids, train)
-        if train:
-            self._open = step
+        self._open = step
         with self._undone_on_error(train):
-            output = gather(self._engine.forward(scatter(batch, sizes), step))
-            if not train:
-                self._raise_if_nonfinite(step)
-            return output
+            return gather(self._engine.forward(scatter(batch, sizes), step, ()))
+
+    def _infer(self, batch: Any, same: Any) -> Tensor | None:
+        sizes = self._microbatch_rows(batch, False)
+        step = self._step(sizes, None, False)
+        with self._undone_on_error(False), torch.no_grad():
+            outputs = self._engine.forward(scatter(batch, sizes), step, (same,))
+        return gather(outputs) if outputs else None
 
     def forward_backward(self, batch: Any, target: Any, *, sample_ids: Any = None) -> Tensor:
         """Runs all microbatches forward and backward; gradients add up in ``.grad``.
@@ -111,7 +134,8 @@ class Pipeline(OriginalNames):
                 seed); or a whole number, the index of a batch of fixed composition.
 
         Returns:
-            The loss of the batch, detached, unscaled; 0-d, on the last stage's device.
+            The loss of the batch, detached, unscaled; 0-d; the same on every rank. With replicas,
+            that of their batches together.
 
         Raises:
             ValueError: no loss function, fewer rows than chunks, or bad sample ids.
@@ -133,21 +157,15 @@ class Pipeline(OriginalNames):
                 f"target has {num_rows(target)} rows, the batch {sum(sizes)}: expected one each"
             )
         step = self._step(sizes, sample_ids, True)
-        device = self._engine.devices[-1]
-        targets = scatter(map_tensors(target, lambda t: t.to(device)), sizes)
-        summed = getattr(self._loss_fn, "reduction", "mean") == "sum"
-        total: Tensor | None = None
+        same = (batch, target, step.sample_ids)
+        if self._engine.computes_loss:
+            target = map_tensors(target, lambda t: t.to(self._engine.device))
+        loss = StepLoss(self._loss_fn, sizes, self.scaler)
         self._open = step
         with self._undone_on_error(True), torch.enable_grad():
-            outputs = self._engine.forward(scatter(batch, sizes), step)
-            for part, size in zip(targets, sizes, strict=True):
-                loss = self._loss_fn(outputs.pop(0), part)  # its memory goes with its graph
-                if not summed:
-                    loss = loss * (size / sum(sizes))
-                total = loss.detach() if total is None else total + loss.detach()
-                scaled = self.scaler.scale(loss) if self.scaler is not None else loss
-                scaled.backward()  # type: ignore[no-untyped-call]
-            self._settle()
+            parts, targets = scatter(batch, sizes), scatter(target, sizes)
+            self._engine.forward_backward(parts, targets, step, loss, same)
+            total = self._settle(loss)
         assert total is not None
         return total
 
@@ -160,7 +178,9 @@ class Pipeline(OriginalNames):
                 a mapping of those. The loss function by default.
 
         Returns:
-            A float, or a dict of floats: weighted by rows, so that short batches count right.
+            A float, or a dict of floats: weighted by rows, so that short batches count right. The
+            same on every rank; the metric is called where the last stage is. Replicas are taken
+            together.
 
         Raises:
             ValueError: the loader is empty, or there is neither metric nor loss function.
@@ -168,7 +188,34 @@ class Pipeline(OriginalNames):
         metric = metric or self._loss_fn
         if metric is None:
             raise ValueError("evaluate needs a metric: evaluate(loader, metric)")
-        return mean_over(self, loader, metric, self._engine.devices[-1])
+        self._engine.align_replicas()
+        with evaluating(self):
+            mean = mean_over(
+                lambda batch, target: self._infer(batch, (batch, target)),
+                loader,
+                metric,
+                self._engine.device,
+                self._engine.collect,
+            )
+        self._raise_if_nonfinite()
+        return mean
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Within this context replicas add up their gradients and do not average them.
+
+        For accumulation: the last `forward_backward` before the optimizer's step goes outside.
+        """
+        return self._engine.without_reduction()
+
+    @property
+    def replica(self) -> int:
+        """Which pipeline this rank is in, of `num_replicas`."""
+        return self._engine.replica
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of pipelines."""
+        return self._engine.num_replicas
 
     # -- compression on and off ---------------------------------------------------------------
 
@@ -199,13 +246,19 @@ class Pipeline(OriginalNames):
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes of all messages of training so far, headers included."""
-        return sum(link.meter.train.wire_bytes for link in self.links)
+        """Bytes of all messages of training so far, headers included; of all ranks."""
+        return self._bytes_sent()[0]
 
     @property
     def dense_bytes(self) -> int:
         """Bytes that training so far would have sent uncompressed, in the tensors' own dtypes."""
-        return sum(link.meter.train.dense_bytes for link in self.links)
+        return self._bytes_sent()[1]
+
+    def _bytes_sent(self) -> tuple[int, int]:
+        if self._engine.num_ranks > 1:
+            return self._agreed_bytes
+        traffic = [link.meter.train for link in self.links]
+        return sum(t.wire_bytes for t in traffic), sum(t.dense_bytes for t in traffic)
 
     def report(self, *, show: bool = True) -> dict[str, Any]:
         """Bytes, ratio, fidelity, time and non-finite counts, per boundary and direction.
@@ -220,6 +273,28 @@ class Pipeline(OriginalNames):
         if show:
             print_report(report)
         return report
+
+    def gather_scalars(self, values: Mapping[str, Tensor]) -> Tensor:
+        """One number for a parameter, from all ranks of a replica, in the model's order: [n].
+
+        Args:
+            values: 0-d tensors by the names of this rank's parameters; some may be left out.
+        """
+        names = [name for stage in self.cut_stages for name, _ in stage.named_parameters()]
+        if self._engine.num_ranks == 1:
+            found = [values[name] for name in names if name in values]
+            return torch.stack([value.to(self._engine.device) for value in found])
+        own = [values[name].item() if name in values else 0.0 for name in names]
+        there = [float(name in values) for name in names]
+        sums = self._engine.agree([*own, *there])
+        replicas = self._engine.num_replicas
+        kept = [
+            total / replicas
+            for total, count in zip(sums[: len(names)], sums[len(names) :], strict=True)
+            if count
+        ]
+        dtype = next((value.dtype for value in values.values()), torch.float32)
+        return torch.tensor(kept, dtype=dtype, device=self._engine.device)
 
     # -- persistence --------------------------------------------------------------------------
 
@@ -251,17 +326,23 @@ class Pipeline(OriginalNames):
         self._open = None  # only now: a load that fails leaves an open step open
         for boundary in self.boundaries:
             boundary.settle(finite=False)
-        self._nonfinite_links(train=True)
+        for link in self.links:
+            link.found_nonfinite(train=True)  # counts and clears
         return extra
 
     def merge(self) -> nn.Module:
-        """The original model, with the trained weights, on the first stage's device."""
-        return staging.merge(self.cut_stages).to(self._engine.devices[0])
+        """The original model, with the trained weights, on the first stage's device.
 
-    @property
-    def cut_stages(self) -> list[staging.Stage]:
-        """The stage modules, as a typed list."""
-        return [stage for stage in self.stages if isinstance(stage, staging.Stage)]
+        With several processes a copy of it with all weights, on the CPU of every rank.
+        """
+        model = staging.merge(self.cut_stages)
+        if self._engine.num_ranks == 1:
+            return model.to(self._engine.device_of(0, "sender", "act"))
+        self._engine.align_replicas()
+        whole = copy.deepcopy(model)
+        state = self._engine.share_tensors(_on_cpu(self.state_dict()))
+        whole.load_state_dict(state, assign=True)
+        return whole.cpu()
 
     def device_of(self, boundary: int, role: str, direction: str) -> torch.device:
         """Where the "sender" or "receiver" of a link is."""
@@ -297,28 +378,57 @@ class Pipeline(OriginalNames):
             link.check_step(step, sizes)
         return step
 
-    def _settle(self) -> None:
-        """Ends the open step: commits what links noted, or discards it if it was not finite."""
+    def _settle(self, loss: StepLoss | None = None) -> Tensor | None:
+        """Ends the open step: all ranks commit what links noted, or discard it if not finite.
+
+        Returns:
+            The loss, if given one: that of the rank which computed it, or of all replicas.
+        """
         step, self._open = self._open, None
         if step is None:
-            return
-        broken = self._nonfinite_links(train=True)
+            return None
+        broken = [float(link.found_nonfinite(train=True)) for link in self.links]
         failed = any(boundary.failed for boundary in self.boundaries)  # and has raised its error
-        finite = not (broken or failed or self._overflowed(step))
+        stopped = float(failed or self._overflowed(step))
+        total = loss.total if loss is not None else None
+        lost = [0.0, 0.0] if total is None else [float(total), _LOSS_DTYPES.index(total.dtype)]
+        traffic = [link.meter.train for link in self.links]
+        sent = [sum(t.wire_bytes for t in traffic), sum(t.dense_bytes for t in traffic)]
+        stopped, value, dtype, *figures = self._engine.agree([stopped, *lost, *sent, *broken])
+        self._agreed_bytes = (int(figures[0]), int(figures[1]))
+        found = [link for link, count in zip(self.links, figures[2:], strict=True) if count]
+        finite = not (found or stopped)
         for boundary in self.boundaries:
             boundary.settle(finite)
-        if broken and not (step.scaled and all(link.direction == "grad" for link in broken)):
-            raise nonfinite_error(broken[0].name, step.index)
+        if found and not (step.scaled and all(link.direction == "grad" for link in found)):
+            raise nonfinite_error(found[0].name, step.index)
+        if not finite and step.scaled and self._engine.num_ranks > 1:
+            self._overflow_gradients()
         self.step_skipped = not finite
         self.num_steps += 1
+        if self._engine.num_ranks == 1 or loss is None:
+            return total
+        replicas = self._engine.num_replicas
+        of_dtype = _LOSS_DTYPES[int(dtype) // replicas]
+        return torch.tensor(value / replicas, dtype=of_dtype, device=self._engine.device)
 
-    def _nonfinite_links(self, train: bool) -> list[Link]:
-        return [link for link in self.links if link.found_nonfinite(train)]
+    def _raise_if_nonfinite(self) -> None:
+        """For inference, where one rank saw what all must raise, or an accelerator it later."""
+        flags = [float(link.found_nonfinite(train=False)) for link in self.links]
+        if self._engine.num_ranks > 1:
+            flags = self._engine.agree(flags)
+        for link, flag in zip(self.links, flags, strict=True):
+            if flag:
+                raise nonfinite_error(link.name, self.num_steps)
 
-    def _raise_if_nonfinite(self, step: Step) -> None:
-        """For inference on an accelerator, where the flags could not be read on the way."""
-        for link in self._nonfinite_links(train=False):
-            raise nonfinite_error(link.name, step.index)
+    def _overflow_gradients(self) -> None:
+        """Makes this rank's scaler skip the step, as it must where another rank's gradients
+
+        have overflowed: each scaler looks at its own alone.
+        """
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.fill_(math.inf)
 
     def _overflowed(self, step: Step) -> bool:
         """Whether the scaler skips the step, or has: then it has already lowered the scale."""
@@ -343,5 +453,10 @@ class Pipeline(OriginalNames):
                 self._open = None
                 for boundary in self.boundaries:
                     boundary.settle(finite=False)
-            self._nonfinite_links(train)  # counts and clears
+            for link in self.links:
+                link.found_nonfinite(train)  # counts and clears
             raise
+
+
+def _on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu() for name, tensor in tensors.items()}

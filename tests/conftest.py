@@ -38,3 +38,11 @@ def global_rng_untouched() -> Callable[[], AbstractContextManager[None]]:
         assert torch.equal(before, torch.get_rng_state()), "torch's global generator was advanced"
 
     return guard
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Callable[..., list[object]]:
+    """Runs a function in several processes; see `ranks.run_ranks`."""
+    from ranks import run_ranks
+
+    return run_ranks

@@ -96,7 +96,7 @@ def test_devices_that_do_not_fit():
         ({"warmup_steps": -1}, "warmup_steps=-1: expected 0 or more"),
         ({"engine": "ray"}, "engine='ray'"),
         ({"schedule": "1F1B"}, "schedule='1F1B': the local engine has only its own order"),
-        ({"replicas": 2}, "replicas=2.*the local engine has one replica"),
+        ({"replicas": 2}, "replicas=2.*one process holds one replica"),
         ({"dp_comp": "topk:0.1"}, "dp_comp='topk:0.1'"),
     ],
 )

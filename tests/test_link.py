@@ -65,7 +65,7 @@ def test_length_is_known_beforehand_and_metered(method, dtype, global_rng_untouc
             before = x.clone()
             step = step_of(index)
             if index:
-                expected = link.message_bytes(TensorMeta.of(x), step, 0)
+                expected = link.message_bytes(TensorMeta.of(x), step, 0, x.device)
             message = link.encode(x, step, 0)
             assert message.dtype == torch.uint8 and message.dim() == 1
             assert index == 0 or message.numel() == expected

@@ -29,7 +29,9 @@ from torchgpipe.pipeline import clock_cycles
 from torchgpipe.skip.layout import SkipLayout
 
 from mpcomp.boundary import Boundary
-from mpcomp.engines.runner import Autocast, StageRunner
+from mpcomp.engines.base import Engine
+from mpcomp.engines.runner import Autocast, StageRunner, no_autocast
+from mpcomp.loss import StepLoss
 from mpcomp.microbatch import map_tensors
 from mpcomp.tensor_meta import TensorMeta
 from mpcomp.visit import Step
@@ -37,7 +39,7 @@ from mpcomp.visit import Step
 __all__ = ["LinkCopy", "LocalEngine"]
 
 
-class LocalEngine:
+class LocalEngine(Engine):
     """All stages in this process, each on its device.
 
     Args:
@@ -61,14 +63,16 @@ class LocalEngine:
     ) -> None:
         assert len(stages) == len(devices) == len(boundaries) + 1
         self.devices = list(devices)
+        self.device = self.devices[-1]
         self.boundaries = list(boundaries)
         self._runners = [
             StageRunner(stage, i, device, recompute=recompute, seed=seed)
             for i, (stage, device) in enumerate(zip(stages, devices, strict=True))
         ]
 
-    def forward(self, microbatches: Sequence[Any], step: Step) -> list[Tensor]:
-        """Outputs of the last stage, with their graphs, for microbatches of the first."""
+    def forward(
+        self, microbatches: Sequence[Any], step: Step, same: tuple[Any, ...] = ()
+    ) -> list[Tensor]:
         first = self.devices[0]
         batches: list[Batch] = [
             _Microbatch(map_tensors(batch, lambda t: t.to(first)), i, step)
@@ -76,6 +80,19 @@ class LocalEngine:
         ]
         _Schedule(batches, self._runners, self.devices, self.boundaries, step).run()
         return [cast(Tensor, batch.value) for batch in batches]
+
+    def forward_backward(
+        self,
+        microbatches: Sequence[Any],
+        targets: Sequence[Any],
+        step: Step,
+        loss: StepLoss,
+        same: tuple[Any, ...] = (),
+    ) -> None:
+        outputs = self.forward(microbatches, step)
+        for i, target in enumerate(targets):
+            part = loss(outputs.pop(0), target, i)  # an output's memory goes with its graph
+            part.backward()  # type: ignore[no-untyped-call]
 
     def device_of(self, boundary: int, role: str, direction: str) -> torch.device:
         """Where an end of a link lives: gradients are sent by the later stage."""
@@ -155,7 +172,7 @@ class LinkCopy(torch.autograd.Function):
         meta = TensorMeta.of(x)
         ctx.boundary, ctx.step, ctx.microbatch = boundary, step, microbatch
         ctx.meta, ctx.source = meta, x.device
-        with _no_autocast(x.device), _no_autocast(device):
+        with no_autocast(x.device), no_autocast(device):
             message = boundary.send_activation(x, step, microbatch)
             y = boundary.receive_activation(_move(message, device), meta, step, microbatch)
             boundary.act.compare(x, y, step)
@@ -169,7 +186,7 @@ class LinkCopy(torch.autograd.Function):
         memory = torch.channels_last if meta.channels_last else torch.contiguous_format
         grad = grad.contiguous(memory_format=memory)
         try:
-            with _no_autocast(grad.device), _no_autocast(ctx.source):
+            with no_autocast(grad.device), no_autocast(ctx.source):
                 message = boundary.send_gradient(grad, step, ctx.microbatch)
                 message = _move(message, ctx.source)
                 x = boundary.receive_gradient(message, meta, step, ctx.microbatch)
@@ -183,8 +200,3 @@ class LinkCopy(torch.autograd.Function):
 def _move(message: Tensor, device: torch.device) -> Tensor:
     """The transport: bytes go to the other device."""
     return message.to(device, non_blocking=True)
-
-
-def _no_autocast(device: torch.device) -> torch.autocast:
-    """Links compute in the dtypes they choose themselves."""
-    return torch.autocast(device.type, enabled=False)

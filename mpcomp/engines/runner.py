@@ -6,7 +6,7 @@ drawn from (seed, step, stage, microbatch), and, if asked, its activations recom
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mpcomp.randomness import stage_randomness
 
-__all__ = ["Autocast", "StageRunner", "frozen_buffers"]
+__all__ = ["Autocast", "StageRunner", "call", "frozen_buffers", "no_autocast"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,20 @@ class Autocast:
     def enter(self) -> AbstractContextManager[Any]:
         """A context with this setting."""
         return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled)
+
+
+def no_autocast(device: torch.device) -> torch.autocast:
+    """A context for links, which compute in the dtypes they choose themselves."""
+    return torch.autocast(device.type, enabled=False)
+
+
+def call(function: Callable[..., Any], batch: Any) -> Any:
+    """Calls with a batch: a mapping as keywords, a tuple as arguments, a tensor as the only one."""
+    if isinstance(batch, Mapping):
+        return function(**batch)
+    if isinstance(batch, tuple):
+        return function(*batch)
+    return function(batch)
 
 
 @contextmanager
@@ -86,12 +100,7 @@ class StageRunner:
 
         def run(batch: Any) -> Tensor:
             with self._randomness(step, microbatch), autocast.enter():
-                if isinstance(batch, Mapping):
-                    output = self.stage(**batch)
-                elif isinstance(batch, tuple):
-                    output = self.stage(*batch)
-                else:
-                    output = self.stage(batch)
+                output = call(self.stage, batch)
             assert isinstance(output, Tensor)
             return output
 

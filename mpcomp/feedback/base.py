@@ -124,6 +124,10 @@ class Sender(End):
     def encode(self, x: Tensor, visit: Visit) -> Payload:
         """The payload of ``x``, exactly as `layout` says."""
 
+    @abstractmethod
+    def arrived(self, payload: Payload, meta: TensorMeta, visit: Visit) -> Tensor:
+        """What the receiver will make of the payload that was encoded last."""
+
 
 class Receiver(End):
     """The end that decodes."""

@@ -184,6 +184,9 @@ class _ResidualSender(Sender):
         self._note(visit, keys, wanted - meta.flatten(sent).to(torch.float32))
         return payload
 
+    def arrived(self, payload: Payload, meta: TensorMeta, visit: Visit) -> Tensor:
+        return self._message.decode(payload, meta, visit)
+
     def observe_dense(self, x: Tensor, visit: Visit) -> None:
         assert self.store is not None
         keys = row_keys(visit, TensorMeta.of(x).num_rows)

@@ -237,6 +237,11 @@ class _EstimateSender(_EstimateEnd, Sender):
         self._advance(payload, meta, visit, keys, held)
         return payload
 
+    def arrived(self, payload: Payload, meta: TensorMeta, visit: Visit) -> Tensor:
+        microbatch, _, estimate = self._pending[-1]
+        assert microbatch == visit.microbatch
+        return meta.unflatten(narrow(estimate * visit.unit, meta.dtype))
+
 
 class _EstimateReceiver(_EstimateEnd, Receiver):
     def decode(self, payload: Payload, meta: TensorMeta, visit: Visit) -> Tensor:

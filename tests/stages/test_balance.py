@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from stage_models import FreeResNet, images
 from torch import nn
 
-from stages import balance, blocks, resnet18, split
-from stages.balance import partition, seconds
+from stages import balance, blocks, partition, resnet18, seconds, split
 
 SIZES = st.lists(st.integers(0, 20), min_size=1, max_size=8)
 
@@ -24,6 +23,10 @@ def every_split(num_units: int, num_stages: int) -> list[list[int]]:
 def loads(sizes: list[int], counts: list[int]) -> list[int]:
     ends = [sum(counts[:i]) for i in range(len(counts) + 1)]
     return [sum(sizes[i:j]) for i, j in pairwise(ends)]
+
+
+def loads_per_stage(rows: list[list[int]], counts: list[int]) -> list[int]:
+    return [loads(row, counts)[stage] for stage, row in enumerate(rows)]
 
 
 def at_cuts(prices: list[int], counts: list[int]) -> int:
@@ -57,6 +60,79 @@ def test_partition_by_price_is_exact(sizes, data):
     allowed = [option for option in options if max(loads(sizes, option)) <= limit]
     assert counts in allowed
     assert at_cuts(prices, counts) == min(at_cuts(prices, option) for option in allowed)
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.data())
+def test_partition_for_unequal_machines_is_exact(data):
+    num_units = data.draw(st.integers(1, 8))
+    num_stages = data.draw(st.integers(1, num_units))
+    line = st.lists(st.integers(0, 20), min_size=num_units, max_size=num_units)
+    rows = data.draw(st.lists(line, min_size=num_stages, max_size=num_stages))
+    prices = data.draw(st.none() | line)
+    slack = data.draw(st.sampled_from([0.0, 0.25, 1.0]))
+    counts = partition(rows, num_stages, slack=slack, prices=prices)
+
+    def cost(option: list[int]) -> int:
+        if prices is None:
+            return sum(x**2 for x in loads_per_stage(rows, option))
+        return at_cuts(prices, option)
+
+    options = every_split(num_units, num_stages)
+    limit = min(max(loads_per_stage(rows, option)) for option in options) * (1 + slack)
+    allowed = [option for option in options if max(loads_per_stage(rows, option)) <= limit]
+    assert counts in allowed
+    assert cost(counts) == min(cost(option) for option in allowed)
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(0, 1e3), min_size=1, max_size=8), st.data())
+def test_machines_that_are_alike_need_one_list(sizes, data):
+    num_stages = data.draw(st.integers(1, len(sizes)))
+    assert partition([sizes] * num_stages, num_stages) == partition(sizes, num_stages)
+
+
+@pytest.mark.parametrize(
+    ("slow", "expected"), [(0, [8, 16, 16]), (1, [16, 8, 16]), (2, [16, 16, 8])]
+)
+def test_a_machine_twice_as_slow_gets_half_the_work(slow, expected):
+    times = [[0.01 * (1 + (stage == slow))] * 40 for stage in range(3)]
+    assert partition(times, 3) == expected
+
+
+def test_a_machine_gets_the_units_it_is_good_at():
+    assert partition([1, 1, 1, 1], 2) == [2, 2]
+    assert partition([[1, 9, 9, 9], [1, 1, 1, 1]], 2) == [1, 3]
+    assert partition([[1, 1, 1, 1], [9, 9, 9, 1]], 2) == [3, 1]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_stages", "error", "message"),
+    [
+        ([[1, 2, 3]], 2, ValueError, "lists for 1 stages, but the number of stages is 2"),
+        ([[1, 2, 3]] * 3, 2, ValueError, "lists for 3 stages, but the number of stages is 2"),
+        ([[1, 2, 3], [1, 2]], 2, ValueError, r"hold \[3, 2\] units"),
+        ([[1, 2], 3], 2, TypeError, "1 numbers beside 1 lists"),
+        ([[1], [1]], 2, ValueError, r"more stages \(2\) than blocks \(1\)"),
+        ([], 1, ValueError, r"more stages \(1\) than blocks \(0\)"),
+        ([1, 2], 0, ValueError, "number of stages is 0"),
+        ([1, 2], 2.0, TypeError, "accepted is an int"),
+        ([1, -2], 2, ValueError, "sizes holds -2; accepted is finite numbers of 0 or more"),
+        ([[1, 2], [1, float("nan")]], 2, ValueError, "sizes holds nan"),
+        ([[1, 2], [1, float("inf")]], 2, ValueError, "sizes holds inf"),
+    ],
+)
+def test_sizes_that_do_not_fit(sizes, num_stages, error, message):
+    with pytest.raises(error, match=message):
+        partition(sizes, num_stages)
+
+
+def test_measured_times_give_a_split():
+    model = resnet18(width=4)
+    units = blocks(model)
+    times = [seconds(units, images(), repeats=1) for _ in range(2)]  # each on its own rank
+    counts = partition(times, 2)
+    assert [len(stage.block_names) for stage in split(model, counts)] == counts
 
 
 def test_by_parameters_is_what_split_does():

@@ -1,0 +1,62 @@
+"""The choices that `mpcomp.pipeline` was given, as both engines are built from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from mpcomp.loss import LossFn
+from mpcomp.methods import Methods
+from stages.split import Where
+
+__all__ = ["Choices"]
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Arguments of `mpcomp.pipeline`, which documents them.
+
+    Raises:
+        ValueError: one that is wrong by itself.
+    """
+
+    chunks: int
+    act_comp: Methods
+    grad_comp: Methods
+    split: Where | None
+    devices: str | torch.device | Sequence[str | torch.device] | None
+    replicas: int
+    schedule: str | None
+    in_flight: int | str | None
+    loss_fn: LossFn | None
+    recompute: bool
+    seed: int
+    warmup_steps: int
+    scaler: torch.amp.GradScaler | None
+    weights: str | Path | None
+    timeout: float
+
+    def __post_init__(self) -> None:
+        chunks, in_flight = self.chunks, self.in_flight
+        if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
+            raise ValueError(
+                f"chunks={chunks!r}: expected a whole number of microbatches, 1 or more"
+            )
+        if self.warmup_steps < 0:
+            raise ValueError(f"warmup_steps={self.warmup_steps}: expected 0 or more steps")
+        whole = isinstance(in_flight, int) and not isinstance(in_flight, bool) and in_flight >= 1
+        if not (in_flight in (None, "auto") or whole):
+            raise ValueError(
+                f"in_flight={in_flight!r}: expected a number of microbatches, 1 or more, 'auto' "
+                "or None"
+            )
+        if in_flight is not None and self.schedule is not None:
+            raise ValueError(
+                f"in_flight={in_flight!r} with schedule={self.schedule!r}: torch's schedules have "
+                "their own depth; leave one of the two out"
+            )
+        if not self.timeout > 0:
+            raise ValueError(f"timeout={self.timeout}: expected seconds, more than 0")

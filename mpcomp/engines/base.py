@@ -1,0 +1,97 @@
+"""What a pipeline asks of an engine: run the stages, move the messages, agree with other ranks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from mpcomp.loss import StepLoss
+from mpcomp.visit import Step
+
+__all__ = ["Engine"]
+
+
+class Engine(ABC):
+    """Runs the stages of one rank.
+
+    Attributes:
+        name: as given to ``mpcomp.pipeline(engine=...)``.
+        device: where outputs, losses and targets of this rank are.
+        num_replicas: number of pipelines.
+        replica: which of them this rank is in.
+        rank: of this process.
+        num_ranks: of processes.
+        num_in_pipeline: ranks of one pipeline.
+        computes_loss: whether the last stage is on this rank.
+    """
+
+    name: ClassVar[str]
+    device: torch.device
+    num_replicas = 1
+    replica = 0
+    rank = 0
+    num_ranks = 1
+    num_in_pipeline = 1
+    computes_loss = True
+
+    @abstractmethod
+    def forward(
+        self, microbatches: Sequence[Any], step: Step, same: tuple[Any, ...]
+    ) -> list[Tensor]:
+        """Outputs of the last stage for microbatches of the first; empty where it is not.
+
+        Args:
+            microbatches: what the first stage is called with.
+            step: the step they belong to.
+            same: what must be the same on all ranks of a replica.
+        """
+
+    @abstractmethod
+    def forward_backward(
+        self,
+        microbatches: Sequence[Any],
+        targets: Sequence[Any],
+        step: Step,
+        loss: StepLoss,
+        same: tuple[Any, ...],
+    ) -> None:
+        """Runs all microbatches forward and backward; ``loss`` then has their losses."""
+
+    @abstractmethod
+    def device_of(self, boundary: int, role: str, direction: str) -> torch.device:
+        """Where an end of a link lives."""
+
+    # -- agreement with other ranks; alone there is nothing to agree about ----------------------
+
+    def agree(self, figures: Sequence[float]) -> list[float]:
+        """Sums of figures over all ranks."""
+        return list(figures)
+
+    def everywhere(self, output: Tensor | None) -> Tensor:
+        """The output of this replica's last stage, on every rank of the replica."""
+        assert output is not None
+        return output
+
+    def collect(self, value: Any) -> list[Any]:
+        """What JSON can hold, from every rank, in their order."""
+        return [value]
+
+    def share_tensors(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors under distinct names from the ranks of a replica, all of them on each."""
+        return tensors
+
+    def align_replicas(self) -> None:  # noqa: B027  (nothing to do for one)
+        """Gives all replicas the buffers (BatchNorm's statistics) of the first."""
+
+    def without_reduction(self) -> AbstractContextManager[None]:
+        """A context within which replicas add up gradients without averaging them."""
+        return nullcontext()
+
+    def together(self) -> AbstractContextManager[None]:
+        """A context in which this rank needs others, and they it."""
+        return nullcontext()

@@ -1,0 +1,310 @@
+"""The engine of many processes: each rank runs its stages, compressed messages cross the network.
+
+A step on every rank::
+
+    gather   hashes of the data and settings: all ranks are about to do the same
+    run      torch's schedule over this rank's stages (`torch_stage`), in which messages move
+    agree    loss, overflow and byte counts are summed: one decision for all (`Pipeline`)
+
+Evaluation has no backward and so needs no schedule: each stage runs its microbatches in turn.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import stages as staging
+from mpcomp.boundary import Boundary
+from mpcomp.engines.base import Engine
+from mpcomp.engines.plan import Planner
+from mpcomp.engines.runner import Autocast, StageRunner
+from mpcomp.engines.schedules import InFlight1F1B, Schedule
+from mpcomp.engines.torch_stage import Crossing, CutStage, run_schedule
+from mpcomp.loss import StepLoss
+from mpcomp.microbatch import map_tensors
+from mpcomp.network.channels import Channel, LocalChannel, WireChannel
+from mpcomp.network.faults import Faults
+from mpcomp.network.handshake import fingerprint
+from mpcomp.network.world import World
+from mpcomp.replicas import GradientAverage
+from mpcomp.visit import Step
+
+__all__ = ["DistributedEngine"]
+
+
+class DistributedEngine(Engine):
+    """This rank's stages, and its connections.
+
+    Args:
+        cut: all stages of the pipeline, those of other ranks on "meta".
+        boundaries: one fewer.
+        world: the connected ranks.
+        schedule: places stages and orders microbatches.
+        chunks: number of microbatches in training.
+        recompute: recompute activations in backward.
+        seed: of the run.
+    """
+
+    name = "distributed"
+
+    def __init__(
+        self,
+        cut: Sequence[staging.Stage],
+        boundaries: Sequence[Boundary],
+        world: World,
+        schedule: Schedule,
+        *,
+        chunks: int,
+        recompute: bool,
+        seed: int,
+        in_flight: int | str | None = None,
+    ) -> None:
+        self.world = world
+        self.device = world.device
+        self.replica, self.num_replicas = world.replica, world.num_replicas
+        self.rank, self.num_ranks = world.rank, world.size
+        self.num_in_pipeline = world.ranks_per_pipeline
+        self._places = [schedule.place_of(i, world.ranks_per_pipeline) for i in range(len(cut))]
+        self.computes_loss = self._places[-1] == world.place
+        self._channels: list[Channel] = []
+        self._faults = Faults(
+            world.store,
+            world.rank,
+            world.size,
+            world.timeout_s,
+            name_of=self._name_of,
+            close=self._close,
+        )
+        crossings = [self._crossing(boundary) for boundary in boundaries]
+        self._planner = Planner(cut, self.device)
+        self._averages: list[GradientAverage] = []
+        self.own = [i for i, place in enumerate(self._places) if place == world.place]
+        self._stages = []
+        for i in self.own:
+            runner = StageRunner(cut[i], i, self.device, recompute=recompute, seed=seed)
+            stage = CutStage(
+                runner,
+                len(cut),
+                world.pipe_group,
+                before=crossings[i - 1] if i > 0 else None,
+                after=crossings[i] if i < len(boundaries) else None,
+                faults=self._faults,
+                reduce=self._average_over_replicas(cut[i]),
+            )
+            self._stages.append(stage)
+        self.schedule = schedule.make(self._stages, chunks, self._loss_of)
+        self._loss: StepLoss | None = None
+        if isinstance(self.schedule, InFlight1F1B):
+            self.schedule.in_flight = 2 * len(cut) - 1 if in_flight is None else int(in_flight)
+
+    def _crossing(self, boundary: Boundary) -> Crossing | None:
+        """Both channels of a cut; all ranks call this for all cuts, as groups are made by all."""
+        number = boundary.act.boundary
+        ends = self._places[number], self._places[number + 1]
+        channels: list[Channel] = []
+        for link in boundary.links:
+            link.defers_nonfinite = True
+            if ends[0] == ends[1]:
+                link.on_wire = False
+                channels.append(LocalChannel())
+                continue
+            group = self.world.pair(*ends)
+            if group is None:
+                continue
+            peer = self.world.rank_at(ends[1] if ends[0] == self.world.place else ends[0])
+            channels.append(
+                WireChannel(
+                    group,
+                    peer,
+                    name=link.name,
+                    device=self.device,
+                    timeout_s=self.world.timeout_s,
+                    at=lambda microbatch: (
+                        f"{self._faults.where.split(',')[0]}, microbatch {microbatch}"
+                    ),
+                )
+            )
+        if not channels:
+            return None
+        self._channels += channels
+        return Crossing(boundary, *channels)
+
+    def _average_over_replicas(self, stage: staging.Stage) -> Callable[[], None]:
+        if self.num_replicas == 1:
+            return lambda: None
+        average = GradientAverage(stage, self.world.replica_group)
+        self._averages.append(average)
+        return average
+
+    def _loss_of(self, output: Tensor, numbered: tuple[int, Any]) -> Tensor:
+        assert self._loss is not None
+        microbatch, target = numbered
+        return self._loss(output, target, microbatch)
+
+    # -- running --------------------------------------------------------------------------------
+
+    def forward(
+        self, microbatches: Sequence[Any], step: Step, same: tuple[Any, ...]
+    ) -> list[Tensor]:
+        self._check_same(step, same, 0)
+        with self.together():
+            parts = self._begin(microbatches, step)
+            outputs = []
+            for stage in self._stages:
+                for i in range(len(parts)):
+                    output = stage.infer(i, parts[i])
+                    if stage.is_last:
+                        outputs.append(output)
+            self._finish()
+        return outputs
+
+    def forward_backward(
+        self,
+        microbatches: Sequence[Any],
+        targets: Sequence[Any],
+        step: Step,
+        loss: StepLoss,
+        same: tuple[Any, ...],
+    ) -> None:
+        all_rows = self._check_same(step, same, loss.rows)
+        if self.num_replicas > 1:
+            loss.share_with(all_rows, self.num_replicas)
+        self._loss = loss
+        with self.together():
+            parts = self._begin(microbatches, step)
+            run_schedule(self.schedule, parts, targets)
+            self._finish()
+        self._loss = None
+
+    def _check_same(self, step: Step, same: tuple[Any, ...], rows: int) -> int:
+        """Compares what ranks are about to do; returns the rows of all replicas.
+
+        Raises:
+            ValueError: ranks were handed other data, or take another step; on every rank, and
+                before anything has been sent.
+        """
+        self._faults.where = f"step {step.index}, start"
+        kind = "training" if step.train else "evaluation"
+        autocast = Autocast.of_caller(self.device)
+        settings = (step.index, step.train, step.compress_act, step.compress_grad, step.loss_scale)
+        own = [fingerprint(*same), fingerprint(settings, step.lr, autocast, rows > 0), rows]
+        with self.together():
+            said = self.world.gather(own, f"start of step {step.index} ({kind})")
+        row = self.num_in_pipeline
+        for rank, (data, setting, _) in enumerate(said):
+            if setting != said[0][1]:
+                raise ValueError(
+                    f"rank {rank} and rank 0 do not take the same step: they differ in its number, "
+                    "training or evaluation, compression on or off, loss scale, learning rate or "
+                    f"autocast (on this rank: step {step.index}, {kind}). Run the same calls on "
+                    "every rank, in the same order"
+                )
+            if data != said[rank - rank % row][0]:
+                raise ValueError(
+                    f"rank {rank} and rank {rank - rank % row} were given different data in step "
+                    f"{step.index} ({kind}): the batch, target or sample ids differ. Seed the "
+                    "loader's shuffle and augmentation alike on all ranks of a replica"
+                )
+        return sum(rows for _, _, rows in said[::row])
+
+    def _begin(self, microbatches: Sequence[Any], step: Step) -> list[Any]:
+        """Posts receives; returns the microbatches on this device where the first stage is."""
+        autocast = Autocast.of_caller(self.device)
+        metas = [self._planner.crossing(batch, autocast) for batch in microbatches]
+        for stage in self._stages:
+            stage.begin(step, metas, autocast)
+        if not self._stages[0].is_first:
+            return [None] * len(metas)
+        return [map_tensors(batch, lambda t: t.to(self.device)) for batch in microbatches]
+
+    def _finish(self) -> None:
+        for stage in self._stages:
+            stage.finish()
+
+    # -- agreement ------------------------------------------------------------------------------
+
+    def agree(self, figures: Sequence[float]) -> list[float]:
+        with self.together():
+            self._faults.where = "end of a step"
+            return self.world.sum(figures, "end of a step")
+
+    def everywhere(self, output: Tensor | None) -> Tensor:
+        last = self._places[-1]
+        with self.together():
+            for row in range(self.num_replicas):
+                source = row * self.num_in_pipeline + last
+                shared = self.world.share_tensor(output, source, "output of the last stage")
+                if row == self.replica:
+                    own = shared
+        return own
+
+    def collect(self, value: Any) -> list[Any]:
+        with self.together():
+            return [
+                self.world.share(value, rank, "figures of all ranks")
+                for rank in range(self.num_ranks)
+            ]
+
+    def share_tensors(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        shared: dict[str, Tensor] = {}
+        with self.together():
+            for rank in range(self.num_in_pipeline):  # of the first replica
+                names = self.world.share(list(tensors), rank, "names of weights")
+                for name in names:
+                    own = tensors[name] if rank == self.rank else None
+                    shared[name] = self.world.share_tensor(own, rank, "weights")
+        return shared
+
+    def align_replicas(self) -> None:
+        if self.num_replicas == 1:
+            return
+        with self.together(), self.world.waiting("buffers of the first replica"):
+            for stage in self._stages:
+                for buffer in stage.submod.buffers():
+                    dist.broadcast(buffer, src=self.world.place, group=self.world.replica_group)
+
+    @contextmanager
+    def without_reduction(self) -> Iterator[None]:
+        for average in self._averages:
+            average.enabled = False
+        try:
+            yield
+        finally:
+            for average in self._averages:
+                average.enabled = True
+
+    def together(self) -> AbstractContextManager[None]:
+        return self._faults.watch()
+
+    def device_of(self, boundary: int, role: str, direction: str) -> torch.device:
+        return self.device
+
+    # -- the end --------------------------------------------------------------------------------
+
+    def _name_of(self, rank: int) -> str:
+        place = rank % self.num_in_pipeline
+        own = [str(i) for i, at in enumerate(self._places) if at == place]
+        replica = f" of replica {rank // self.num_in_pipeline}" if self.num_replicas > 1 else ""
+        return f"rank {rank} (stage {' and '.join(own)}{replica})"
+
+    def _close(self) -> None:
+        """Drops all connections, so that ranks that wait for this one need not wait any longer.
+
+        A socket closes when nothing refers to its group any more, not even a pending receive in
+        the frame of a traceback.
+        """
+        for channel in self._channels:
+            if isinstance(channel, WireChannel):
+                channel.close()
+        for stage in self._stages:
+            stage.close()
+        self._averages.clear()
+        self.world.close()
+        gc.collect()

@@ -1,0 +1,95 @@
+"""What will cross each cut, found without running the model.
+
+Fake tensors go through all stages: shapes, dtypes and memory order come out, nothing is computed,
+and neither buffers nor generators notice. Both ends of a cut do this alike, so no shape ever
+crosses the network. One plan serves every batch of the same shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import stages as staging
+from mpcomp.checks import check_tensor
+from mpcomp.engines.runner import Autocast, call
+from mpcomp.microbatch import map_tensors
+from mpcomp.tensor_meta import TensorMeta
+
+__all__ = ["Planner"]
+
+
+class Planner:
+    """Makes plans for one pipeline.
+
+    Args:
+        stages: all stages, also those of other ranks (whose tensors may be on "meta").
+        device: of this rank; those of the others are taken to be of the same type.
+    """
+
+    def __init__(self, stages: Sequence[staging.Stage], device: torch.device) -> None:
+        self._stages = list(stages)
+        self._device = device
+        self._known: dict[Any, list[TensorMeta]] = {}
+
+    def crossing(self, microbatch: Any, autocast: Autocast) -> list[TensorMeta]:
+        """What crosses each cut for this microbatch.
+
+        Raises:
+            TypeError, ValueError: a stage's output cannot cross a cut.
+            RuntimeError: a stage's forward depends on values, or failed.
+        """
+        training = tuple(stage.training for stage in self._stages)
+        key = (_signature(microbatch), autocast, training)
+        if key not in self._known:
+            self._known[key] = self._run(microbatch, autocast)
+        return self._known[key]
+
+    def _run(self, microbatch: Any, autocast: Autocast) -> list[TensorMeta]:
+        metas = []
+        with FakeTensorMode(), torch.no_grad(), autocast.enter():
+            value = map_tensors(microbatch, self._fake)
+            for i, stage in enumerate(self._stages[:-1]):
+                state = {
+                    name: self._fake(tensor)
+                    for part in (stage.named_parameters, stage.named_buffers)
+                    for name, tensor in part(remove_duplicate=False)
+                }
+                try:
+                    value = call(_Fake(stage, state), value)
+                except (TypeError, ValueError):
+                    raise
+                except Exception as error:
+                    raise RuntimeError(
+                        f"{stage.name} cannot be run without data to find the shapes at its cut: "
+                        f"{type(error).__name__}: {error}. Its forward must not depend on the "
+                        "values of tensors"
+                    ) from error
+                check_tensor(value, f"boundary {i} act")
+                metas.append(TensorMeta.of(value))
+        return metas
+
+    def _fake(self, x: Tensor) -> Tensor:
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=self._device)
+
+
+class _Fake:
+    """A stage on fake parameters and buffers."""
+
+    def __init__(self, stage: staging.Stage, state: dict[str, Tensor]) -> None:
+        self._stage = stage
+        self._state = state
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return torch.func.functional_call(self._stage, self._state, args, kwargs)
+
+
+def _signature(value: Any) -> Any:
+    """All of a microbatch that shapes depend on, hashable."""
+    parts: list[Any] = []
+    rest = map_tensors(value, lambda t: parts.append((tuple(t.shape), t.stride(), t.dtype)))
+    return repr(rest), tuple(parts)

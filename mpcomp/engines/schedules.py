@@ -1,0 +1,161 @@
+"""Schedules by name: which stages a rank has, and what must hold for the number of microbatches.
+
+All of torch's come from `torch.distributed.pipelining`. The engine's own, ``None``, is 1F1B with a
+depth that can be chosen. A slow link is like one more stage: it takes as long as a stage or longer
+to get a microbatch across. With the 1F1B warm-up, one microbatch for each stage that follows, both
+neighbours of such a link spend that time waiting::
+
+    in_flight=2   F0 F1 ......... B0 F2 ......... B1 F3        (dots: waiting for the link)
+    in_flight=4   F0 F1 F2 F3 ... B0 F4 B1 F5 B2               more in flight, less to wait for
+
+The order of backwards does not depend on the depth, so neither does the result, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+
+from mpcomp.parsing import closest
+
+__all__ = ["OWN", "InFlight1F1B", "Schedule", "schedule_named", "warmup_of"]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What the engine knows of a schedule.
+
+    Attributes:
+        name: torch's, or `OWN`'s.
+        stages_per_rank: exactly so many; None for any number.
+        default_stages_per_rank: where the number of stages is not given.
+        v_shaped: stages go down the ranks and up again, so that the last is on the first rank.
+        splits_backward: gradients of inputs and of weights are computed apart.
+    """
+
+    name: str
+    stages_per_rank: int | None = None
+    default_stages_per_rank: int = 1
+    v_shaped: bool = False
+    splits_backward: bool = False
+
+    def place_of(self, stage: int, num_ranks: int) -> int:
+        """The place in the pipeline, 0 to ``num_ranks`` - 1, that has a stage."""
+        lap, place = divmod(stage, num_ranks)
+        return num_ranks - 1 - place if self.v_shaped and lap % 2 else place
+
+    def check_stages(self, num_stages: int, num_ranks: int) -> None:
+        """Raises ValueError unless so many stages can be placed on so many ranks."""
+        per_rank, rest = divmod(num_stages, num_ranks)
+        wanted = self.stages_per_rank
+        if rest or per_rank == 0 or (wanted is not None and per_rank != wanted):
+            number = "a multiple of" if wanted is None else f"{wanted} times"
+            raise ValueError(
+                f"{num_stages} stages on {num_ranks} ranks: schedule {self.name} takes {number} "
+                f"the number of ranks"
+                + ("" if wanted is None else f", which is {wanted * num_ranks}")
+            )
+
+    def make(self, stages: Sequence[Any], chunks: int, loss_fn: Any) -> Any:
+        """torch's schedule object for the stages of this rank.
+
+        Raises:
+            ValueError: the schedule cannot run with so many microbatches.
+        """
+        if self is OWN:
+            return InFlight1F1B(stages[0], chunks, loss_fn=loss_fn, scale_grads=False)
+        of_name = get_schedule_class(self.name)
+        single = issubclass(of_name, PipelineScheduleSingle)
+        try:
+            return of_name(
+                stages[0] if single else list(stages), chunks, loss_fn=loss_fn, scale_grads=False
+            )
+        except ValueError as error:
+            raise ValueError(f"schedule={self.name!r} with chunks={chunks}: {error}") from error
+
+
+OWN = Schedule("in-flight 1F1B", stages_per_rank=1)
+
+_TORCH = (
+    Schedule("GPipe", stages_per_rank=1),
+    Schedule("1F1B", stages_per_rank=1),
+    Schedule("Interleaved1F1B", default_stages_per_rank=2),
+    Schedule("LoopedBFS", default_stages_per_rank=2),
+    Schedule("InterleavedZeroBubble", default_stages_per_rank=2, splits_backward=True),
+    Schedule(
+        "ZBVZeroBubble",
+        stages_per_rank=2,
+        default_stages_per_rank=2,
+        v_shaped=True,
+        splits_backward=True,
+    ),
+    Schedule(
+        "DualPipeV",
+        stages_per_rank=2,
+        default_stages_per_rank=2,
+        v_shaped=True,
+        splits_backward=True,
+    ),
+)
+
+
+def schedule_named(name: str | None) -> Schedule:
+    """The schedule of that name, in any case; None for the engine's own.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if name is None:
+        return OWN
+    for schedule in _TORCH:
+        if schedule.name.lower() == name.lower():
+            return schedule
+    names = [schedule.name for schedule in _TORCH]
+    raise ValueError(
+        f"schedule={name!r}{closest(name, names)}: expected {', '.join(names)}, or None for the "
+        "engine's own"
+    )
+
+
+def warmup_of(stage: int, num_stages: int, in_flight: int) -> int:
+    """Forwards of a stage before its first backward: ``in_flight`` on the first, 1 on the last."""
+    if num_stages < 2:
+        return 1
+    following = num_stages - 1 - stage
+    return 1 - (-(in_flight - 1) * following // (num_stages - 1))
+
+
+class InFlight1F1B(PipelineScheduleSingle):  # type: ignore[misc, unused-ignore]
+    """1F1B whose first stage has ``in_flight`` microbatches on their way."""
+
+    in_flight: int = 1
+
+    def _step_microbatches(
+        self,
+        arg_mbs: list[Any] | None = None,
+        kwarg_mbs: list[Any] | None = None,
+        target_mbs: list[Any] | None = None,
+        losses: list[Any] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        stage, torchs = cast(Any, self._stage), cast(Any, self)
+        args, _ = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
+        count = self._n_microbatches
+        warmup = min(count, warmup_of(stage.stage_index, stage.num_stages, self.in_flight))
+
+        def forward(i: int) -> None:
+            output = stage.forward_one_chunk(i, args[i])
+            torchs._maybe_compute_loss(stage, output, target_mbs, i)
+
+        for i in range(warmup):
+            forward(i)
+        for i in range(count):
+            stage.backward_one_chunk(i, loss=torchs._maybe_get_loss(stage, i))
+            if warmup + i < count:
+                forward(warmup + i)
+        torchs._update_losses(stage, losses)
+        stage.perform_reduce_grad(1)

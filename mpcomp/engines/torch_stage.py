@@ -1,0 +1,274 @@
+"""torch's PipelineStage with compressed messages: every private override stands in this file.
+
+torch's schedules call a stage to run one microbatch forward or backward, and beside that to ask for
+send and receive operations. Here a stage sends and receives by itself, and offers no operations::
+
+    begin                 posts the receives of all activations to come
+    forward_one_chunk     waits for the activation, decodes, runs; encodes, sends, and posts the
+                          receive of the gradient that will come back
+    backward_one_chunk    waits for the gradient, decodes, runs; encodes and sends
+
+torch's own inference of shapes must never run: it runs stages in training mode on uninitialised
+memory, which ends in BatchNorm's statistics, and it unpickles what comes over the network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+
+from mpcomp.boundary import Boundary
+from mpcomp.engines.runner import Autocast, StageRunner, no_autocast
+from mpcomp.network.channels import Channel
+from mpcomp.network.faults import Faults
+from mpcomp.tensor_meta import TensorMeta
+from mpcomp.visit import Step
+
+__all__ = ["Crossing", "CutStage", "run_schedule"]
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A boundary and how its messages move, as one rank sees it."""
+
+    boundary: Boundary
+    act: Channel
+    grad: Channel
+
+
+class CutStage(PipelineStage):
+    """One stage on this rank.
+
+    Args:
+        runner: the stage and how to run it.
+        num_stages: of the pipeline.
+        group: the ranks of the pipeline.
+        before: the cut before this stage, None for the first.
+        after: the cut after it, None for the last.
+        faults: told where this rank is.
+        reduce: averages the stage's gradients over replicas.
+    """
+
+    def __init__(
+        self,
+        runner: StageRunner,
+        num_stages: int,
+        group: dist.ProcessGroup,
+        *,
+        before: Crossing | None,
+        after: Crossing | None,
+        faults: Faults,
+        reduce: Callable[[], None],
+    ) -> None:
+        assert isinstance(runner.stage, nn.Module)
+        super().__init__(runner.stage, runner.index, num_stages, runner.device, group=group)
+        self._runner = runner
+        self._before = before
+        self._after = after
+        self._faults = faults
+        self._reduce = reduce
+        self._runtime_validate = False  # with torch's debug level; it knows of no messages
+        self._stage_meta.inputs = (None,)  # type: ignore[assignment]  # one input has a gradient
+
+    def begin(self, step: Step, metas: Sequence[Sequence[TensorMeta]], autocast: Autocast) -> None:
+        """Prepares for the microbatches of a step, or of one pass of evaluation.
+
+        Args:
+            step: the step.
+            metas: per microbatch, what crosses each cut.
+            autocast: of the caller.
+        """
+        self._step = step
+        self._metas = metas
+        self._autocast = autocast
+        self.has_backward = step.train
+        self.chunks = len(metas)
+        self.clear_runtime_states()
+        if self._before is not None:
+            cut = self.stage_index - 1
+            for i, crossing in enumerate(metas):
+                size = self._before.boundary.activation_bytes(crossing[cut], step, i, self.device)
+                self._before.act.post(i, size)
+
+    def finish(self) -> None:
+        """Waits until all messages have left, and lets go of what the step left behind."""
+        if self._after is not None:
+            self._after.act.finish()
+        if self._before is not None:
+            self._before.grad.finish()
+        self.clear_runtime_states()
+
+    def close(self) -> None:
+        """Lets go of all connections."""
+        self.group = None
+        self._before = self._after = None
+        self._reduce = lambda: None
+
+    # -- one microbatch -------------------------------------------------------------------------
+
+    def infer(self, microbatch: int, batch: Any) -> Tensor:
+        """Runs forward alone. ``batch`` is for the first stage; the others receive theirs."""
+        self._at(microbatch, "forward")
+        value = self._receive(microbatch) if self._before is not None else batch
+        output = self._runner(value, self._step.index, microbatch, self._autocast)
+        if self._after is not None:
+            self._send(microbatch, output)
+        return output
+
+    def forward_one_chunk(
+        self,
+        fwd_chunk_id: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        save_forward_output: bool = True,
+    ) -> Tensor:
+        """Runs a microbatch forward; sends what follows from it. Called by the schedule."""
+        self._at(fwd_chunk_id, "forward")
+        received: list[Tensor] = []
+        if self._before is not None:
+            received = [self._receive(fwd_chunk_id).requires_grad_()]
+        value = received[0] if received else args[0]
+        output = self._runner(value, self._step.index, fwd_chunk_id, self._autocast)
+        self.fwd_cache[fwd_chunk_id] = ((output,), received)
+        if self._after is not None:
+            self._send(fwd_chunk_id, output)
+        return output
+
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: Tensor | None = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
+    ) -> None:
+        """Runs a microbatch backward; sends the gradient of its input. Called by the schedule."""
+        self._at(bwd_chunk_id, "backward")
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward=False)
+        grads = self.bwd_cache.pop(bwd_chunk_id)
+        if self._before is None:
+            return
+        meta = self._metas[bwd_chunk_id][self.stage_index - 1]
+        grad = grads[0]
+        if grad is None:  # the output does not depend on the input
+            grad = torch.zeros(meta.shape, dtype=meta.dtype, device=self.device)
+        # A gradient travels in its activation's memory order, which both ends know.
+        grad = grad.contiguous(memory_format=_memory_of(meta))
+        boundary = self._before.boundary
+        with no_autocast(self.device):
+            message = boundary.send_gradient(grad, self._step, bwd_chunk_id)
+            self._before.grad.send(bwd_chunk_id, message)
+            if self._samples(bwd_chunk_id):
+                boundary.compare_gradient(grad, message, self._step, bwd_chunk_id)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """The part of backward that a split left for later. Called by the schedule."""
+        self._at(bwd_chunk_id, "backward of the weights")
+        super().backward_weight_one_chunk(bwd_chunk_id, last_backward=False)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """After the last microbatch, once a step. Called by the schedule."""
+        self._faults.where = f"stage {self.stage_index}, averaging over replicas"
+        self._reduce()
+
+    def _receive(self, microbatch: int) -> Tensor:
+        assert self._before is not None
+        message = self._before.act.receive(microbatch)
+        meta = self._metas[microbatch][self.stage_index - 1]
+        with no_autocast(self.device):
+            return self._before.boundary.receive_activation(message, meta, self._step, microbatch)
+
+    def _send(self, microbatch: int, output: Tensor) -> None:
+        assert self._after is not None
+        meta = self._metas[microbatch][self.stage_index]
+        if tuple(output.shape) != meta.shape or output.dtype != meta.dtype:
+            raise ValueError(
+                f"stage {self.stage_index} gave {list(output.shape)} {output.dtype}, but without "
+                f"data {list(meta.shape)} {meta.dtype}: its output's shape must not depend on the "
+                "values of tensors"
+            )
+        boundary, step = self._after.boundary, self._step
+        x = output.detach().contiguous(memory_format=_memory_of(meta))
+        with no_autocast(self.device):
+            message = boundary.send_activation(x, step, microbatch)
+            self._after.act.send(microbatch, message)
+            if step.train:
+                size = boundary.gradient_bytes(meta, step, microbatch, self.device)
+                self._after.grad.post(microbatch, size)
+            if self._samples(microbatch):
+                boundary.compare_activation(x, message, step, microbatch)
+
+    def _samples(self, microbatch: int) -> bool:
+        """Whether fidelity is measured: of one microbatch a step, as the sender must decode."""
+        return microbatch == self._step.index % len(self._metas)
+
+    def _at(self, microbatch: int, what: str) -> None:
+        self._faults.where = f"stage {self.stage_index}, microbatch {microbatch}, {what}"
+
+    # -- what torch must not do -----------------------------------------------------------------
+
+    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Tensor, ...]:
+        assert self._after is not None
+        message = self._after.grad.receive(bwd_chunk_id)
+        meta = self._metas[bwd_chunk_id][self.stage_index]
+        boundary = self._after.boundary
+        with no_autocast(self.device):
+            return (boundary.receive_gradient(message, meta, self._step, bwd_chunk_id),)
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
+        return []
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
+        return []
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[Any]:
+        return []
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[Any]:
+        return []
+
+    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
+        pass  # the stage before has sent it
+
+    def get_local_bwd_output(self, mb_index: int) -> tuple[Any, ...]:
+        return ()  # it has been sent
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        pass
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("torch would infer shapes")
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("torch would infer shapes")
+
+
+def run_schedule(schedule: Any, microbatches: Sequence[Any], targets: Sequence[Any]) -> None:
+    """Runs one step of a torch schedule on microbatches of any sizes.
+
+    `step` of torch's schedules cuts a batch itself, evenly, and infers shapes.
+    """
+    # Flags of schedules with one stage a rank, and with several: nothing is left to initialise.
+    for flag in (
+        "_stage_forward_initialized",
+        "_stage_backward_initialized",
+        "_stages_forward_initialized",
+        "_stages_backward_initialized",
+    ):
+        if hasattr(schedule, flag):
+            setattr(schedule, flag, True)
+    schedule._step_microbatches(
+        [(batch,) for batch in microbatches],
+        [{} for _ in microbatches],
+        list(enumerate(targets)),
+        return_outputs=False,
+    )
+
+
+def _memory_of(meta: TensorMeta) -> torch.memory_format:
+    return torch.channels_last if meta.channels_last else torch.contiguous_format

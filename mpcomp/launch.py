@@ -1,0 +1,143 @@
+"""From a model to this rank's part of a pipeline, in agreement with all other ranks."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import nn
+
+import stages as staging
+from mpcomp.choices import Choices
+from mpcomp.engines.distributed import DistributedEngine
+from mpcomp.engines.schedules import OWN, Schedule, schedule_named
+from mpcomp.methods import boundaries_of
+from mpcomp.network.handshake import shake_hands
+from mpcomp.network.world import World, join
+from mpcomp.pipe import Pipeline
+from mpcomp.version import __version__
+from mpcomp.weights import check_weights, let_go, load_weights
+
+__all__ = ["distributed_pipeline"]
+
+
+def distributed_pipeline(model: nn.Module, choices: Choices) -> Pipeline:
+    """What `mpcomp.pipeline` returns where there are several processes.
+
+    Nothing is connected, and the model stays whole, until all ranks have agreed.
+    """
+    schedule = schedule_named(choices.schedule)
+    device = _device(choices)
+    join(device, choices.timeout)
+    world = World(choices.replicas, choices.timeout, device)
+    ranks = world.ranks_per_pipeline
+    if ranks < 2:
+        raise ValueError(
+            f"{world.size} ranks for replicas={choices.replicas}: a pipeline of one rank sends "
+            "nothing; start more processes, or pass engine='local'"
+        )
+    where = choices.split
+    cut = staging.split(model, ranks * schedule.default_stages_per_rank if where is None else where)
+    schedule.check_stages(len(cut), ranks)
+    _check_recompute(choices, schedule)
+    boundaries = boundaries_of(
+        choices.act_comp,
+        choices.grad_comp,
+        [stage.block_names[-1] for stage in cut[:-1]],
+        seed=choices.seed,
+        replica=world.replica,
+        warmup_steps=choices.warmup_steps,
+    )
+    own = [i for i in range(len(cut)) if schedule.place_of(i, ranks) == world.place]
+    check_weights([cut[i] for i in own], choices.weights)
+    methods = [[str(link.method) for link in boundary.links] for boundary in boundaries]
+    shake_hands(world, _config(cut, methods, schedule, choices, device))
+    world.connect()
+    for i, stage in enumerate(cut):
+        if i not in own:
+            let_go(stage)
+            continue
+        if choices.weights is not None:
+            load_weights(stage, choices.weights)
+        stage.to(device)
+    engine = DistributedEngine(
+        cut,
+        boundaries,
+        world,
+        schedule,
+        chunks=choices.chunks,
+        recompute=choices.recompute,
+        seed=choices.seed,
+        in_flight=choices.in_flight,
+    )
+    return Pipeline(
+        [cut[i] for i in own],
+        cut,
+        boundaries,
+        engine,
+        chunks=choices.chunks,
+        loss_fn=choices.loss_fn,
+        scaler=choices.scaler,
+    )
+
+
+def _device(choices: Choices) -> torch.device:
+    """This rank's device."""
+    given, local_rank = choices.devices, int(os.environ.get("LOCAL_RANK", "0"))
+    if isinstance(given, str | torch.device):
+        return torch.device(given)
+    if given is not None:
+        rank = int(os.environ.get("RANK", "0"))
+        if torch.distributed.is_initialized():
+            rank = torch.distributed.get_rank()
+        if not rank < len(given):
+            raise ValueError(
+                f"{len(given)} devices, but this is rank {rank}: give one for each rank, or one "
+                "for all"
+            )
+        return torch.device(given[rank])
+    if local_rank < torch.cuda.device_count():
+        return torch.device("cuda", local_rank)
+    return torch.device("cpu")
+
+
+def _check_recompute(choices: Choices, schedule: Schedule) -> None:
+    if choices.recompute and schedule.splits_backward:
+        raise ValueError(
+            f"recompute=True with schedule={schedule.name!r}, which splits backward into two "
+            "passes: each would recompute the stage; use another schedule or recompute=False"
+        )
+
+
+def _config(
+    cut: list[staging.Stage],
+    methods: list[list[str]],
+    schedule: Schedule,
+    choices: Choices,
+    device: torch.device,
+) -> dict[str, Any]:
+    """What must be the same on all ranks, as words and numbers."""
+    shapes = {
+        name: [list(p.shape), str(p.dtype), p.requires_grad]
+        for stage in cut
+        for name, p in stage.named_parameters()
+    }
+    return {
+        "mpcomp": __version__,
+        "torch": torch.__version__.split("+")[0],
+        "device type": device.type,
+        "stages": [list(stage.block_names) for stage in cut],
+        "parameters": shapes,
+        "methods": methods,
+        "schedule": schedule.name,
+        "in_flight": choices.in_flight if schedule is OWN else None,
+        "chunks": choices.chunks,
+        "replicas": choices.replicas,
+        "recompute": choices.recompute,
+        "seed": choices.seed,
+        "warmup_steps": choices.warmup_steps,
+        "loss": getattr(choices.loss_fn, "__qualname__", type(choices.loss_fn).__name__),
+        "loss scaler": choices.scaler is not None and choices.scaler.is_enabled(),
+        "timeout": choices.timeout,
+    }

@@ -1,0 +1,1 @@
+"""Ranks and what moves between them: groups, channels, agreement, faults."""

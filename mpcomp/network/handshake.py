@@ -1,0 +1,96 @@
+"""Before and during a run: do all ranks mean the same?
+
+Once, before any connection is made, every rank writes what it was given into the store as JSON and
+reads what the others wrote. At each step a few hashes are compared: ranks that were handed other
+data would train on the x of one batch and the y of another, and no message would show it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpcomp.network.faults import PeerError
+from mpcomp.network.world import World
+
+__all__ = ["fingerprint", "shake_hands"]
+
+#: Elements of a tensor that its fingerprint reads: batches that differ, differ all over.
+_SAMPLED = 1 << 16
+
+
+def shake_hands(world: World, config: Mapping[str, Any]) -> None:
+    """Compares ``config`` over all ranks.
+
+    Args:
+        world: the ranks.
+        config: what JSON can hold.
+
+    Raises:
+        ValueError: ranks differ; the message says which in what. The same on every rank.
+        PeerError: a rank has not come within the timeout.
+    """
+    own = json.dumps(dict(config))
+    world.store.set(f"hello/{world.rank}", own)
+    keys = [f"hello/{rank}" for rank in range(world.size)]
+    try:
+        world.store.wait(keys, timedelta(seconds=world.timeout_s))
+    except RuntimeError as error:
+        late = [str(rank) for rank in range(world.size) if not world.store.check([keys[rank]])]
+        raise PeerError(
+            f"rank {', '.join(late)} did not come to the handshake within {world.timeout_s:g} s: "
+            "it has failed, was not started, or cannot reach the rendezvous"
+        ) from error
+    said = [json.loads(world.store.get(key)) for key in keys]
+    differences = [
+        f"rank {rank} has {name}={_shown(other.get(name))}, rank 0 has {_shown(said[0].get(name))}"
+        for rank, other in enumerate(said)
+        for name in {**said[0], **other}
+        if other.get(name) != said[0].get(name)
+    ]
+    if differences:
+        raise ValueError(
+            "ranks were given different pipelines: "
+            + "; ".join(differences)
+            + ". Run the same script with the same arguments on every rank"
+        )
+
+
+def fingerprint(*values: Any) -> int:
+    """A 63-bit hash of nested tensors and plain values, equal for equal values.
+
+    Of a large tensor 65,536 elements, evenly spread, are read.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    _feed(digest, values)
+    return int.from_bytes(digest.digest(), "little") >> 1
+
+
+def _feed(digest: Any, value: Any) -> None:
+    if isinstance(value, Tensor):
+        digest.update(repr((tuple(value.shape), value.dtype)).encode())
+        flat = value.detach().reshape(-1)
+        if flat.numel() > _SAMPLED:
+            flat = flat[:: flat.numel() // _SAMPLED]
+        digest.update(flat.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            digest.update(repr(key).encode())
+            _feed(digest, item)
+    elif isinstance(value, tuple | list):
+        digest.update(f"[{len(value)}".encode())
+        for item in value:
+            _feed(digest, item)
+    else:
+        digest.update(repr(value).encode())
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else text[:77] + "..."

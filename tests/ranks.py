@@ -1,0 +1,126 @@
+"""Several processes for a test: forked from a server that has torch loaded, timed, and ended.
+
+    def work(pipe_arguments):            # at module level: it is found by name
+        ...
+        return something                 # that can be pickled
+
+    def test(ranks):
+        results = ranks(work, 4, arguments)
+
+Each process joins a gloo group over a file store before the function is called, so no port is
+needed for the rendezvous. Whatever happens, no process is left when the call returns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "mpcomp", "models", "methods"])
+
+
+class RankFailed(AssertionError):
+    """A process raised, died, or did not end in time."""
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    num_ranks: int,
+    *args: Any,
+    timeout_s: float = 60.0,
+    may_fail: bool = False,
+    init: bool = True,
+) -> list[Any]:
+    """Calls ``function(*args)`` in each of ``num_ranks`` processes; returns what each returned.
+
+    Args:
+        function: at the top level of a module.
+        num_ranks: number of processes.
+        timeout_s: after which all are killed.
+        may_fail: give exceptions, as (type's name, message), and exit codes of those that died,
+            in place of results, instead of raising.
+        init: join a gloo group first.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        processes, ends = [], []
+        for rank in range(num_ranks):
+            here, there = _CONTEXT.Pipe(duplex=False)
+            process = _CONTEXT.Process(
+                target=_main, args=(there, folder, rank, num_ranks, init, function, args)
+            )
+            process.start()
+            there.close()
+            processes.append(process)
+            ends.append(here)
+        try:
+            return _results(processes, ends, time.monotonic() + timeout_s, may_fail)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _results(processes: list[Any], ends: list[Any], deadline: float, may_fail: bool) -> list[Any]:
+    results: list[Any] = [None] * len(processes)
+    waiting = dict(enumerate(ends))
+    while waiting:
+        ready = multiprocessing.connection.wait(
+            list(waiting.values()), timeout=max(0.0, deadline - time.monotonic())
+        )
+        if not ready:
+            raise RankFailed(f"ranks {sorted(waiting)} had not ended when the time was up")
+        for rank in [rank for rank, end in waiting.items() if end in ready]:
+            end = waiting.pop(rank)
+            try:
+                failed, value, trace = pickle.loads(end.recv_bytes())
+            except EOFError:
+                processes[rank].join()
+                failed, value, trace = True, ("died", str(processes[rank].exitcode)), ""
+            if failed and not may_fail:
+                raise RankFailed(f"rank {rank}: {value[0]}: {value[1]}\n{trace}")
+            results[rank] = value
+    return results
+
+
+def _main(
+    end: Any,
+    folder: str,
+    rank: int,
+    num_ranks: int,
+    init: bool,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    torch.set_num_threads(1)
+    os.environ.pop("WORLD_SIZE", None)
+    try:
+        if init:
+            dist.init_process_group(
+                "gloo",
+                store=dist.FileStore(str(Path(folder) / "store"), num_ranks),
+                rank=rank,
+                world_size=num_ranks,
+                timeout=timedelta(seconds=60),
+            )
+        result = (False, function(*args), "")
+    except BaseException as error:
+        result = (True, (type(error).__name__, str(error)), traceback.format_exc())
+    with contextlib.suppress(BrokenPipeError):
+        # Not `send`, with which torch would share the memory of tensors, and so of this process.
+        end.send_bytes(pickle.dumps(result))
+    end.close()
+    os._exit(0)  # without destructors, which may wait for peers that are gone
