@@ -37,6 +37,7 @@ def pipeline(
     replicas: int = 1,
     schedule: str | None = None,
     in_flight: int | str | None = None,
+    in_flight_bytes: int | None = None,
     loss_fn: LossFn | None = None,
     recompute: bool = False,
     seed: int = 0,
@@ -77,6 +78,8 @@ def pipeline(
             under way, each of which keeps its activations: the number of stages is 1F1B,
             ``chunks`` hides most of a slow link; None for twice the stages less one, "auto" to
             measure in the first steps. Results do not depend on it.
+        in_flight_bytes: bound on what a rank keeps of all of them for backward; the first step
+            measures what one microbatch keeps.
         loss_fn: ``loss_fn(output, target)``, the mean over its rows (or a module with
             ``reduction="sum"``).
         recompute: keep only stage inputs and recompute the rest in backward.
@@ -109,6 +112,7 @@ def pipeline(
         replicas=replicas,
         schedule=schedule,
         in_flight=in_flight,
+        in_flight_bytes=in_flight_bytes,
         loss_fn=loss_fn,
         recompute=recompute,
         seed=seed,
@@ -130,7 +134,7 @@ def pipeline(
 
 
 def _local_pipeline(model: nn.Module, choices: Choices) -> Pipeline:
-    for name in ("schedule", "in_flight"):
+    for name in ("schedule", "in_flight", "in_flight_bytes"):
         if getattr(choices, name) is not None:
             raise ValueError(
                 f"{name}={getattr(choices, name)!r}: the local engine has only its own order; "

@@ -31,6 +31,7 @@ class Choices:
     replicas: int
     schedule: str | None
     in_flight: int | str | None
+    in_flight_bytes: int | None
     loss_fn: LossFn | None
     recompute: bool
     seed: int
@@ -53,10 +54,15 @@ class Choices:
                 f"in_flight={in_flight!r}: expected a number of microbatches, 1 or more, 'auto' "
                 "or None"
             )
-        if in_flight is not None and self.schedule is not None:
+        if self.in_flight_bytes is not None and self.in_flight_bytes < 1:
             raise ValueError(
-                f"in_flight={in_flight!r} with schedule={self.schedule!r}: torch's schedules have "
-                "their own depth; leave one of the two out"
+                f"in_flight_bytes={self.in_flight_bytes}: expected a positive number of bytes"
             )
+        for name in ("in_flight", "in_flight_bytes"):
+            if getattr(self, name) is not None and self.schedule is not None:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} with schedule={self.schedule!r}: torch's "
+                    "schedules have their own depth; leave one of the two out"
+                )
         if not self.timeout > 0:
             raise ValueError(f"timeout={self.timeout}: expected seconds, more than 0")

@@ -11,7 +11,7 @@ from torch import nn
 import stages as staging
 from mpcomp.choices import Choices
 from mpcomp.engines.distributed import DistributedEngine
-from mpcomp.engines.schedules import OWN, Schedule, schedule_named
+from mpcomp.engines.schedules import Schedule, schedule_named
 from mpcomp.methods import boundaries_of
 from mpcomp.network.handshake import shake_hands
 from mpcomp.network.world import World, join
@@ -70,6 +70,7 @@ def distributed_pipeline(model: nn.Module, choices: Choices) -> Pipeline:
         recompute=choices.recompute,
         seed=choices.seed,
         in_flight=choices.in_flight,
+        in_flight_bytes=choices.in_flight_bytes,
     )
     return Pipeline(
         [cut[i] for i in own],
@@ -131,7 +132,8 @@ def _config(
         "parameters": shapes,
         "methods": methods,
         "schedule": schedule.name,
-        "in_flight": choices.in_flight if schedule is OWN else None,
+        "in_flight": choices.in_flight,
+        "in_flight_bytes": choices.in_flight_bytes,
         "chunks": choices.chunks,
         "replicas": choices.replicas,
         "recompute": choices.recompute,

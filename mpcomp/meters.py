@@ -7,6 +7,7 @@ metering never makes an accelerator wait.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,6 +98,20 @@ class Traffic:
         counts = ("messages", "wire_bytes", "dense_bytes", "seconds", "nonfinite")
         energies = None if self._energies is None else self._energies.tolist()
         return {**{name: getattr(self, name) for name in counts}, "energies": energies}
+
+    @classmethod
+    def merged(cls, states: Iterable[dict[str, Any]]) -> Traffic:
+        """The traffic of several `to_state`s together: the two ends of a link, or replicas."""
+        total = cls()
+        for state in states:
+            for name, value in state.items():
+                if name != "energies":
+                    setattr(total, name, getattr(total, name) + value)
+                elif value is not None:
+                    energies = torch.tensor(value, dtype=torch.float64)
+                    held = total._energies
+                    total._energies = energies if held is None else held + energies
+        return total
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Restores `to_state`."""

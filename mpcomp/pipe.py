@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -71,13 +73,15 @@ class Pipeline(OriginalNames):
         self.chunks = chunks
         self.num_steps = 0
         self.step_skipped = False
-        self._engine = engine
+        self.engine = engine
         self._loss_fn = loss_fn
         self.scaler = scaler
         self._lr_of: torch.optim.Optimizer | None = None
         self._compress_act = self._compress_grad = True
         self._open: Step | None = None
         self._agreed_bytes = (0, 0)
+        #: Seconds of the last steps on this rank.
+        self.step_seconds: deque[float] = deque(maxlen=100)
 
     # -- training and inference ---------------------------------------------------------------
 
@@ -100,8 +104,8 @@ class Pipeline(OriginalNames):
         if not train:
             output = self._infer(batch, batch)
             self._raise_if_nonfinite()
-            return self._engine.everywhere(output) if everywhere else output
-        if self._engine.num_ranks > 1:
+            return self.engine.everywhere(output) if everywhere else output
+        if self.engine.num_ranks > 1:
             raise ValueError(
                 "pipe(x) with gradients: autograd does not reach other processes; train with "
                 "pipe.forward_backward(x, y), or infer under torch.no_grad() or pipe.eval()"
@@ -111,13 +115,13 @@ class Pipeline(OriginalNames):
         step = self._step(sizes, sample_ids, train)
         self._open = step
         with self._undone_on_error(train):
-            return gather(self._engine.forward(scatter(batch, sizes), step, ()))
+            return gather(self.engine.forward(scatter(batch, sizes), step, ()))
 
     def _infer(self, batch: Any, same: Any) -> Tensor | None:
         sizes = self._microbatch_rows(batch, False)
         step = self._step(sizes, None, False)
         with self._undone_on_error(False), torch.no_grad():
-            outputs = self._engine.forward(scatter(batch, sizes), step, (same,))
+            outputs = self.engine.forward(scatter(batch, sizes), step, (same,))
         return gather(outputs) if outputs else None
 
     def forward_backward(self, batch: Any, target: Any, *, sample_ids: Any = None) -> Tensor:
@@ -157,16 +161,18 @@ class Pipeline(OriginalNames):
                 f"target has {num_rows(target)} rows, the batch {sum(sizes)}: expected one each"
             )
         step = self._step(sizes, sample_ids, True)
+        begin = time.perf_counter()
         same = (batch, target, step.sample_ids)
-        if self._engine.computes_loss:
-            target = map_tensors(target, lambda t: t.to(self._engine.device))
+        if self.engine.computes_loss:
+            target = map_tensors(target, lambda t: t.to(self.engine.device))
         loss = StepLoss(self._loss_fn, sizes, self.scaler)
         self._open = step
         with self._undone_on_error(True), torch.enable_grad():
             parts, targets = scatter(batch, sizes), scatter(target, sizes)
-            self._engine.forward_backward(parts, targets, step, loss, same)
+            self.engine.forward_backward(parts, targets, step, loss, same)
             total = self._settle(loss)
         assert total is not None
+        self.step_seconds.append(time.perf_counter() - begin)
         return total
 
     def evaluate(self, loader: Iterable[Any], metric: Metric | None = None) -> Any:
@@ -188,14 +194,14 @@ class Pipeline(OriginalNames):
         metric = metric or self._loss_fn
         if metric is None:
             raise ValueError("evaluate needs a metric: evaluate(loader, metric)")
-        self._engine.align_replicas()
+        self.engine.align_replicas()
         with evaluating(self):
             mean = mean_over(
                 lambda batch, target: self._infer(batch, (batch, target)),
                 loader,
                 metric,
-                self._engine.device,
-                self._engine.collect,
+                self.engine.device,
+                self.engine.collect,
             )
         self._raise_if_nonfinite()
         return mean
@@ -205,17 +211,17 @@ class Pipeline(OriginalNames):
 
         For accumulation: the last `forward_backward` before the optimizer's step goes outside.
         """
-        return self._engine.without_reduction()
+        return self.engine.without_reduction()
 
     @property
     def replica(self) -> int:
         """Which pipeline this rank is in, of `num_replicas`."""
-        return self._engine.replica
+        return self.engine.replica
 
     @property
     def num_replicas(self) -> int:
         """Number of pipelines."""
-        return self._engine.num_replicas
+        return self.engine.num_replicas
 
     # -- compression on and off ---------------------------------------------------------------
 
@@ -255,7 +261,7 @@ class Pipeline(OriginalNames):
         return self._bytes_sent()[1]
 
     def _bytes_sent(self) -> tuple[int, int]:
-        if self._engine.num_ranks > 1:
+        if self.engine.num_ranks > 1:
             return self._agreed_bytes
         traffic = [link.meter.train for link in self.links]
         return sum(t.wire_bytes for t in traffic), sum(t.dense_bytes for t in traffic)
@@ -263,14 +269,18 @@ class Pipeline(OriginalNames):
     def report(self, *, show: bool = True) -> dict[str, Any]:
         """Bytes, ratio, fidelity, time and non-finite counts, per boundary and direction.
 
+        With several processes every rank calls it; the figures are those of all ranks together,
+        links are measured, and it says whether compression pays (`mpcomp.payoff`). Fidelity is
+        then that of one microbatch a step.
+
         Args:
-            show: print the table as well.
+            show: print the table as well (on the first rank).
 
         Returns:
             The figures as a dict of plain numbers and words.
         """
         report = report_of(self)
-        if show:
+        if show and self.engine.rank == 0:
             print_report(report)
         return report
 
@@ -281,20 +291,20 @@ class Pipeline(OriginalNames):
             values: 0-d tensors by the names of this rank's parameters; some may be left out.
         """
         names = [name for stage in self.cut_stages for name, _ in stage.named_parameters()]
-        if self._engine.num_ranks == 1:
+        if self.engine.num_ranks == 1:
             found = [values[name] for name in names if name in values]
-            return torch.stack([value.to(self._engine.device) for value in found])
+            return torch.stack([value.to(self.engine.device) for value in found])
         own = [values[name].item() if name in values else 0.0 for name in names]
         there = [float(name in values) for name in names]
-        sums = self._engine.agree([*own, *there])
-        replicas = self._engine.num_replicas
+        sums = self.engine.agree([*own, *there])
+        replicas = self.engine.num_replicas
         kept = [
             total / replicas
             for total, count in zip(sums[: len(names)], sums[len(names) :], strict=True)
             if count
         ]
         dtype = next((value.dtype for value in values.values()), torch.float32)
-        return torch.tensor(kept, dtype=dtype, device=self._engine.device)
+        return torch.tensor(kept, dtype=dtype, device=self.engine.device)
 
     # -- persistence --------------------------------------------------------------------------
 
@@ -336,17 +346,17 @@ class Pipeline(OriginalNames):
         With several processes a copy of it with all weights, on the CPU of every rank.
         """
         model = staging.merge(self.cut_stages)
-        if self._engine.num_ranks == 1:
-            return model.to(self._engine.device_of(0, "sender", "act"))
-        self._engine.align_replicas()
+        if self.engine.num_ranks == 1:
+            return model.to(self.engine.device_of(0, "sender", "act"))
+        self.engine.align_replicas()
         whole = copy.deepcopy(model)
-        state = self._engine.share_tensors(_on_cpu(self.state_dict()))
+        state = self.engine.share_tensors(_on_cpu(self.state_dict()))
         whole.load_state_dict(state, assign=True)
         return whole.cpu()
 
     def device_of(self, boundary: int, role: str, direction: str) -> torch.device:
         """Where the "sender" or "receiver" of a link is."""
-        return self._engine.device_of(boundary, role, direction)
+        return self.engine.device_of(boundary, role, direction)
 
     # -- inside -------------------------------------------------------------------------------
 
@@ -394,7 +404,7 @@ class Pipeline(OriginalNames):
         lost = [0.0, 0.0] if total is None else [float(total), _LOSS_DTYPES.index(total.dtype)]
         traffic = [link.meter.train for link in self.links]
         sent = [sum(t.wire_bytes for t in traffic), sum(t.dense_bytes for t in traffic)]
-        stopped, value, dtype, *figures = self._engine.agree([stopped, *lost, *sent, *broken])
+        stopped, value, dtype, *figures = self.engine.agree([stopped, *lost, *sent, *broken])
         self._agreed_bytes = (int(figures[0]), int(figures[1]))
         found = [link for link, count in zip(self.links, figures[2:], strict=True) if count]
         finite = not (found or stopped)
@@ -402,21 +412,21 @@ class Pipeline(OriginalNames):
             boundary.settle(finite)
         if found and not (step.scaled and all(link.direction == "grad" for link in found)):
             raise nonfinite_error(found[0].name, step.index)
-        if not finite and step.scaled and self._engine.num_ranks > 1:
+        if not finite and step.scaled and self.engine.num_ranks > 1:
             self._overflow_gradients()
         self.step_skipped = not finite
         self.num_steps += 1
-        if self._engine.num_ranks == 1 or loss is None:
+        if self.engine.num_ranks == 1 or loss is None:
             return total
-        replicas = self._engine.num_replicas
+        replicas = self.engine.num_replicas
         of_dtype = _LOSS_DTYPES[int(dtype) // replicas]
-        return torch.tensor(value / replicas, dtype=of_dtype, device=self._engine.device)
+        return torch.tensor(value / replicas, dtype=of_dtype, device=self.engine.device)
 
     def _raise_if_nonfinite(self) -> None:
         """For inference, where one rank saw what all must raise, or an accelerator it later."""
         flags = [float(link.found_nonfinite(train=False)) for link in self.links]
-        if self._engine.num_ranks > 1:
-            flags = self._engine.agree(flags)
+        if self.engine.num_ranks > 1:
+            flags = self.engine.agree(flags)
         for link, flag in zip(self.links, flags, strict=True):
             if flag:
                 raise nonfinite_error(link.name, self.num_steps)

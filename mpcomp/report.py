@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import TYPE_CHECKING, Any
 
 from tabulate import tabulate
+
+from mpcomp.meters import Traffic
+from mpcomp.payoff import Payoff, RankTimes
 
 if TYPE_CHECKING:
     from mpcomp.pipe import Pipeline
@@ -16,26 +20,70 @@ _DIRECTIONS = {"act": "activation ->", "grad": "gradient <-"}
 
 
 def report_of(pipe: Pipeline) -> dict[str, Any]:
-    """All figures under their names; training and evaluation apart."""
-    boundaries = []
-    for boundary, stage in zip(pipe.boundaries, pipe.cut_stages, strict=False):
-        for link in boundary.links:
-            boundaries.append(
-                {
-                    "boundary": link.boundary,
-                    "after": stage.block_names[-1],
-                    "direction": link.direction,
-                    "method": str(link.method),
-                    **{phase: t.to_dict() for phase, t in link.meter.phases.items()},
-                }
-            )
+    """All figures under their names; training and evaluation apart. Every rank calls it."""
+    engine = pipe.engine
+    own = {
+        "links": [{p: t.to_state() for p, t in link.meter.phases.items()} for link in pipe.links],
+        "times": _times_of(pipe),
+    }
+    found = engine.collect(own)
+    boundaries: list[dict[str, Any]] = []
+    for i, link in enumerate(pipe.links):
+        states = [rank["links"][i] for rank in found]
+        merged = {phase: Traffic.merged(s[phase] for s in states) for phase in _PHASES}
+        boundaries.append(
+            {
+                "boundary": link.boundary,
+                "after": pipe.cut_stages[link.boundary].block_names[-1],
+                "direction": link.direction,
+                "method": str(link.method),
+                "on_wire": link.on_wire,
+                **{phase: traffic.to_dict() for phase, traffic in merged.items()},
+            }
+        )
     return {
+        "engine": engine.name,
+        "ranks": engine.num_ranks,
+        "in_flight": engine.in_flight,
         "steps": pipe.num_steps,
         "wire_bytes": pipe.wire_bytes,
         "dense_bytes": pipe.dense_bytes,
         "wire_ratio": pipe.wire_bytes / pipe.dense_bytes if pipe.dense_bytes else None,
         "boundaries": boundaries,
+        "payoff": _payoff(pipe, boundaries, [rank["times"] for rank in found]),
     }
+
+
+def _times_of(pipe: Pipeline) -> list[float] | None:
+    seconds = pipe.step_seconds
+    if not seconds:
+        return None
+    coding = sum(link.meter.train.seconds for link in pipe.links)
+    return [
+        statistics.median(seconds),
+        pipe.engine.waited_s / pipe.num_steps,
+        coding / pipe.num_steps,
+    ]
+
+
+def _payoff(
+    pipe: Pipeline, boundaries: list[dict[str, Any]], times: list[list[float] | None]
+) -> dict[str, Any] | None:
+    """Whether compression pays; None for one process, which has no links to be slow."""
+    known = [RankTimes(*each) for each in times if each]
+    sent = [entry["train"] for entry in boundaries if entry["train"]["wire_bytes"]]
+    if pipe.engine.num_ranks == 1 or not known or not sent:
+        return None
+    steps = pipe.num_steps * pipe.num_replicas
+    busiest = max(sent, key=lambda traffic: traffic["dense_bytes"])
+    rates = [link[0] for link in pipe.engine.probe() if link is not None]
+    payoff = Payoff.of(
+        known,
+        busiest["wire_bytes"] / steps,
+        busiest["dense_bytes"] / steps,
+        min(rates) if rates else None,
+    )
+    return {**payoff.to_dict(), "says": payoff.sentences()}
 
 
 def print_report(report: dict[str, Any]) -> None:
@@ -83,3 +131,5 @@ def print_report(report: dict[str, Any]) -> None:
             f"training sent {report['wire_bytes'] / 1e6:.2f} MB in {report['steps']} steps, "
             f"{report['wire_ratio']:.4f} of the {report['dense_bytes'] / 1e6:.2f} MB dense"
         )
+    for sentence in (report["payoff"] or {}).get("says", []):
+        print(sentence)

@@ -66,6 +66,15 @@ class Engine(ABC):
     def device_of(self, boundary: int, role: str, direction: str) -> torch.device:
         """Where an end of a link lives."""
 
+    #: Seconds of training that this rank has waited for messages.
+    waited_s: float = 0.0
+    #: Microbatches that the first stage has under way, where that can be chosen.
+    in_flight: int | None = None
+
+    def probe(self) -> list[tuple[float, float] | None]:
+        """(Mbit/s, round trip in seconds) of each cut; None where nothing leaves the rank."""
+        return []
+
     # -- agreement with other ranks; alone there is nothing to agree about ----------------------
 
     def agree(self, figures: Sequence[float]) -> list[float]:

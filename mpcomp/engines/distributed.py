@@ -12,9 +12,10 @@ Evaluation has no backward and so needs no schedule: each stage runs its microba
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from torch import Tensor
 import stages as staging
 from mpcomp.boundary import Boundary
 from mpcomp.engines.base import Engine
+from mpcomp.engines.depth import DepthSearch, SavedBytes, deepest_within
 from mpcomp.engines.plan import Planner
 from mpcomp.engines.runner import Autocast, StageRunner
 from mpcomp.engines.schedules import InFlight1F1B, Schedule
@@ -32,6 +34,7 @@ from mpcomp.microbatch import map_tensors
 from mpcomp.network.channels import Channel, LocalChannel, WireChannel
 from mpcomp.network.faults import Faults
 from mpcomp.network.handshake import fingerprint
+from mpcomp.network.probe import measure_link
 from mpcomp.network.world import World
 from mpcomp.replicas import GradientAverage
 from mpcomp.visit import Step
@@ -65,6 +68,7 @@ class DistributedEngine(Engine):
         recompute: bool,
         seed: int,
         in_flight: int | str | None = None,
+        in_flight_bytes: int | None = None,
     ) -> None:
         self.world = world
         self.device = world.device
@@ -83,6 +87,7 @@ class DistributedEngine(Engine):
             close=self._close,
         )
         crossings = [self._crossing(boundary) for boundary in boundaries]
+        self._crossings = crossings
         self._planner = Planner(cut, self.device)
         self._averages: list[GradientAverage] = []
         self.own = [i for i, place in enumerate(self._places) if place == world.place]
@@ -101,8 +106,12 @@ class DistributedEngine(Engine):
             self._stages.append(stage)
         self.schedule = schedule.make(self._stages, chunks, self._loss_of)
         self._loss: StepLoss | None = None
+        self._chunks = chunks
+        self._in_flight = in_flight
+        self._in_flight_bytes = in_flight_bytes
+        self._search: DepthSearch | None = None
         if isinstance(self.schedule, InFlight1F1B):
-            self.schedule.in_flight = 2 * len(cut) - 1 if in_flight is None else int(in_flight)
+            self._limit_depth(1 if in_flight_bytes is not None else chunks)
 
     def _crossing(self, boundary: Boundary) -> Crossing | None:
         """Both channels of a cut; all ranks call this for all cuts, as groups are made by all."""
@@ -113,7 +122,7 @@ class DistributedEngine(Engine):
             link.defers_nonfinite = True
             if ends[0] == ends[1]:
                 link.on_wire = False
-                channels.append(LocalChannel())
+                channels.append(LocalChannel(self.device))
                 continue
             group = self.world.pair(*ends)
             if group is None:
@@ -177,11 +186,16 @@ class DistributedEngine(Engine):
         if self.num_replicas > 1:
             loss.share_with(all_rows, self.num_replicas)
         self._loss = loss
-        with self.together():
+        begin, waited = time.perf_counter(), self._waited_in_all()
+        with self._bounding(), self.together():
             parts = self._begin(microbatches, step)
             run_schedule(self.schedule, parts, targets)
             self._finish()
         self._loss = None
+        self.waited_s += self._waited_in_all() - waited
+        if self._search is not None:
+            self._search.note(time.perf_counter() - begin)
+            cast(InFlight1F1B, self.schedule).in_flight = self._search.depth
 
     def _check_same(self, step: Step, same: tuple[Any, ...], rows: int) -> int:
         """Compares what ranks are about to do; returns the rows of all replicas.
@@ -228,6 +242,49 @@ class DistributedEngine(Engine):
         for stage in self._stages:
             stage.finish()
 
+    # -- depth ----------------------------------------------------------------------------------
+
+    def _limit_depth(self, limit: int) -> None:
+        """Sets the depth, or begins to search for it, with this many microbatches at most."""
+        num_stages = len(self._places)
+        if self._in_flight == "auto":
+            self._search = DepthSearch(num_stages, self._chunks, limit, self.agree)
+            depth = self._search.depth
+        else:
+            wanted = 2 * num_stages - 1 if self._in_flight is None else int(self._in_flight)
+            depth = max(1, min(wanted, self._chunks, limit))
+        cast(InFlight1F1B, self.schedule).in_flight = depth
+
+    @contextmanager
+    def _bounding(self) -> Iterator[None]:
+        """In the first step, one microbatch deep, finds the depth that memory allows."""
+        bound, self._in_flight_bytes = self._in_flight_bytes, None
+        if bound is None:
+            yield
+            return
+        for stage in self._stages:
+            stage.saved = SavedBytes()
+        yield
+        kept = {}
+        for stage in self._stages:
+            assert stage.saved is not None
+            kept[stage.stage_index] = stage.saved.total
+            stage.saved = None
+        deepest = deepest_within(bound, kept, len(self._places), self._chunks)
+        found = self.collect([deepest, sum(kept.values())])
+        limit, needed = min(d for d, _ in found), max(size for _, size in found)
+        if limit == 0:
+            raise ValueError(
+                f"in_flight_bytes={bound}: one microbatch keeps {needed} bytes; allow more, use "
+                "more chunks, or recompute=True"
+            )
+        self._limit_depth(limit)
+
+    @property
+    def in_flight(self) -> int | None:  # type: ignore[override]
+        """Microbatches that the first stage has under way; None with torch's schedules."""
+        return self.schedule.in_flight if isinstance(self.schedule, InFlight1F1B) else None
+
     # -- agreement ------------------------------------------------------------------------------
 
     def agree(self, figures: Sequence[float]) -> list[float]:
@@ -261,6 +318,25 @@ class DistributedEngine(Engine):
                     own = tensors[name] if rank == self.rank else None
                     shared[name] = self.world.share_tensor(own, rank, "weights")
         return shared
+
+    def probe(self) -> list[tuple[float, float] | None]:
+        own: list[tuple[float, float] | None] = []
+        with self.together():
+            self._faults.where = "measuring links"
+            for i, crossing in enumerate(self._crossings):
+                if crossing is None or not crossing.act.on_wire:
+                    own.append(None)
+                    continue
+                sends = self._places[i] == self.world.place
+                own.append(measure_link(crossing.act, crossing.grad, sends=sends))
+        slowest: list[tuple[float, float] | None] = []
+        for found in zip(*self.collect(own), strict=True):
+            known = [(rate, delay) for rate, delay in filter(None, found)]
+            slowest.append(min(known) if known else None)
+        return slowest
+
+    def _waited_in_all(self) -> float:
+        return sum(channel.waited_s for channel in self._channels)
 
     def align_replicas(self) -> None:
         if self.num_replicas == 1:

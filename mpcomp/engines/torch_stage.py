@@ -15,6 +15,7 @@ memory, which ends in BatchNorm's statistics, and it unpickles what comes over t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from mpcomp.boundary import Boundary
+from mpcomp.engines.depth import SavedBytes
 from mpcomp.engines.runner import Autocast, StageRunner, no_autocast
 from mpcomp.network.channels import Channel
 from mpcomp.network.faults import Faults
@@ -73,6 +75,8 @@ class CutStage(PipelineStage):
         self._after = after
         self._faults = faults
         self._reduce = reduce
+        #: Counts what the first microbatch keeps for backward, while somebody wants to know.
+        self.saved: SavedBytes | None = None
         self._runtime_validate = False  # with torch's debug level; it knows of no messages
         self._stage_meta.inputs = (None,)  # type: ignore[assignment]  # one input has a gradient
 
@@ -134,7 +138,12 @@ class CutStage(PipelineStage):
         if self._before is not None:
             received = [self._receive(fwd_chunk_id).requires_grad_()]
         value = received[0] if received else args[0]
-        output = self._runner(value, self._step.index, fwd_chunk_id, self._autocast)
+        saved = self.saved if fwd_chunk_id == 0 else None  # the first is among the largest
+        with saved.counting(list(self.submod.parameters())) if saved else nullcontext():
+            output = self._runner(value, self._step.index, fwd_chunk_id, self._autocast)
+        if saved is not None:
+            for kept in (*received, output):
+                saved.add(kept)
         self.fwd_cache[fwd_chunk_id] = ((output,), received)
         if self._after is not None:
             self._send(fwd_chunk_id, output)

@@ -26,6 +26,8 @@ class Channel(ABC):
 
     #: Whether messages leave this rank.
     on_wire: bool
+    #: Where messages come from and go to.
+    device: torch.device
     #: Seconds spent waiting for messages.
     waited_s: float = 0.0
 
@@ -51,7 +53,8 @@ class LocalChannel(Channel):
 
     on_wire = False
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self._messages: dict[int, Tensor] = {}
 
     def post(self, microbatch: int, num_bytes: int) -> None:
@@ -94,7 +97,7 @@ class WireChannel(Channel):
         self._group = group
         self._peer = peer
         self._name = name
-        self._device = device
+        self.device = device
         self._timeout = timedelta(seconds=timeout_s)
         self._at = at
         nccl = dist.get_backend(group) == "nccl"
@@ -106,7 +109,7 @@ class WireChannel(Channel):
         self._sent: list[tuple[int, Tensor, Any]] = []
 
     def post(self, microbatch: int, num_bytes: int) -> None:
-        device = torch.device("cpu") if self._staged else self._device
+        device = torch.device("cpu") if self._staged else self.device
         buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=self._staged)
         work = None if self._in_order else self._start(buffer, microbatch)
         self._posted[microbatch] = buffer, work
@@ -139,7 +142,7 @@ class WireChannel(Channel):
         except RuntimeError as error:
             raise self._lost(microbatch, "message", error) from error
         self.waited_s += time.perf_counter() - begin
-        return buffer.to(self._device, non_blocking=True) if self._staged else buffer
+        return buffer.to(self.device, non_blocking=True) if self._staged else buffer
 
     def finish(self) -> None:
         for microbatch, _, work in self._sent:

@@ -101,6 +101,8 @@ class Faults:
             raise PeerError(f"this pipeline has ended: {self._ended}")
         try:
             yield
+        except PeerError:
+            raise  # a block within this one has dealt with it
         except PeerLost as lost:
             for error in (lost, lost.cause):  # frames that still hold the connection
                 traceback.clear_frames(error.__traceback__)

@@ -1,0 +1,122 @@
+"""How many microbatches are under way at once: within a memory bound, and chosen by measurement.
+
+A deeper pipeline hides more of a slow link and keeps more activations. Results do not depend on the
+depth, so it can be tried out while training: the first steps measure.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from mpcomp.engines.schedules import warmup_of
+
+__all__ = ["DepthSearch", "SavedBytes", "deepest_within"]
+
+#: Steps that measure each depth, after one that does not count.
+_TRIALS = 3
+#: A deeper pipeline must be faster by so much to be worth its memory.
+_WORTH = 0.03
+
+
+class DepthSearch:
+    """Tries depths in turn, then keeps one.
+
+    Args:
+        num_stages: of the pipeline.
+        chunks: microbatches a step, beyond which no depth goes.
+        limit: the deepest that memory allows.
+        total: sums numbers over all ranks, so that all choose alike.
+    """
+
+    def __init__(
+        self,
+        num_stages: int,
+        chunks: int,
+        limit: int,
+        total: Callable[[Sequence[float]], list[float]],
+    ) -> None:
+        tried = {num_stages, 2 * num_stages - 1, (2 * num_stages - 1 + chunks) // 2, chunks}
+        self.candidates = sorted({max(1, min(depth, chunks, limit)) for depth in tried})
+        self._total = total
+        self._seconds: list[list[float]] = [[] for _ in self.candidates]
+        self._trying = 0
+
+    @property
+    def finished(self) -> bool:
+        """Whether the choice is made."""
+        return self._trying == len(self.candidates) or len(self.candidates) == 1
+
+    @property
+    def depth(self) -> int:
+        """The depth for the next step."""
+        return self.candidates[0 if self.finished else self._trying]
+
+    def note(self, seconds: float) -> None:
+        """Takes down how long a step took at `depth`; on every rank, after the same steps."""
+        if self.finished:
+            return
+        times = self._seconds[self._trying]
+        times.append(seconds)
+        if len(times) <= _TRIALS:
+            return
+        self._trying += 1
+        if self._trying == len(self.candidates):
+            sums = self._total([statistics.median(times[1:]) for times in self._seconds])
+            best = min(sums)
+            chosen = next(i for i, s in enumerate(sums) if s <= best * (1 + _WORTH))
+            self.candidates = [self.candidates[chosen]]
+
+
+def deepest_within(bound: int, kept: dict[int, int], num_stages: int, chunks: int) -> int:
+    """The largest depth with which a rank keeps at most ``bound`` bytes of activations.
+
+    Args:
+        bound: bytes.
+        kept: by each stage of this rank, bytes that one microbatch keeps there.
+        num_stages: of the pipeline.
+        chunks: microbatches a step.
+
+    Returns:
+        0 if not even one microbatch fits.
+    """
+    fitting = [
+        depth
+        for depth in range(1, chunks + 1)
+        if sum(warmup_of(stage, num_stages, depth) * size for stage, size in kept.items()) <= bound
+    ]
+    return max(fitting, default=0)
+
+
+class SavedBytes:
+    """Counts what autograd keeps for backward, each piece of memory once."""
+
+    def __init__(self) -> None:
+        self._storages: dict[int, int] = {}
+
+    @property
+    def total(self) -> int:
+        """Bytes so far."""
+        return sum(self._storages.values())
+
+    def add(self, x: Tensor) -> None:
+        """Counts the memory of a tensor."""
+        storage = x.untyped_storage()
+        self._storages[storage.data_ptr()] = storage.nbytes()
+
+    @contextmanager
+    def counting(self, parameters: Sequence[Tensor]) -> Iterator[None]:
+        """Counts within a block; ``parameters`` are kept anyway."""
+        own = {p.untyped_storage().data_ptr() for p in parameters}
+
+        def pack(x: Tensor) -> Tensor:
+            if x.untyped_storage().data_ptr() not in own:
+                self.add(x)
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            yield
