@@ -33,6 +33,7 @@ def pipeline(
     grad_comp: Methods = None,
     dp_comp: Any = None,
     split: Where | None = None,
+    sample: Any = None,
     devices: str | torch.device | Sequence[str | torch.device] | None = None,
     replicas: int = 1,
     schedule: str | None = None,
@@ -63,8 +64,11 @@ def pipeline(
             the name of the block it comes after, to one (others: none).
         grad_comp: method for gradients, likewise.
         dp_comp: compression between replicas; not in this version.
-        split: number of stages, block counts, names of blocks to cut after, or "paper"; by
-            default one stage a device or rank (two a rank with interleaved and V schedules).
+        split: number of stages, block counts, names of blocks to cut after, "paper", or "time";
+            by default one stage a device or rank (two a rank with interleaved and V schedules).
+            "time" makes as many, balanced by the time that each block takes on ``sample``: with
+            several processes on each rank, so that a slow machine gets less to do.
+        sample: a batch to measure with, of the size of a microbatch; for ``split="time"``.
         devices: one for each stage (they may repeat), or one for all; the CPU by default, or one
             stage per GPU where there are several and ``split`` is not given. With several
             processes one for each rank, or one for all; by default the GPU of this process's
@@ -108,6 +112,7 @@ def pipeline(
         act_comp=act_comp,
         grad_comp=grad_comp,
         split=split,
+        sample=sample,
         devices=devices,
         replicas=replicas,
         schedule=schedule,
@@ -145,7 +150,7 @@ def _local_pipeline(model: nn.Module, choices: Choices) -> Pipeline:
             f"replicas={choices.replicas}: one process holds one replica; start "
             f"{choices.replicas} times as many processes as stages with torchrun"
         )
-    cut, devices = _stages_and_devices(model, choices.split, choices.devices)
+    cut, devices = _stages_and_devices(model, choices)
     boundaries = boundaries_of(
         choices.act_comp,
         choices.grad_comp,
@@ -172,17 +177,16 @@ def _local_pipeline(model: nn.Module, choices: Choices) -> Pipeline:
 
 
 def _stages_and_devices(
-    model: nn.Module,
-    split: Where | None,
-    devices: str | torch.device | Sequence[str | torch.device] | None,
+    model: nn.Module, choices: Choices
 ) -> tuple[list[staging.Stage], list[torch.device]]:
+    split, devices = choices.split, choices.devices
     if isinstance(devices, str | torch.device):
         given, one = [torch.device(devices)], True
     else:
         given, one = [torch.device(d) for d in devices or ()], False
         if devices is not None and not given:
             raise ValueError("devices=[]: expected at least one device, or None")
-    if split is None:
+    if split is None or split == "time":
         if not given and torch.cuda.device_count() > 1:
             given = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
         if len(given) < 2:
@@ -190,7 +194,10 @@ def _stages_and_devices(
                 "split is required here: a pipeline of one stage compresses nothing. Give a number "
                 "of stages (split=4), block counts, names to cut after, or several devices"
             )
-        split = len(given)
+        if split == "time":
+            split = staging.balance(model, len(given), by="time", sample=choices.sample)
+        else:
+            split = len(given)
     cut = staging.split(model, split)
     if len(cut) < 2:
         raise ValueError(

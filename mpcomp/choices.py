@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,6 +28,7 @@ class Choices:
     act_comp: Methods
     grad_comp: Methods
     split: Where | None
+    sample: Any
     devices: str | torch.device | Sequence[str | torch.device] | None
     replicas: int
     schedule: str | None
@@ -45,6 +47,11 @@ class Choices:
         if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
             raise ValueError(
                 f"chunks={chunks!r}: expected a whole number of microbatches, 1 or more"
+            )
+        if self.split == "time" and self.sample is None:
+            raise ValueError(
+                "split='time' measures the model's blocks: pass sample=x, a batch of the size of a "
+                "microbatch"
             )
         if self.warmup_steps < 0:
             raise ValueError(f"warmup_steps={self.warmup_steps}: expected 0 or more steps")

@@ -13,11 +13,12 @@ from mpcomp.choices import Choices
 from mpcomp.engines.distributed import DistributedEngine
 from mpcomp.engines.schedules import Schedule, schedule_named
 from mpcomp.methods import boundaries_of
-from mpcomp.network.handshake import shake_hands
+from mpcomp.network.handshake import exchange, shake_hands
 from mpcomp.network.world import World, join
 from mpcomp.pipe import Pipeline
 from mpcomp.version import __version__
 from mpcomp.weights import check_weights, let_go, load_weights
+from stages.split import Where
 
 __all__ = ["distributed_pipeline"]
 
@@ -37,8 +38,7 @@ def distributed_pipeline(model: nn.Module, choices: Choices) -> Pipeline:
             f"{world.size} ranks for replicas={choices.replicas}: a pipeline of one rank sends "
             "nothing; start more processes, or pass engine='local'"
         )
-    where = choices.split
-    cut = staging.split(model, ranks * schedule.default_stages_per_rank if where is None else where)
+    cut = staging.split(model, _where(model, choices, schedule, world))
     schedule.check_stages(len(cut), ranks)
     _check_recompute(choices, schedule)
     boundaries = boundaries_of(
@@ -101,6 +101,23 @@ def _device(choices: Choices) -> torch.device:
     if local_rank < torch.cuda.device_count():
         return torch.device("cuda", local_rank)
     return torch.device("cpu")
+
+
+def _where(model: nn.Module, choices: Choices, schedule: Schedule, world: World) -> Where:
+    if choices.split not in (None, "time"):
+        assert choices.split is not None
+        return choices.split
+    num_stages = world.ranks_per_pipeline * schedule.default_stages_per_rank
+    if choices.split is None:
+        return num_stages
+    times = exchange(world, "times", staging.seconds(staging.blocks(model), choices.sample))
+    places = [schedule.place_of(i, world.ranks_per_pipeline) for i in range(num_stages)]
+    # All replicas are cut alike, so the slowest machine at each place counts.
+    slowest = [
+        [max(of_block) for of_block in zip(*times[place :: world.ranks_per_pipeline], strict=True)]
+        for place in places
+    ]
+    return staging.partition(slowest, num_stages)
 
 
 def _check_recompute(choices: Choices, schedule: Schedule) -> None:

@@ -59,11 +59,8 @@ def _times_of(pipe: Pipeline) -> list[float] | None:
     if not seconds:
         return None
     coding = sum(link.meter.train.seconds for link in pipe.links)
-    return [
-        statistics.median(seconds),
-        pipe.engine.waited_s / pipe.num_steps,
-        coding / pipe.num_steps,
-    ]
+    waited = pipe.engine.waited_s / max(1, pipe.engine.steps_run)
+    return [statistics.median(seconds), waited, coding / pipe.num_steps]
 
 
 def _payoff(

@@ -10,7 +10,7 @@ to one tensor; it shares its parameters with the model and keeps the model's nam
     assert merge(stages) is model
 """
 
-from stages.balance import balance
+from stages.balance import balance, partition, seconds
 from stages.blocks import Block, blocks
 from stages.resnet import ResNet, resnet18, resnet34, resnet50, resnet101
 from stages.sharing import shared_parameters
@@ -24,10 +24,12 @@ __all__ = [
     "balance",
     "blocks",
     "merge",
+    "partition",
     "resnet18",
     "resnet34",
     "resnet50",
     "resnet101",
+    "seconds",
     "shared_parameters",
     "split",
 ]

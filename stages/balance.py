@@ -1,6 +1,11 @@
 """How many blocks go to each stage, so that the stages weigh about the same.
 
-Exact, by dynamic programming over the places where a model can be cut.
+Exact, by dynamic programming over the places where a model can be cut. Where every stage runs on a
+machine like the others, `balance` does it all; unequal machines each measure the blocks:
+
+    units = blocks(model)
+    times = seconds(units, sample)          # here; gather the lists of all ranks, in stage order
+    counts = partition(all_times, num_stages)
 """
 
 import copy
@@ -24,6 +29,7 @@ from stages.blocks import (
 from stages.hints import nearest
 
 By = Literal["parameters", "time", "bytes"]
+Sizes = Sequence[float] | Sequence[Sequence[float]]
 _REPEATS = 5
 
 
@@ -39,7 +45,8 @@ def balance(
     """Return block counts for `split`, one per stage.
 
     The model, its buffers and gradients, and the random state stay as they are. Measured times
-    differ from run to run: with several processes, balance in one and send the counts around.
+    differ from run to run: with several processes, balance in one and send the counts around, or
+    gather the `seconds` of all and give them to `partition`, as unequal machines need.
 
     Args:
         model: any module that `split` can cut.
@@ -58,8 +65,7 @@ def balance(
     """
     _one_of("by", by, ("parameters", "time", "bytes"))
     _one_of("load", load, ("time", "parameters"))
-    if not slack >= 0:
-        raise ValueError(f"slack is {slack}; accepted is 0 or more, such as 0.25 for 25 %")
+    _check_slack(slack)
     if by != "parameters" and sample is None:
         raise ValueError(
             f"by={by!r} needs a sample: pass sample=x, an input of the model of the size to be "
@@ -76,55 +82,100 @@ def balance(
 
 
 def partition(
-    sizes: Sequence[float],
+    sizes: Sizes,
     num_stages: int,
     *,
     slack: float = 0.0,
     prices: Sequence[float] | None = None,
 ) -> list[int]:
-    """Split `sizes` into consecutive nonempty groups and return how many are in each.
+    """Cut a line of units into consecutive nonempty groups, one per stage; return their lengths.
 
     No group is larger than 1 + slack times the best possible largest. Among those splits it is
-    the one whose prices at the cuts sum to least (`prices[i]` for cutting after i), or without
-    prices the one whose squared group sizes do: the most even.
+    the one whose prices at the cuts sum to least, or without prices the one whose squared group
+    sizes do: the most even.
+
+    Args:
+        sizes: what each unit costs, in any one measure; or one such list per stage, where
+            `sizes[stage][unit]` is what the unit costs on the machine of that stage.
+        num_stages: how many groups, at most one per unit.
+        slack: how much larger than the best the largest group may be: 0.25 is 25 %.
+        prices: `prices[unit]` is what cutting after that unit costs.
+
+    Raises:
+        ValueError: More stages than units, lists that do not fit the stages or each other, a bad
+            `slack`, or a size that is negative or not finite.
+        TypeError: `num_stages` is no int, or `sizes` mixes numbers and lists.
     """
-    ends = [0, *accumulate(sizes)]
+    _check_slack(slack)
+    rows = _one_list_per_stage(sizes, num_stages)
+    num_units = len(rows[0])
+    if prices is not None and len(prices) != num_units:
+        raise ValueError(f"{len(prices)} prices for {num_units} units; pass one price per unit")
+    ends = [[0, *accumulate(row)] for row in rows]
 
-    def size(start: int, end: int) -> float:
-        return ends[end] - ends[start]
+    def size(stage: int, start: int, end: int) -> float:
+        return ends[stage][end] - ends[stage][start]
 
-    def price(start: int, end: int) -> float:
+    def price(stage: int, start: int, end: int) -> float:
         if prices is None:
-            return size(start, end) ** 2
-        return prices[end - 1] if end < len(sizes) else 0.0
+            return size(stage, start, end) ** 2
+        return prices[end - 1] if end < num_units else 0.0
 
-    best, _ = _cheapest(len(sizes), num_stages, size, max)
+    best, _ = _cheapest(num_units, num_stages, size, max)
     limit = best * (1 + slack)
 
-    def allowed(start: int, end: int) -> float:
-        return price(start, end) if size(start, end) <= limit else float("inf")
+    def allowed(stage: int, start: int, end: int) -> float:
+        return price(stage, start, end) if size(stage, start, end) <= limit else float("inf")
 
-    return _cheapest(len(sizes), num_stages, allowed, lambda total, new: total + new)[1]
+    return _cheapest(num_units, num_stages, allowed, lambda total, new: total + new)[1]
+
+
+def _one_list_per_stage(sizes: Sizes, num_stages: int) -> list[list[float]]:
+    """Return the sizes of the units for every stage; a single list holds for all stages."""
+    lists = [list(row) for row in sizes if isinstance(row, Sequence)]
+    single = [size for size in sizes if not isinstance(size, Sequence)]
+    if lists and single:
+        raise TypeError(
+            f"sizes holds {len(single)} numbers beside {len(lists)} lists; accepted is one number "
+            "per unit, or one list of such numbers per stage"
+        )
+    lengths = [len(row) for row in lists or [single]]
+    if len(set(lengths)) > 1:
+        raise ValueError(
+            f"the lists of sizes hold {lengths} units; every stage's list needs the sizes of all "
+            "units of the model, as any of them may come to run there"
+        )
+    check_num_stages(num_stages, lengths[0])
+    rows = lists or [single] * num_stages
+    if len(rows) != num_stages:
+        raise ValueError(
+            f"sizes has lists for {len(rows)} stages, but the number of stages is {num_stages}; "
+            "pass one list per stage, or a single list for machines that are alike"
+        )
+    if bad := [size for row in rows for size in row if not 0 <= size < float("inf")]:
+        raise ValueError(f"sizes holds {bad[0]}; accepted is finite numbers of 0 or more")
+    return rows
 
 
 def _cheapest(
     num_units: int,
     num_stages: int,
-    cost: Callable[[int, int], float],
+    cost: Callable[[int, int, int], float],
     combine: Callable[[float, float], float],
 ) -> tuple[float, list[int]]:
     """Return the least combined cost of `num_stages` groups, and their lengths.
 
+    `cost(stage, start, end)` is that of units start to end - 1 as the group of `stage`.
     `rows[end]` is the best for the first `end` units in the groups so far; each round adds a
     group. O(stages x units^2). Costs are not negative, so 0 starts both a sum and a maximum.
     """
     rows: dict[int, tuple[float, list[int]]] = {0: (0, [])}
-    for stage in range(1, num_stages + 1):
-        left = num_stages - stage  # groups still to come, each of one unit at least
+    for stage in range(num_stages):
+        left = num_stages - stage - 1  # groups still to come, each of one unit at least
         longer: dict[int, tuple[float, list[int]]] = {}
-        for end in range(stage, num_units - left + 1):
+        for end in range(stage + 1, num_units - left + 1):
             total, start = min(
-                (combine(total, cost(start, end)), start)
+                (combine(total, cost(stage, start, end)), start)
                 for start, (total, _) in rows.items()
                 if start < end
             )
@@ -139,7 +190,10 @@ def num_parameters(units: Sequence[Block]) -> list[float]:
 
 
 def seconds(units: Sequence[Block], sample: object, repeats: int = _REPEATS) -> list[float]:
-    """Return the median time of a forward and backward of each block in training."""
+    """Return the median seconds of a forward and backward of each block in training, here.
+
+    The blocks run on the device they are on, where `sample` must be too, and stay as they are.
+    """
     args, kwargs = arguments(sample)
     times: list[float] = []
     with random_state_kept(), torch.enable_grad():
@@ -195,6 +249,11 @@ def check_num_stages(num_stages: int, num_blocks: int) -> None:
             "or fewer, or cut a model of more blocks. A block with a forward of its own is one "
             "unit: name the blocks inside it to cut there"
         )
+
+
+def _check_slack(slack: float) -> None:
+    if not slack >= 0:
+        raise ValueError(f"slack is {slack}; accepted is 0 or more, such as 0.25 for 25 %")
 
 
 def _one_of(argument: str, value: str, accepted: Sequence[str]) -> None:

@@ -68,6 +68,8 @@ class Engine(ABC):
 
     #: Seconds of training that this rank has waited for messages.
     waited_s: float = 0.0
+    #: Steps in which it did.
+    steps_run: int = 0
     #: Microbatches that the first stage has under way, where that can be chosen.
     in_flight: int | None = None
 

@@ -193,6 +193,7 @@ class DistributedEngine(Engine):
             self._finish()
         self._loss = None
         self.waited_s += self._waited_in_all() - waited
+        self.steps_run += 1
         if self._search is not None:
             self._search.note(time.perf_counter() - begin)
             cast(InFlight1F1B, self.schedule).in_flight = self._search.depth

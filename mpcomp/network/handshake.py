@@ -19,7 +19,7 @@ from torch import Tensor
 from mpcomp.network.faults import PeerError
 from mpcomp.network.world import World
 
-__all__ = ["fingerprint", "shake_hands"]
+__all__ = ["exchange", "fingerprint", "shake_hands"]
 
 #: Elements of a tensor that its fingerprint reads: batches that differ, differ all over.
 _SAMPLED = 1 << 16
@@ -36,18 +36,7 @@ def shake_hands(world: World, config: Mapping[str, Any]) -> None:
         ValueError: ranks differ; the message says which in what. The same on every rank.
         PeerError: a rank has not come within the timeout.
     """
-    own = json.dumps(dict(config))
-    world.store.set(f"hello/{world.rank}", own)
-    keys = [f"hello/{rank}" for rank in range(world.size)]
-    try:
-        world.store.wait(keys, timedelta(seconds=world.timeout_s))
-    except RuntimeError as error:
-        late = [str(rank) for rank in range(world.size) if not world.store.check([keys[rank]])]
-        raise PeerError(
-            f"rank {', '.join(late)} did not come to the handshake within {world.timeout_s:g} s: "
-            "it has failed, was not started, or cannot reach the rendezvous"
-        ) from error
-    said = [json.loads(world.store.get(key)) for key in keys]
+    said = exchange(world, "hello", dict(config))
     differences = [
         f"rank {rank} has {name}={_shown(other.get(name))}, rank 0 has {_shown(said[0].get(name))}"
         for rank, other in enumerate(said)
@@ -60,6 +49,25 @@ def shake_hands(world: World, config: Mapping[str, Any]) -> None:
             + "; ".join(differences)
             + ". Run the same script with the same arguments on every rank"
         )
+
+
+def exchange(world: World, what: str, value: Any) -> list[Any]:
+    """What JSON can hold, from every rank, through the store: needs no connection.
+
+    Raises:
+        PeerError: a rank has not come within the timeout.
+    """
+    world.store.set(f"{what}/{world.rank}", json.dumps(value))
+    keys = [f"{what}/{rank}" for rank in range(world.size)]
+    try:
+        world.store.wait(keys, timedelta(seconds=world.timeout_s))
+    except RuntimeError as error:
+        late = [str(rank) for rank in range(world.size) if not world.store.check([keys[rank]])]
+        raise PeerError(
+            f"rank {', '.join(late)} did not come to the handshake within {world.timeout_s:g} s: "
+            "it has failed, was not started, or cannot reach the rendezvous"
+        ) from error
+    return [json.loads(world.store.get(key)) for key in keys]
 
 
 def fingerprint(*values: Any) -> int:

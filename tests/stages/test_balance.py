@@ -127,6 +127,18 @@ def test_sizes_that_do_not_fit(sizes, num_stages, error, message):
         partition(sizes, num_stages)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"slack": -0.1}, "slack is -0.1"),
+        ({"prices": [1, 2]}, "2 prices for 3 units"),
+    ],
+)
+def test_options_that_do_not_fit(options, message):
+    with pytest.raises(ValueError, match=message):
+        partition([1, 2, 3], 2, **options)
+
+
 def test_measured_times_give_a_split():
     model = resnet18(width=4)
     units = blocks(model)
