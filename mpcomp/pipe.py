@@ -213,6 +213,20 @@ class Pipeline(OriginalNames):
         """
         return self.engine.without_reduction()
 
+    def collect(self, value: Any) -> list[Any]:
+        """A value that JSON can hold from every rank, by rank; every rank calls it."""
+        return self.engine.collect(value)
+
+    @property
+    def rank(self) -> int:
+        """Number of this process, 0 to `num_ranks` - 1."""
+        return self.engine.rank
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of processes."""
+        return self.engine.num_ranks
+
     @property
     def replica(self) -> int:
         """Which pipeline this rank is in, of `num_replicas`."""
