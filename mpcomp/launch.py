@@ -40,6 +40,7 @@ def distributed_pipeline(model: nn.Module, choices: Choices) -> Pipeline:
         )
     cut = staging.split(model, _where(model, choices, schedule, world))
     schedule.check_stages(len(cut), ranks)
+    _check_parameters(cut, schedule, ranks)
     _check_recompute(choices, schedule)
     boundaries = boundaries_of(
         choices.act_comp,
@@ -118,6 +119,17 @@ def _where(model: nn.Module, choices: Choices, schedule: Schedule, world: World)
         for place in places
     ]
     return staging.partition(slowest, num_stages)
+
+
+def _check_parameters(cut: list[staging.Stage], schedule: Schedule, ranks: int) -> None:
+    for place in range(ranks):
+        held = [s for i, s in enumerate(cut) if schedule.place_of(i, ranks) == place]
+        if not any(True for stage in held for _ in stage.parameters()):
+            raise ValueError(
+                f"{' and '.join(stage.name for stage in held)} would be alone on its rank and has "
+                "no parameters: there is nothing to give to an optimizer there; cut the model at "
+                "another block"
+            )
 
 
 def _check_recompute(choices: Choices, schedule: Schedule) -> None:

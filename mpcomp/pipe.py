@@ -73,7 +73,7 @@ class Pipeline(OriginalNames):
         self.chunks = chunks
         self.num_steps = 0
         self.step_skipped = False
-        self.engine = engine
+        self.engine: Engine = engine
         self._loss_fn = loss_fn
         self.scaler = scaler
         self._lr_of: torch.optim.Optimizer | None = None
@@ -166,6 +166,9 @@ class Pipeline(OriginalNames):
         if self.engine.computes_loss:
             target = map_tensors(target, lambda t: t.to(self.engine.device))
         loss = StepLoss(self._loss_fn, sizes, self.scaler)
+        if self.scaler is not None and not self.engine.computes_loss:
+            # A scaler is made by its first loss, but `unscale_` and `update` need it on all ranks.
+            self.scaler.scale(torch.zeros((), device=self.engine.device))
         self._open = step
         with self._undone_on_error(True), torch.enable_grad():
             parts, targets = scatter(batch, sizes), scatter(target, sizes)

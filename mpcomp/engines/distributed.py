@@ -83,6 +83,7 @@ class DistributedEngine(Engine):
             world.rank,
             world.size,
             world.timeout_s,
+            world.waits,
             name_of=self._name_of,
             close=self._close,
         )
@@ -135,9 +136,8 @@ class DistributedEngine(Engine):
                     name=link.name,
                     device=self.device,
                     timeout_s=self.world.timeout_s,
-                    at=lambda microbatch: (
-                        f"{self._faults.where.split(',')[0]}, microbatch {microbatch}"
-                    ),
+                    waits=self.world.waits,
+                    at=lambda: self._faults.where.partition(",")[0],
                 )
             )
         if not channels:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mpcomp.network.faults import PeerLost
+from mpcomp.network.faults import Waits
 
 __all__ = ["Channel", "LocalChannel", "WireChannel"]
 
@@ -79,7 +80,8 @@ class WireChannel(Channel):
         name: for errors, as in "boundary 0 act".
         device: where messages come from and go to.
         timeout_s: of each wait.
-        at: called with a microbatch, tells where this rank is, for errors.
+        waits: told what this rank waits for.
+        at: tells the stage that this rank is running, for errors.
     """
 
     on_wire = True
@@ -92,13 +94,15 @@ class WireChannel(Channel):
         name: str,
         device: torch.device,
         timeout_s: float,
-        at: Callable[[int], str],
+        waits: Waits,
+        at: Callable[[], str],
     ) -> None:
         self._group = group
         self._peer = peer
         self._name = name
         self.device = device
         self._timeout = timedelta(seconds=timeout_s)
+        self._waits = waits
         self._at = at
         nccl = dist.get_backend(group) == "nccl"
         #: gloo reads host memory; so a GPU's messages go through pinned buffers.
@@ -115,10 +119,8 @@ class WireChannel(Channel):
         self._posted[microbatch] = buffer, work
 
     def _start(self, buffer: Tensor, microbatch: int) -> Any:
-        try:
+        with self._waiting(microbatch, "message"):
             return dist.irecv(buffer, src=self._peer, group=self._group, tag=microbatch)
-        except RuntimeError as error:
-            raise self._lost(microbatch, "message", error) from error
 
     def send(self, microbatch: int, message: Tensor) -> None:
         if self._staged:
@@ -126,10 +128,8 @@ class WireChannel(Channel):
             host.copy_(message, non_blocking=True)
             torch.cuda.current_stream(message.device).synchronize()
             message = host
-        try:
+        with self._waiting(microbatch, "departure of a message"):
             work = dist.isend(message, dst=self._peer, group=self._group, tag=microbatch)
-        except RuntimeError as error:
-            raise self._lost(microbatch, "departure of a message", error) from error
         self._sent.append((microbatch, message, work))  # its memory must live until it has left
 
     def receive(self, microbatch: int) -> Tensor:
@@ -137,23 +137,20 @@ class WireChannel(Channel):
         if work is None:
             work = self._start(buffer, microbatch)
         begin = time.perf_counter()
-        try:
+        with self._waiting(microbatch, "message"):
             work.wait(self._timeout)
-        except RuntimeError as error:
-            raise self._lost(microbatch, "message", error) from error
         self.waited_s += time.perf_counter() - begin
         return buffer.to(self.device, non_blocking=True) if self._staged else buffer
 
     def finish(self) -> None:
         for microbatch, _, work in self._sent:
-            try:
+            with self._waiting(microbatch, "departure of a message"):
                 work.wait(self._timeout)
-            except RuntimeError as error:
-                raise self._lost(microbatch, "departure of a message", error) from error
         self._sent.clear()
 
-    def _lost(self, microbatch: int, what: str, error: Exception) -> PeerLost:
-        return PeerLost(self._peer, f"{what} of {self._name}, {self._at(microbatch)}", error)
+    def _waiting(self, microbatch: int, what: str) -> AbstractContextManager[None]:
+        where = f"{what} of {self._name}, {self._at()}, microbatch {microbatch}"
+        return self._waits.on(self._peer, where)
 
     def close(self) -> None:
         """Drops the connection, which the other rank notices at once."""

@@ -7,12 +7,15 @@ records until it comes to a rank that failed by itself or left no record at all:
 
     rank 3: waited for 2 ──> rank 2: waited for 1 ──> rank 1: (nothing)     rank 1 is the cause
 
-Then it closes its connections, which ends the waits of its neighbours at once.
+A rank that has waited for long leaves its record before its own time is up, from a thread: else
+rank 3 could end first, find nothing of rank 2, and blame it. Then a rank closes its connections,
+which ends the waits of its neighbours at once.
 """
 
 from __future__ import annotations
 
 import json
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -21,9 +24,9 @@ from dataclasses import asdict, dataclass
 
 from torch._C._distributed_c10d import Store
 
-__all__ = ["Faults", "PeerError", "PeerLost"]
+__all__ = ["Faults", "PeerError", "PeerLost", "Waits"]
 
-#: Seconds that a rank looks for the records of others: they end at nearly the same time.
+#: Seconds that a rank looks for the records of others, which end at nearly the same time.
 _GRACE_S = 2.0
 
 
@@ -47,6 +50,29 @@ class PeerLost(Exception):
         self.cause = cause
 
 
+class Waits:
+    """What this rank is waiting for at the moment."""
+
+    def __init__(self) -> None:
+        #: Since when (`time.monotonic`), for which rank (None: one of several), for what.
+        self.current: tuple[float, int | None, str] | None = None
+
+    @contextmanager
+    def on(self, peer: int | None, what: str) -> Iterator[None]:
+        """Runs a wait; only that, as what else raises RuntimeError is this rank's own failure.
+
+        Raises:
+            PeerLost: the transport gave up.
+        """
+        self.current = time.monotonic(), peer, what
+        try:
+            yield
+        except RuntimeError as error:
+            raise PeerLost(peer, what, error) from error
+        finally:
+            self.current = None
+
+
 @dataclass(frozen=True)
 class _Record:
     """What a rank leaves behind."""
@@ -54,8 +80,8 @@ class _Record:
     rank: int
     where: str
     reason: str
-    peer: int | None = None  # whom it waited for; None if it failed by itself
-    waited: bool = False
+    peer: int | None = None  # whom it waited for, if it waited for one
+    waited: bool = False  # else it failed by itself
 
 
 class Faults:
@@ -65,7 +91,8 @@ class Faults:
         store: shared by all ranks.
         rank: of this process.
         size: number of ranks.
-        timeout_s: of waits; a record that takes longer to come is not waited for.
+        timeout_s: of waits.
+        waits: what this rank waits for.
         name_of: names a rank, as in "rank 1 (stage 1)".
         close: closes this rank's connections.
     """
@@ -76,6 +103,7 @@ class Faults:
         rank: int,
         size: int,
         timeout_s: float,
+        waits: Waits,
         *,
         name_of: Callable[[int], str],
         close: Callable[[], None],
@@ -83,12 +111,15 @@ class Faults:
         self._store = store
         self._rank = rank
         self._size = size
-        self._grace_s = min(_GRACE_S, timeout_s / 5)
+        self._timeout_s = timeout_s
+        self._waits = waits
         self._name_of = name_of
         self._close = close
         self._ended: str | None = None
+        self._stopped = threading.Event()
         #: Where this rank is, for its record: "stage 1, microbatch 3, forward".
         self.where = "start"
+        threading.Thread(target=self._leave_early, name="mpcomp-waits", daemon=True).start()
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -113,28 +144,44 @@ class Faults:
             reason = f"{type(error).__name__}: {error}"
             self._ended = f"{self._name_of(self._rank)} failed at {self.where}: {reason}"
             self._leave(_Record(self._rank, self.where, reason))
-            self._close()
+            self.stop()
             raise
+
+    def stop(self) -> None:
+        """Closes connections and ends the thread."""
+        self._stopped.set()
+        self._close()
+
+    def _leave_early(self) -> None:
+        """In a thread: leaves a record once a wait has taken half of the timeout."""
+        noted: tuple[float, int | None, str] | None = None
+        while not self._stopped.wait(min(1.0, self._timeout_s / 10)):
+            current = self._waits.current
+            if current is None or current == noted:
+                continue
+            since, peer, what = current
+            if time.monotonic() - since > self._timeout_s / 2:
+                noted = current
+                reason = f"still waiting after {self._timeout_s / 2:g} s"
+                self._leave(_Record(self._rank, what, reason, peer, waited=True))
 
     def _end(self, record: _Record) -> str:
         unreachable = self._leave(record)
-        self._close()
+        self.stop()
         if unreachable:
-            return f"{self._seen(record)} {unreachable}"
-        first = self._first(record)
-        if first.rank == self._rank:
-            return self._seen(first)
+            return f"{self._seen(record, record.peer)} {unreachable}"
+        first, cause = self._first(record)
+        here = f"Noticed here, on {self._name_of(self._rank)}, at: {record.where}"
         if not first.waited:
-            return (
-                f"{self._name_of(first.rank)} failed at {first.where}: {first.reason}. "
-                f"Noticed here, on {self._name_of(self._rank)}, at: {record.where}"
-            )
-        return f"{self._seen(first)} Noticed here, on {self._name_of(self._rank)}, next."
+            return f"{self._name_of(first.rank)} failed at {first.where}: {first.reason}. {here}"
+        seen = self._seen(first, cause)
+        return seen if first.rank == self._rank else f"{seen} {here}"
 
-    def _seen(self, record: _Record) -> str:
-        """What it means that somebody waited in vain."""
-        peer = "a rank" if record.peer is None else self._name_of(record.peer)
-        how = "did not answer in time" if "imed out" in record.reason else "is gone"
+    def _seen(self, record: _Record, cause: int | None) -> str:
+        """What it means that somebody waited in vain, and for whom that was in the end."""
+        peer = "another rank" if cause is None else self._name_of(cause)
+        closed = "closed" in record.reason or "reset" in record.reason
+        how = "is gone" if closed else "did not answer in time"
         return (
             f"{peer} {how}: {self._name_of(record.rank)} waited for the {record.where} "
             f"({_first_line(record.reason)})."
@@ -151,25 +198,36 @@ class Faults:
             )
         return ""
 
-    def _first(self, record: _Record) -> _Record:
-        """Follows records to the first failure; waits a little for those still to be written."""
-        deadline = time.monotonic() + self._grace_s
-        seen = {record.rank}
-        while record.waited:
-            others = [record.peer] if record.peer is not None else self._others(seen)
-            found = [r for r in map(self._read, others) if r is not None]
-            found.sort(key=lambda r: r.waited)  # who failed by itself before who waited
-            if found and found[0].rank not in seen:
-                record = found[0]
-                seen.add(record.rank)
-            elif found or time.monotonic() > deadline:
-                break
-            else:
-                time.sleep(0.05)
-        return record
+    def _first(self, own: _Record) -> tuple[_Record, int | None]:
+        """The record of whoever noticed first, and the rank that is the cause.
 
-    def _others(self, seen: set[int]) -> list[int]:
-        return [rank for rank in range(self._size) if rank not in seen]
+        A rank that failed by itself is known at once. That one has left nothing is only known
+        when those who are well have had the time to leave their records.
+        """
+        deadline = time.monotonic() + min(_GRACE_S, self._timeout_s / 5)
+        while True:
+            records = {own.rank: own}
+            for rank in range(self._size):
+                other = self._read(rank) if rank != own.rank else None
+                if other is not None:
+                    records[rank] = other
+            failed = [record for record in records.values() if not record.waited]
+            if failed:
+                return failed[0], failed[0].rank
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
+        record, seen = own, {own.rank}
+        while record.peer in records and record.peer not in seen:
+            record = records[record.peer]
+            seen.add(record.rank)
+        silent = [rank for rank in range(self._size) if rank not in records]
+        if record.peer is not None and record.peer not in records:
+            return record, record.peer
+        for other in records.values():  # of those who waited for one, not for all
+            if other.peer in silent:
+                return other, other.peer
+        return record, silent[0] if silent else record.peer
 
     def _read(self, rank: int) -> _Record | None:
         try:
@@ -185,4 +243,6 @@ def _key(rank: int) -> str:
 
 
 def _first_line(text: str) -> str:
-    return text.strip().splitlines()[0][:200] if text.strip() else "no reason given"
+    line = text.strip().splitlines()[0] if text.strip() else "no reason given"
+    # gloo begins with the place in its own source.
+    return line.rpartition(".cc:")[2].partition("] ")[2][:160] if ".cc:" in line else line[:160]

@@ -11,8 +11,8 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.device_mesh import DeviceMesh
 
-from mpcomp.network.faults import PeerLost
+from mpcomp.network.faults import Waits
 
 __all__ = ["World", "join", "launched"]
 
@@ -80,6 +80,7 @@ class World:
         self.timeout_s = timeout_s
         store = dist.distributed_c10d._get_default_store()
         self.store = PrefixStore(f"mpcomp/{next(_counter)}", store)
+        self.waits = Waits()
         self._groups: list[dist.ProcessGroup] = []
 
     def connect(self) -> None:
@@ -100,12 +101,12 @@ class World:
     def pair(self, a: int, b: int) -> dist.ProcessGroup | None:
         """A group of two places of every pipeline; None where this rank is neither.
 
-        All ranks call this in the same order.
+        All ranks call this in the same order. The caller closes it.
         """
         own = None
         for row in range(self.num_replicas):
             ranks = [row * self.ranks_per_pipeline + place for place in (a, b)]
-            group = self._group(sorted(ranks))
+            group = self._new(sorted(ranks))
             if self.rank in ranks:
                 own = group
         return own
@@ -115,11 +116,15 @@ class World:
         return self.replica * self.ranks_per_pipeline + place
 
     def _group(self, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
+        group = self._new(ranks, backend)
+        if self.rank in ranks:
+            self._groups.append(group)
+        return group
+
+    def _new(self, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
         group: dist.ProcessGroup = dist.new_group(
             list(ranks), backend=backend, timeout=timedelta(seconds=self.timeout_s)
         )
-        if self.rank in ranks:
-            self._groups.append(group)
         return group
 
     def close(self) -> None:
@@ -177,13 +182,6 @@ class World:
                 dist.broadcast(raw, src=source, group=self._control)
         return host.to(self.device)
 
-    @contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
-        """Turns the transport's errors into `PeerLost`.
-
-        Only around collectives: what else raises RuntimeError is this rank's own failure.
-        """
-        try:
-            yield
-        except RuntimeError as error:
-            raise PeerLost(None, what, error) from error
+    def waiting(self, what: str) -> AbstractContextManager[None]:
+        """A context for a collective, in which this rank waits for all others."""
+        return self.waits.on(None, what)
