@@ -135,7 +135,7 @@ class DistributedEngine(Engine):
                     peer,
                     name=link.name,
                     device=self.device,
-                    timeout_s=self.world.timeout_s,
+                    timeout_s=self.world.wait_s,
                     waits=self.world.waits,
                     at=lambda: self._faults.where.partition(",")[0],
                 )

@@ -24,10 +24,15 @@ from dataclasses import asdict, dataclass
 
 from torch._C._distributed_c10d import Store
 
-__all__ = ["Faults", "PeerError", "PeerLost", "Waits"]
+__all__ = ["Faults", "PeerError", "PeerLost", "Waits", "grace_of"]
 
-#: Seconds that a rank looks for the records of others, which end at nearly the same time.
+#: The most seconds that a rank looks for the records of others, which end at nearly the same time.
 _GRACE_S = 2.0
+
+
+def grace_of(timeout_s: float) -> float:
+    """Seconds of a timeout that are kept for finding out who is to blame."""
+    return min(_GRACE_S, timeout_s / 5)
 
 
 class PeerError(RuntimeError):
@@ -204,7 +209,7 @@ class Faults:
         A rank that failed by itself is known at once. That one has left nothing is only known
         when those who are well have had the time to leave their records.
         """
-        deadline = time.monotonic() + min(_GRACE_S, self._timeout_s / 5)
+        deadline = time.monotonic() + grace_of(self._timeout_s)
         while True:
             records = {own.rank: own}
             for rank in range(self._size):
@@ -245,4 +250,5 @@ def _key(rank: int) -> str:
 def _first_line(text: str) -> str:
     line = text.strip().splitlines()[0] if text.strip() else "no reason given"
     # gloo begins with the place in its own source.
-    return line.rpartition(".cc:")[2].partition("] ")[2][:160] if ".cc:" in line else line[:160]
+    said = line.rpartition(".cc:")[2].partition("] ")[2] if ".cc:" in line else line
+    return said.partition(". This is typically")[0][:160]

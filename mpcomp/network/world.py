@@ -22,7 +22,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.device_mesh import DeviceMesh
 
-from mpcomp.network.faults import Waits
+from mpcomp.network.faults import Waits, grace_of
 
 __all__ = ["World", "join", "launched"]
 
@@ -59,7 +59,7 @@ class World:
 
     Args:
         replicas: number of pipelines.
-        timeout_s: of each wait.
+        timeout_s: after which ranks that wait in vain have ended.
         device: of this rank.
 
     Raises:
@@ -78,6 +78,8 @@ class World:
         self.replica, self.place = divmod(self.rank, self.ranks_per_pipeline)
         self.device = device
         self.timeout_s = timeout_s
+        #: Of a single wait; the rest is for finding out why it was in vain.
+        self.wait_s = timeout_s - grace_of(timeout_s)
         store = dist.distributed_c10d._get_default_store()
         self.store = PrefixStore(f"mpcomp/{next(_counter)}", store)
         self.waits = Waits()
@@ -123,7 +125,7 @@ class World:
 
     def _new(self, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
         group: dist.ProcessGroup = dist.new_group(
-            list(ranks), backend=backend, timeout=timedelta(seconds=self.timeout_s)
+            list(ranks), backend=backend, timeout=timedelta(seconds=self.wait_s)
         )
         return group
 
