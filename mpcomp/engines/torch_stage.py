@@ -78,7 +78,8 @@ class CutStage(PipelineStage):
         #: Counts what the first microbatch keeps for backward, while somebody wants to know.
         self.saved: SavedBytes | None = None
         self._runtime_validate = False  # with torch's debug level; it knows of no messages
-        self._stage_meta.inputs = (None,)  # type: ignore[assignment]  # one input has a gradient
+        if hasattr(self, "_stage_meta"):  # from torch 2.13 on; its length counts the inputs
+            self._stage_meta.inputs = (None,)  # type: ignore[assignment]
 
     def begin(self, step: Step, metas: Sequence[Sequence[TensorMeta]], autocast: Autocast) -> None:
         """Prepares for the microbatches of a step, or of one pass of evaluation.
