@@ -83,6 +83,13 @@ class Pipeline(OriginalNames):
         #: Seconds of the last steps on this rank.
         self.step_seconds: deque[float] = deque(maxlen=100)
 
+    def train(self, mode: bool = True) -> Pipeline:
+        """Training or evaluation mode, also of the stages that other ranks have."""
+        for stage in self.cut_stages:  # their shapes are found here too
+            stage.train(mode)
+        super().train(mode)
+        return self
+
     # -- training and inference ---------------------------------------------------------------
 
     def forward(self, batch: Any, *, sample_ids: Any = None, everywhere: bool = True) -> Any:
@@ -198,7 +205,7 @@ class Pipeline(OriginalNames):
         if metric is None:
             raise ValueError("evaluate needs a metric: evaluate(loader, metric)")
         self.engine.align_replicas()
-        with evaluating(self):
+        with evaluating(self, *self.cut_stages):
             mean = mean_over(
                 lambda batch, target: self._infer(batch, (batch, target)),
                 loader,

@@ -104,7 +104,7 @@ class WireChannel(Channel):
         self._timeout = timedelta(seconds=timeout_s)
         self._waits = waits
         self._at = at
-        nccl = dist.get_backend(group) == "nccl"
+        nccl = group._get_backend(device).name() == "nccl"
         #: gloo reads host memory; so a GPU's messages go through pinned buffers.
         self._staged = device.type != "cpu" and not nccl
         #: NCCL knows no tags: receives are started in the order in which they are waited for.
