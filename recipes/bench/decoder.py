@@ -1,0 +1,106 @@
+"""A small decoder language model in plain PyTorch, and where to cut it into equal stages."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Embedding(nn.Module):
+    """Token plus position."""
+
+    def __init__(self, vocab: int, context: int, width: int) -> None:
+        super().__init__()
+        self.token = nn.Embedding(vocab, width)
+        self.position = nn.Parameter(0.02 * torch.randn(context, width))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[batch, time] -> [batch, time, width]."""
+        embedded: Tensor = self.token(tokens)
+        return embedded + self.position[: tokens.shape[1]]
+
+
+class Block(nn.Module):
+    """Causal attention and a feed-forward part, each behind a norm and beside a shortcut."""
+
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.attention_norm = nn.LayerNorm(width)
+        self.to_heads = nn.Linear(width, 3 * width)
+        self.from_heads = nn.Linear(width, width)
+        self.feed_forward = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, time, width] -> the same."""
+        heads = self.to_heads(self.attention_norm(x)).unflatten(-1, (3, self.num_heads, -1))
+        query, key, value = heads.permute(2, 0, 3, 1, 4)  # [batch, head, time, width of a head]
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.from_heads(mixed.transpose(1, 2).flatten(2))
+        grown: Tensor = x + self.feed_forward(x)
+        return grown
+
+
+class Head(nn.Module):
+    """From the last block's output to a logit for each token."""
+
+    def __init__(self, width: int, vocab: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.to_logits = nn.Linear(width, vocab)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, time, width] -> [batch, time, vocab]."""
+        logits: Tensor = self.to_logits(self.norm(x))
+        return logits
+
+
+def decoder(
+    *,
+    num_blocks: int = 4,
+    width: int = 256,
+    num_heads: int = 4,
+    vocab: int = 256,
+    context: int = 128,
+    seed: int = 0,
+) -> nn.Sequential:
+    """Embedding, blocks and head: tokens [batch, time] -> logits [batch, time, vocab]."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return nn.Sequential(
+            Embedding(vocab, context, width),
+            *(Block(width, num_heads) for _ in range(num_blocks)),
+            Head(width, vocab),
+        )
+
+
+def equal_stages(num_blocks: int, num_stages: int) -> list[int]:
+    """How many children of the decoder each stage takes, so that all have as many blocks.
+
+    Raises:
+        ValueError: the blocks cannot be shared out equally.
+    """
+    if num_stages < 2 or num_blocks % num_stages:
+        raise ValueError(
+            f"{num_stages} stages cannot share {num_blocks} blocks equally: "
+            "pass at least 2 stages and a multiple of them as blocks"
+        )
+    counts = [num_blocks // num_stages] * num_stages
+    counts[0] += 1  # the embedding
+    counts[-1] += 1  # the head
+    return counts
+
+
+def token_batch(*, batch: int, context: int, vocab: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Random tokens, and after each one the next, both [batch, context]."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(vocab, (batch, context + 1), generator=generator)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy over all tokens."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())

@@ -1,0 +1,307 @@
+"""Hosts on one machine: network namespaces whose links are as slow as one asks.
+
+    with open_hosts(2) as hosts:
+        hosts.set_rate(10)  # Mbit/s of every host, each way
+        hosts.start(0, ["python", "server.py"]); hosts.start(1, ["python", "client.py"])
+
+            host 0                     switch                     host 1
+        eth0  10.0.0.1  ──veth──  port0  bridge  port1  ──veth──  eth0  10.0.0.2
+        └ tbf: egress             └ tbf: what host 0 receives
+
+`tc tbf` limits what leaves a device, so a host's device limits what it sends and the port at the
+switch what it receives. Where there is a limit, a packet counted on ``eth0`` is a packet on the
+wire: TCP may hand the device none longer than the MTU (``gso_max_segs 1``), and veth joins none on
+arrival. Without a limit, packets stay as long as TCP makes them, as the processor would otherwise
+be the limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final
+
+PREFIX: Final = "mpcomp-"
+# Bytes that may leave at once after a pause: small against a message, or a slow link would look
+# faster than it is; at high rates a millisecond's worth, which a timer can keep up with.
+BURST_BYTES: Final = 4096
+BURST_S: Final = 0.001
+# Room for packets that wait: as many as Linux lets wait at a device by default, 1000, and at high
+# rates what arrives in 20 ms. Two hosts that send to a third at once then seldom lose any.
+QUEUE_BYTES: Final = 1_514_000
+QUEUE_S: Final = 0.02
+# Linux's own default, named because distributions choose others (this bends the curves).
+CONGESTION_CONTROL: Final = "cubic"
+# What a device starts with.
+UNLIMITED_SEGMENTS: Final = 65535
+
+
+class HostsUnavailable(RuntimeError):
+    """Network namespaces cannot be made or changed here: no rights, or no tools."""
+
+
+@dataclass(frozen=True)
+class Counters:
+    """What went through a host's device, in whole Ethernet frames without their checksum."""
+
+    tx_bytes: int = 0
+    tx_packets: int = 0
+    rx_bytes: int = 0
+    rx_packets: int = 0
+
+    def __sub__(self, other: Counters) -> Counters:
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return Counters(*(own - before for own, before in pairs))
+
+
+class Loopback:
+    """All hosts are this one, and talk over its loopback device: nothing is limited or counted."""
+
+    device: str = "lo"
+
+    def __init__(self, num_hosts: int) -> None:
+        self.num_hosts = num_hosts
+        self._processes: list[subprocess.Popen[str]] = []
+
+    def address(self, host: int) -> str:
+        """The IPv4 address of a host."""
+        return "127.0.0.1"
+
+    def free_port(self) -> int:
+        """A TCP port that nobody listens on."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port: int = probe.getsockname()[1]
+        return port
+
+    def start(self, host: int, command: Sequence[str], **settings: Any) -> subprocess.Popen[str]:
+        """Starts a process on a host, its pipes in text; `close` ends it."""
+        # A session of its own: Ctrl-C reaches this process alone, which then ends the others.
+        process = subprocess.Popen(
+            [*self._on(host), *command], text=True, start_new_session=True, **settings
+        )
+        self._processes.append(process)
+        return process
+
+    def set_rate(self, mbps: float | None) -> None:
+        """Limits every host to ``mbps`` Mbit/s each way; None lifts the limit.
+
+        Raises:
+            ValueError: a limit on a device that has none.
+        """
+        if mbps is not None:
+            raise ValueError(f"mbps={mbps}: the loopback device is not limited; pass None")
+
+    def counters(self) -> list[Counters]:
+        """What every host sent and received so far; empty where it is not counted."""
+        return []
+
+    def describe(self) -> dict[str, Any]:
+        """What a reader of measurements must know about these links."""
+        return {"kind": "loopback", "device": self.device}
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for process in self._processes:
+            process.terminate()
+        for process in self._processes:
+            try:
+                process.wait(timeout=3)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._processes.clear()
+
+    def _on(self, host: int) -> list[str]:
+        return []
+
+
+class Namespaces(Loopback):
+    """Hosts that are network namespaces, joined by a bridge in a namespace of its own."""
+
+    device = "eth0"
+
+    def __init__(self, num_hosts: int, *, latency_ms: float = 0.0) -> None:
+        super().__init__(num_hosts)
+        names = [f"{PREFIX}{os.getpid()}-{name}" for name in ("switch", *range(num_hosts))]
+        self._switch, *self._names = names
+        self._made: list[str] = []
+        self._latency_ms = latency_ms
+        # Where in the hosts' tree of queues the limit is set: below the delay, if there is one.
+        self._limited_at = ["root"]
+        self._notes: list[str] = []
+        try:
+            self._build()
+        except BaseException:
+            self.close()
+            raise
+
+    def address(self, host: int) -> str:
+        return f"10.0.0.{host + 1}"
+
+    def set_rate(self, mbps: float | None) -> None:
+        for name in self._names:
+            segments = UNLIMITED_SEGMENTS if mbps is None else 1
+            _run("ip", "-n", name, "link", "set", self.device, "gso_max_segs", str(segments))
+            # Replacing the route makes open connections look at the device again. It also chooses
+            # the congestion control: the setting of that name is closed to most namespaces.
+            route = f"10.0.0.0/24 dev {self.device} congctl {CONGESTION_CONTROL}".split()
+            _run("ip", "-n", name, "route", "replace", *route)
+        for name, device, at in self._limited():
+            tc = ["tc", "-n", name]
+            if mbps is None:
+                queues = json.loads(_run(*tc, "-j", "qdisc", "show", "dev", device))
+                if any(queue["kind"] == "tbf" for queue in queues):
+                    _run(*tc, "qdisc", "del", "dev", device, *at)
+            else:
+                bytes_per_s = mbps * 1e6 / 8
+                burst = max(BURST_BYTES, round(bytes_per_s * BURST_S))
+                limit = max(QUEUE_BYTES, round(bytes_per_s * QUEUE_S))
+                tbf = f"tbf rate {round(mbps * 1e6)}bit burst {burst} limit {limit}".split()
+                _run(*tc, "qdisc", "replace", "dev", device, *at, *tbf)
+
+    def counters(self) -> list[Counters]:
+        found = []
+        for name in self._names:
+            shown = json.loads(_run("ip", "-n", name, "-s", "-j", "link", "show", self.device))
+            rx, tx = shown[0]["stats64"]["rx"], shown[0]["stats64"]["tx"]
+            found.append(Counters(tx["bytes"], tx["packets"], rx["bytes"], rx["packets"]))
+        return found
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "kind": "network namespaces",
+            "device": self.device,
+            "gso_max_segs": {"limited": 1, "unlimited": UNLIMITED_SEGMENTS},
+            "congestion_control": CONGESTION_CONTROL,
+            "burst_bytes": BURST_BYTES,
+            "queue_bytes": QUEUE_BYTES,
+            "latency_ms": self._latency_ms,
+            "notes": self._notes,
+        }
+
+    def close(self) -> None:
+        super().close()
+        for name in reversed(self._made):
+            subprocess.run(["ip", "netns", "del", name], check=False)
+        self._made.clear()
+
+    def _build(self) -> None:
+        for name in (self._switch, *self._names):
+            _run("ip", "netns", "add", name)
+            self._made.append(name)
+            # IPv6's neighbour discovery would be counted. A setting's file shows the namespace of
+            # whoever opens it.
+            setting = "/proc/sys/net/ipv6/conf/all/disable_ipv6"
+            _run("ip", "netns", "exec", name, "sh", "-c", f"echo 1 > {setting}")
+        switch = ["ip", "-n", self._switch, "link"]
+        _run(*switch, "add", "bridge", "type", "bridge", "mcast_snooping", "0")
+        _run(*switch, "set", "bridge", "up")
+        for host, name in enumerate(self._names):
+            port = f"port{host}"
+            _run(*switch, "add", port, "type", "veth", "peer", "name", self.device, "netns", name)
+            _run(*switch, "set", port, "master", "bridge", "up")
+            for device in ("lo", self.device):
+                _run("ip", "-n", name, "link", "set", device, "up")
+            _run("ip", "-n", name, "addr", "add", f"{self.address(host)}/24", "dev", self.device)
+        if self._latency_ms:
+            self._delay()
+        self.set_rate(None)
+
+    def _delay(self) -> None:
+        delay = f"netem delay {self._latency_ms}ms limit 10000".split()
+        try:
+            for name in self._names:
+                tc = ["tc", "-n", name, "qdisc", "add", "dev", self.device]
+                _run(*tc, "root", "handle", "1:", *delay)
+            self._limited_at = ["parent", "1:1"]
+        except HostsUnavailable as error:
+            self._notes.append(f"no latency of {self._latency_ms} ms: {error}")
+            self._latency_ms = 0.0
+
+    def _limited(self) -> Iterator[tuple[str, str, list[str]]]:
+        """Namespace, device, and place in its tree of queues of each limit."""
+        for host, name in enumerate(self._names):
+            yield name, self.device, self._limited_at
+            yield self._switch, f"port{host}", ["root"]
+
+    def _on(self, host: int) -> list[str]:
+        return ["ip", "netns", "exec", self._names[host]]
+
+
+@contextlib.contextmanager
+def open_hosts(
+    num_hosts: int, *, latency_ms: float = 0.0, loopback: bool = False
+) -> Iterator[Loopback]:
+    """Hosts that are gone, with all their processes, when the block is left in whatever way.
+
+    Raises:
+        HostsUnavailable: no rights or tools for network namespaces; ``loopback`` needs none.
+    """
+    if not loopback:
+        _check_tools()
+        _remove_left_behind()
+    with _ending_on_signals():
+        hosts = Loopback(num_hosts) if loopback else Namespaces(num_hosts, latency_ms=latency_ms)
+        try:
+            yield hosts
+        finally:
+            _ignore_signals()  # a second Ctrl-C must not stop the tidying
+            hosts.close()
+
+
+def _check_tools() -> None:
+    if sys.platform != "linux":
+        raise HostsUnavailable(f"network namespaces are Linux's; this is {sys.platform}")
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if missing:
+        raise HostsUnavailable(f"{' and '.join(missing)} not found; install iproute2")
+
+
+def _remove_left_behind() -> None:
+    """Removes the hosts of processes that were killed before they could."""
+    for line in _run("ip", "netns", "list").splitlines():
+        name = line.split()[0]
+        pid = name.removeprefix(PREFIX).split("-")[0]
+        if name.startswith(PREFIX) and pid.isdecimal() and not Path("/proc", pid).exists():
+            _run("ip", "netns", "del", name)
+
+
+@contextlib.contextmanager
+def _ending_on_signals() -> Iterator[None]:
+    """Within, SIGTERM and SIGHUP end this process as Ctrl-C does: by an exception."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+    before = [signal.getsignal(number) for number in numbers]
+    for number in numbers[:2]:
+        signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+def _ignore_signals() -> None:
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise HostsUnavailable(f"{' '.join(command)}: {done.stderr.strip()}")
+    return done.stdout

@@ -1,0 +1,296 @@
+"""A training step over slow links: torch's own pipeline and mpcomp, side by side in one run.
+
+    python -m recipes.bench.slow_link --stages 2 4 --rates unlimited 1000 100 10 5 --repeats 5 \\
+        --out slow_link.json --plot slow_link.png
+
+Makes the hosts itself (`recipes.bench.hosts`; needs root), one for each stage of a small decoder
+language model, with real TCP between them. Within each repetition all links go through all rates,
+and at each rate all variants take turns, in rotating order, so that a slow moment of the machine
+meets all of them. A step is forward, loss and backward of all microbatches; it begins on all hosts
+at one moment and ends when the last host is done. Gradients are zeroed outside of the clock.
+Without the rights for namespaces everything runs over loopback, unlimited.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from recipes.bench.decoder import equal_stages
+from recipes.bench.hosts import HostsUnavailable, Loopback, open_hosts
+from recipes.bench.link_report import plot_steps, summarise, tables
+from recipes.bench.link_worker import REFERENCE, VARIANTS, Job, work
+
+# Late acknowledgements are still counted: Linux holds one back for 40 ms.
+SETTLE_S = 0.06
+# From the word to begin until the clock runs; longer than the word takes to reach all workers.
+NOTICE_S = 0.02
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures, prints the tables, and writes the figures and the plot."""
+    options = parse_args(argv)
+    if options.worker is not None:
+        work(Job(**json.loads(options.worker)))
+        return
+    problem = _problem(options)
+    if problem:
+        sys.exit(f"error: {problem}")
+    steps: list[dict[str, Any]] = []
+    links: dict[str, Any] = {}
+    compute: dict[str, list[dict[str, float]]] = {}
+    for num_stages in options.stages:
+        with contextlib.ExitStack() as stack:
+            hosts = _hosts(stack, num_stages, options)
+            links = hosts.describe()
+            workers = _start(stack, hosts, num_stages, options)
+            rates = options.rates if hosts.device != "lo" else [None]
+            measured, compute[str(num_stages)] = _measure(hosts, workers, rates, options)
+            steps += measured
+    figures = summarise(steps, compute, chunks=options.chunks, num_cores=_num_cores())
+    print(tables(figures))
+    print("links:", json.dumps(links))
+    if options.out is not None:
+        result = {
+            "settings": _settings(options),
+            "machine": _machine(),
+            "links": links,
+            "compute": compute,
+            "figures": figures,
+            "steps": steps,
+        }
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(result, indent=1))
+    if options.plot is not None and all(figure["rate_mbps"] is None for figure in figures):
+        print(f"No {options.plot}: no link was limited.")
+    elif options.plot is not None:
+        options.plot.parent.mkdir(parents=True, exist_ok=True)
+        plot_steps(figures, options.plot)
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of the measurement."""
+    parser = argparse.ArgumentParser(
+        prog="python -m recipes.bench.slow_link",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--stages", type=int, nargs="+", default=[2, 4], help="one host each")
+    add("--rates", type=_rate, nargs="+", default=[None, 1000.0, 100.0, 10.0, 5.0],
+        metavar="MBPS", help="Mbit/s of every host each way, or 'unlimited'")  # fmt: skip
+    add("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="NAME",
+        help="; ".join(VARIANTS))  # fmt: skip
+    add("--repeats", type=int, default=5)
+    add("--warmups", type=int, default=2, help="unlimited steps of each variant before the clock")
+    add("--chunks", type=int, default=8, help="microbatches in a step")
+    add("--microbatch", type=int, default=2, help="sequences in a microbatch")
+    add("--blocks", type=int, default=4)
+    add("--width", type=int, default=256)
+    add("--context", type=int, default=128)
+    add("--vocab", type=int, default=256)
+    add("--seed", type=int, default=0)
+    add("--threads", type=int, help="of torch on each host; by default the cores are shared out")
+    add("--latency-ms", type=float, default=0.0, help="one way, where the kernel has netem")
+    add("--timeout", type=float, default=120.0, help="seconds until a silent peer is an error")
+    add("--loopback", action="store_true", help="no namespaces")
+    add("--out", type=Path, help="JSON file for the figures and every step")
+    add("--plot", type=Path, help="PNG file: seconds a step against the rate")
+    add("--worker", help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+def _rate(text: str) -> float | None:
+    if text == "unlimited":
+        return None
+    rate = float(text)
+    if not 0 < rate < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}: pass Mbit/s above 0, or 'unlimited'")
+    return rate
+
+
+def _problem(options: argparse.Namespace) -> str | None:
+    for name in ("repeats", "chunks", "microbatch", "threads"):
+        if getattr(options, name) is not None and getattr(options, name) < 1:
+            return f"{name} is {getattr(options, name)}; pass at least 1"
+    if options.warmups < 1:
+        return f"warmups is {options.warmups}; pass at least 1: the first step connects the hosts"
+    if options.chunks < max(options.stages):
+        return f"chunks is {options.chunks}; torch's 1F1B needs at least as many as stages"
+    if options.plot is not None and not any(options.rates):
+        return "a plot needs a limited rate; pass one to --rates"
+    if REFERENCE not in options.variants:
+        return f"the variants lack {REFERENCE!r}, which all are compared to"
+    try:
+        for num_stages in options.stages:
+            equal_stages(options.blocks, num_stages)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _hosts(stack: contextlib.ExitStack, num_stages: int, options: argparse.Namespace) -> Loopback:
+    if not options.loopback:
+        try:
+            return stack.enter_context(open_hosts(num_stages, latency_ms=options.latency_ms))
+        except HostsUnavailable as error:
+            print(f"No network namespaces ({error}): runs over loopback, unlimited.")
+    return stack.enter_context(open_hosts(num_stages, loopback=True))
+
+
+class _Worker:
+    """The process of one host, as its parent sees it."""
+
+    def __init__(self, rank: int, process: subprocess.Popen[str]) -> None:
+        self.rank, self._process = rank, process
+
+    def tell(self, value: Any) -> None:
+        """Sends it one JSON value."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(value) + "\n")
+        self._process.stdin.flush()
+
+    def hear(self) -> Any:
+        """Waits for its answer.
+
+        Raises:
+            RuntimeError: it ended instead; what it printed says why.
+        """
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            code = self._process.wait()
+            raise RuntimeError(f"the worker of stage {self.rank} ended with exit code {code}")
+        return json.loads(line)
+
+    def ask(self, value: Any) -> Any:
+        """Sends it one value and waits for its answer."""
+        self.tell(value)
+        return self.hear()
+
+
+def _start(
+    stack: contextlib.ExitStack, hosts: Loopback, num_stages: int, options: argparse.Namespace
+) -> list[_Worker]:
+    common = {
+        "num_stages": num_stages,
+        "address": hosts.address(0),
+        "port": hosts.free_port(),
+        "device": hosts.device,
+        "num_threads": options.threads or max(1, _num_cores() // num_stages),
+        "chunks": options.chunks,
+        "microbatch": options.microbatch,
+        "num_blocks": options.blocks,
+        "width": options.width,
+        "context": options.context,
+        "vocab": options.vocab,
+        "seed": options.seed,
+        "timeout_s": options.timeout,
+        "variants": options.variants,
+    }
+    environment = {
+        "OMP_NUM_THREADS": str(common["num_threads"]),
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # or torch warns that the hosts have no names
+    }
+    workers = []
+    for rank in range(num_stages):
+        job = Job(rank=rank, **common)
+        command = [sys.executable, "-m", "recipes.bench.slow_link", "--worker"]
+        process = hosts.start(
+            rank,
+            [*command, json.dumps(asdict(job))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, **environment},
+        )
+        workers.append(_Worker(rank, process))
+    for worker in workers:
+        worker.hear()
+    return workers
+
+
+def _measure(
+    hosts: Loopback,
+    workers: Sequence[_Worker],
+    rates: Sequence[float | None],
+    options: argparse.Namespace,
+) -> tuple[list[dict[str, Any]], list[dict[str, float]]]:
+    """Every step of every variant at every rate, and what each stage computes at the fastest."""
+    names: list[str] = options.variants
+    for name in names * options.warmups:
+        _step(hosts, workers, name)
+    steps, compute = [], []
+    total = options.repeats * len(rates) * len(names)
+    with tqdm(total=total, unit="step", desc=f"{len(workers)} stages") as bar:
+        for repeat in range(options.repeats):
+            shift = repeat % len(names)
+            # One after the other, so that each has a core to itself.
+            compute.append([worker.ask("compute") for worker in workers])
+            for rate in rates:
+                hosts.set_rate(rate)
+                for name in names[shift:] + names[:shift]:
+                    where = {"num_stages": len(workers), "rate_mbps": rate, "variant": name}
+                    steps.append({**where, "repeat": repeat, **_step(hosts, workers, name)})
+                    bar.update()
+    fastest = [
+        {name: min(one[name] for one in of_stage) for name in of_stage[0]}
+        for of_stage in zip(*compute, strict=True)
+    ]
+    return steps, fastest
+
+
+def _step(hosts: Loopback, workers: Sequence[_Worker], name: str) -> dict[str, Any]:
+    """One step: how long until the last host was done, and what each sent and received."""
+    for worker in workers:
+        worker.tell(name)
+    for worker in workers:
+        worker.hear()
+    before = hosts.counters()
+    begin = time.perf_counter() + NOTICE_S
+    for worker in workers:
+        worker.tell(begin)
+    answers = [worker.hear() for worker in workers]
+    time.sleep(SETTLE_S)
+    pairs = zip(hosts.counters(), before, strict=True)
+    return {
+        "seconds": max(answer["seconds"] for answer in answers),
+        "loss": answers[-1]["loss"],
+        "metered_bytes": answers[0]["metered_bytes"],
+        "interfaces": [asdict(after - earlier) for after, earlier in pairs],
+    }
+
+
+def _settings(options: argparse.Namespace) -> dict[str, Any]:
+    unsaid = ("out", "plot", "worker")
+    return {name: value for name, value in vars(options).items() if name not in unsaid}
+
+
+def _machine() -> dict[str, Any]:
+    return {
+        "cores": _num_cores(),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+if __name__ == "__main__":
+    main()
