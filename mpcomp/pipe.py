@@ -204,12 +204,17 @@ class Pipeline(OriginalNames):
         metric = metric or self._loss_fn
         if metric is None:
             raise ValueError("evaluate needs a metric: evaluate(loader, metric)")
+
+        def judge(output: Tensor, target: Any) -> Any:
+            with self.engine.together("metric"):  # the other ranks wait for its value
+                return metric(output, target)
+
         self.engine.align_replicas()
         with evaluating(self, *self.cut_stages):
             mean = mean_over(
                 lambda batch, target: self._infer(batch, (batch, target)),
                 loader,
-                metric,
+                judge,
                 self.engine.device,
                 self.engine.collect,
             )
@@ -285,8 +290,9 @@ class Pipeline(OriginalNames):
         return self._bytes_sent()[1]
 
     def _bytes_sent(self) -> tuple[int, int]:
-        if self.engine.num_ranks > 1:
-            return self._agreed_bytes
+        return self._agreed_bytes if self.engine.num_ranks > 1 else self._bytes_sent_here()
+
+    def _bytes_sent_here(self) -> tuple[int, int]:
         traffic = [link.meter.train for link in self.links]
         return sum(t.wire_bytes for t in traffic), sum(t.dense_bytes for t in traffic)
 
@@ -344,7 +350,7 @@ class Pipeline(OriginalNames):
         scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> None:
-        """Writes a checkpoint; see `mpcomp.checkpoint.save`."""
+        """Writes a checkpoint, each rank its part; see `mpcomp.checkpoint.save`."""
         self._settle()
         checkpoint.save(self, Path(folder), optimizer=optimizer, scheduler=scheduler, extra=extra)
 
@@ -355,13 +361,18 @@ class Pipeline(OriginalNames):
         optimizer: torch.optim.Optimizer | None = None,
         scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
     ) -> dict[str, Any]:
-        """Reads a checkpoint and returns its ``extra``; see `mpcomp.checkpoint.load`."""
+        """Reads a checkpoint, on every rank, and returns its ``extra``.
+
+        See `mpcomp.checkpoint.load`.
+        """
         extra = checkpoint.load(self, Path(folder), optimizer=optimizer, scheduler=scheduler)
         self._open = None  # only now: a load that fails leaves an open step open
         for boundary in self.boundaries:
             boundary.settle(finite=False)
         for link in self.links:
             link.found_nonfinite(train=True)  # counts and clears
+        wire_bytes, dense_bytes = self.engine.agree(self._bytes_sent_here())
+        self._agreed_bytes = (int(wire_bytes), int(dense_bytes))
         return extra
 
     def merge(self) -> nn.Module:
@@ -426,8 +437,7 @@ class Pipeline(OriginalNames):
         stopped = float(failed or self._overflowed(step))
         total = loss.total if loss is not None else None
         lost = [0.0, 0.0] if total is None else [float(total), _LOSS_DTYPES.index(total.dtype)]
-        traffic = [link.meter.train for link in self.links]
-        sent = [sum(t.wire_bytes for t in traffic), sum(t.dense_bytes for t in traffic)]
+        sent = self._bytes_sent_here()
         stopped, value, dtype, *figures = self.engine.agree([stopped, *lost, *sent, *broken])
         self._agreed_bytes = (int(figures[0]), int(figures[1]))
         found = [link for link, count in zip(self.links, figures[2:], strict=True) if count]
@@ -435,7 +445,7 @@ class Pipeline(OriginalNames):
         for boundary in self.boundaries:
             boundary.settle(finite)
         if found and not (step.scaled and all(link.direction == "grad" for link in found)):
-            raise nonfinite_error(found[0].name, step.index)
+            raise nonfinite_error(_origin(found).name, step.index)
         if not finite and step.scaled and self.engine.num_ranks > 1:
             self._overflow_gradients()
         self.step_skipped = not finite
@@ -490,6 +500,12 @@ class Pipeline(OriginalNames):
             for link in self.links:
                 link.found_nonfinite(train)  # counts and clears
             raise
+
+
+def _origin(found: Sequence[Link]) -> Link:
+    """Where non-finite values began: activations take them to later stages, gradients back."""
+    activations = [link for link in found if link.direction == "act"]
+    return activations[0] if activations else found[-1]
 
 
 def _on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

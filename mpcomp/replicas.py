@@ -32,7 +32,7 @@ class GradientAverage:
         #: None where there is nothing to train. Gradient compression registers its hook here.
         self.ddp: DistributedDataParallel | None = None
         if self._parameters:
-            self.ddp = DistributedDataParallel(stage, process_group=group, broadcast_buffers=False)
+            self.ddp = DistributedDataParallel(stage, process_group=group)
 
     def __call__(self) -> None:
         """Replaces ``.grad`` by its mean over the replicas."""

@@ -10,8 +10,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+
+from mpcomp.checkpoint.files import weights_files
 
 __all__ = ["check_weights", "let_go", "load_weights"]
 
@@ -21,7 +24,7 @@ def check_weights(stages: Iterable[nn.Module], weights: str | Path | None) -> No
 
     Args:
         stages: modules under the model's own names.
-        weights: folder with safetensors files, or None.
+        weights: folder with safetensors files, which may be a checkpoint, or None.
     """
     if weights is None:
         empty = [name for stage in stages for name, tensor in _tensors(stage) if tensor.is_meta]
@@ -33,15 +36,15 @@ def check_weights(stages: Iterable[nn.Module], weights: str | Path | None) -> No
         return
     there = _files_of(Path(weights))
     for stage in stages:
-        stored = stage.state_dict().keys()
-        missing = [name for name in stored if name not in there]
+        stored = _stored(stage)
+        missing = [names[0] for names, _ in stored if not any(name in there for name in names)]
         if missing:
             raise ValueError(
                 f"weights={weights}: the .safetensors files there lack {', '.join(missing[:3])}"
                 + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
             )
         for name, tensor in _tensors(stage):
-            if tensor.is_meta and name not in stored:
+            if tensor.is_meta and not any(name in names for names, _ in stored):
                 raise ValueError(
                     f"buffer {name} is on the meta device and not part of the state_dict, so no "
                     "file has its value: build the model with that buffer on the CPU"
@@ -56,7 +59,8 @@ def load_weights(stage: nn.Module, weights: str | Path) -> None:
     """
     there = _files_of(Path(weights))
     values: dict[str, Tensor] = {}
-    for name, own in stage.state_dict().items():
+    for names, own in _stored(stage):
+        name = next(name for name in names if name in there)
         with safe_open(there[name], framework="pt") as file:
             value = file.get_tensor(name)
         if value.shape != own.shape:
@@ -64,7 +68,11 @@ def load_weights(stage: nn.Module, weights: str | Path) -> None:
                 f"weights={weights}: {name} has shape {list(value.shape)}, the model "
                 f"{list(own.shape)}"
             )
-        values[name] = value.to(own.dtype)
+        # A copy, as the file may change or go; in the model's own memory order.
+        value = torch.empty_like(own, device="cpu", requires_grad=False).copy_(value)
+        if isinstance(own, nn.Parameter):
+            value = nn.Parameter(value, own.requires_grad)
+        values.update(dict.fromkeys(names, value))
     stage.load_state_dict(values, assign=True)
 
 
@@ -89,16 +97,26 @@ def _tensors(stage: nn.Module) -> list[tuple[str, Tensor]]:
     return [*stage.named_parameters(), *stage.named_buffers()]
 
 
+def _stored(stage: nn.Module) -> list[tuple[list[str], Tensor]]:
+    """The tensors that a checkpoint has, with their names: several where weights are tied."""
+    tensors = stage.state_dict(keep_vars=True)
+    names: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        names.setdefault(id(tensor), []).append(name)
+    return [(group, tensors[group[0]]) for group in names.values()]
+
+
 def _files_of(folder: Path) -> Mapping[str, Path]:
     """The file that has each tensor."""
-    files = sorted(folder.glob("*.safetensors"))
+    files = weights_files(folder)
     if not files:
         raise ValueError(f"weights={folder}: no .safetensors file there")
     there: dict[str, Path] = {}
     for path in files:
         try:
             with safe_open(path, framework="pt") as file:
-                there.update(dict.fromkeys(file.keys(), path))
+                for name in file.keys():  # noqa: SIM118  (it is no dict)
+                    there.setdefault(name, path)
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path} is truncated or foreign: {error}") from error
     return there

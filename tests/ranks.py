@@ -21,7 +21,7 @@ import pickle
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ def run_ranks(
     timeout_s: float = 60.0,
     may_fail: bool = False,
     init: bool = True,
+    without: Collection[int] = (),
 ) -> list[Any]:
     """Calls ``function(*args)`` in each of ``num_ranks`` processes; returns what each returned.
 
@@ -54,6 +55,7 @@ def run_ranks(
         may_fail: give exceptions, as (type's name, message), and exit codes of those that died,
             in place of results, instead of raising.
         init: join a gloo group first.
+        without: ranks that are not waited for, as the test stops them; their result is None.
     """
     with tempfile.TemporaryDirectory() as folder:
         processes, ends = [], []
@@ -67,16 +69,23 @@ def run_ranks(
             processes.append(process)
             ends.append(here)
         try:
-            return _results(processes, ends, time.monotonic() + timeout_s, may_fail)
+            deadline = time.monotonic() + timeout_s
+            return _results(processes, ends, deadline, may_fail, without)
         finally:
             for process in processes:
                 process.kill()
                 process.join()
 
 
-def _results(processes: list[Any], ends: list[Any], deadline: float, may_fail: bool) -> list[Any]:
+def _results(
+    processes: list[Any],
+    ends: list[Any],
+    deadline: float,
+    may_fail: bool,
+    without: Collection[int],
+) -> list[Any]:
     results: list[Any] = [None] * len(processes)
-    waiting = dict(enumerate(ends))
+    waiting = {rank: end for rank, end in enumerate(ends) if rank not in without}
     while waiting:
         ready = multiprocessing.connection.wait(
             list(waiting.values()), timeout=max(0.0, deadline - time.monotonic())
@@ -107,6 +116,7 @@ def _main(
 ) -> None:
     torch.set_num_threads(1)
     os.environ.pop("WORLD_SIZE", None)
+    os.environ["TEST_RANK"] = str(rank)  # for functions that join by themselves
     try:
         if init:
             dist.init_process_group(

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -220,6 +221,72 @@ def test_saving_again_replaces_the_checkpoint(tmp_path):
         pipe.save(tmp_path / "a", extra={"epoch": epoch})
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
     assert pipe_of(act_comp="ef21+topk:0.3").load(tmp_path / "a") == {"epoch": 2}
+
+
+def test_a_folder_behind_a_link_is_replaced_where_it_is(tmp_path):
+    pipe = pipe_of()
+    pipe.save(tmp_path / "disk" / "a")
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "a")
+    pipe.save(tmp_path / "link", extra={"epoch": 1})
+    assert (tmp_path / "link").is_symlink() and pipe.load(tmp_path / "disk" / "a") == {"epoch": 1}
+    assert [path.name for path in (tmp_path / "disk").iterdir()] == ["a"]
+
+
+def test_what_an_interrupted_save_has_left_goes_with_the_next(tmp_path):
+    """And nothing else does."""
+    others = [".a-b-0123abcd", ".a-notes", ".a-0123abcde", "a-0123abcd", ".b-0123abcd-old"]
+    for name in (".a-0123abcd", ".a-0123abcd-claim", ".a-89abcdef-old", *others):
+        (tmp_path / name / "inside").mkdir(parents=True)
+    pipe_of().save(tmp_path / "a")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["a", *others])
+
+
+def test_a_save_that_cannot_be_moved_puts_the_old_one_back(tmp_path, monkeypatch):
+    pipe = pipe_of()
+    pipe.save(tmp_path / "a", extra={"epoch": 1})
+    replace = Path.replace
+
+    def fails(path, target):
+        if not path.name.startswith(".") or target.name != "a" or path.name.endswith("-old"):
+            return replace(path, target)
+        raise OSError("disk failed")
+
+    monkeypatch.setattr(Path, "replace", fails)
+    with pytest.raises(OSError, match="disk failed"):
+        pipe.save(tmp_path / "a", extra={"epoch": 2})
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    assert pipe.load(tmp_path / "a") == {"epoch": 1}
+
+
+def test_nothing_of_a_loaded_checkpoint_stays_in_its_files(tmp_path):
+    """safetensors maps files into memory: what happens to a file would happen to the tensors."""
+    pipe = pipe_of(act_comp="ef21+topk:0.3")
+    optimizer = adamw(pipe)
+    run(pipe, optimizer, 0, 2)
+    pipe.save(tmp_path / "a", optimizer=optimizer)
+    with torch.device("meta"):
+        model = mlp()
+    again = pipe_of(model, act_comp="ef21+topk:0.3", weights=tmp_path / "a")
+    other = adamw(again)
+    again.load(tmp_path / "a", optimizer=other)
+    for name in FILES[:2]:
+        (tmp_path / "a" / name).write_bytes(b"\xff" * (tmp_path / "a" / name).stat().st_size)
+    again.zero_grad()
+    generator = torch.get_rng_state()
+    expected = run(pipe, optimizer, 2, 4)
+    torch.set_rng_state(generator)
+    assert torch.equal(run(again, other, 2, 4), expected)
+    assert_same_optimizers(other, optimizer)
+    assert_same_state(links_state(again), links_state(pipe))
+
+
+def test_checkpoints_of_the_first_version_have_no_token(saved):
+    meta = json.loads((saved / "checkpoint.json").read_text())
+    del meta["token"]
+    (saved / "checkpoint.json").write_text(json.dumps(meta))
+    pipe = same_pipe()
+    pipe.load(saved)
+    assert pipe.num_steps == 2
 
 
 def test_weights_and_optimizer_go_to_another_cut_where_links_remember_nothing(tmp_path):

@@ -103,6 +103,6 @@ class Engine(ABC):
         """A context within which replicas add up gradients without averaging them."""
         return nullcontext()
 
-    def together(self) -> AbstractContextManager[None]:
-        """A context in which this rank needs others, and they it."""
+    def together(self, where: str = "") -> AbstractContextManager[None]:
+        """A context in which this rank needs others, and they it; ``where`` is for errors."""
         return nullcontext()

@@ -357,7 +357,8 @@ class DistributedEngine(Engine):
             for average in self._averages:
                 average.enabled = True
 
-    def together(self) -> AbstractContextManager[None]:
+    def together(self, where: str = "") -> AbstractContextManager[None]:
+        self._faults.where = where or self._faults.where
         return self._faults.watch()
 
     def device_of(self, boundary: int, role: str, direction: str) -> torch.device:

@@ -7,7 +7,8 @@ crosses the network. One plan serves every batch of the same shapes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -51,27 +52,37 @@ class Planner:
 
     def _run(self, microbatch: Any, autocast: Autocast) -> list[TensorMeta]:
         metas = []
-        with FakeTensorMode(), torch.no_grad(), autocast.enter():
+        fakes = FakeTensorMode(allow_non_fake_inputs=True)  # tensors that are plain attributes
+        with fakes, torch.no_grad(), autocast.enter():
             value = map_tensors(microbatch, self._fake)
             for i, stage in enumerate(self._stages[:-1]):
-                state = {
-                    name: self._fake(tensor)
-                    for part in (stage.named_parameters, stage.named_buffers)
-                    for name, tensor in part(remove_duplicate=False)
-                }
                 try:
-                    value = call(_Fake(stage, state), value)
+                    with _attributes_kept(stage):
+                        value = call(_Fake(stage, self._state(stage)), value)
                 except (TypeError, ValueError):
                     raise
                 except Exception as error:
                     raise RuntimeError(
                         f"{stage.name} cannot be run without data to find the shapes at its cut: "
-                        f"{type(error).__name__}: {error}. Its forward must not depend on the "
-                        "values of tensors"
+                        f"{type(error).__name__}: {error}. Either the batch does not fit the "
+                        "model, or its forward depends on the values of tensors, which it must not"
                     ) from error
                 check_tensor(value, f"boundary {i} act")
-                metas.append(TensorMeta.of(value))
+                meta = TensorMeta.of(value)
+                metas.append(meta)
+                # As it arrives: in memory order, whatever its strides were.
+                flat = torch.empty(meta.numel, dtype=meta.dtype, device=self._device)
+                value = meta.unflatten(flat)
         return metas
+
+    def _state(self, stage: staging.Stage) -> dict[str, Tensor]:
+        """Fake parameters and buffers by name; what is tied stays tied."""
+        made: dict[int, Tensor] = {}
+        return {
+            name: made.setdefault(id(tensor), self._fake(tensor))
+            for part in (stage.named_parameters, stage.named_buffers)
+            for name, tensor in part(remove_duplicate=False)
+        }
 
     def _fake(self, x: Tensor) -> Tensor:
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=self._device)
@@ -86,6 +97,18 @@ class _Fake:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return torch.func.functional_call(self._stage, self._state, args, kwargs)
+
+
+@contextmanager
+def _attributes_kept(stage: staging.Stage) -> Iterator[None]:
+    """Puts back what forward sets on modules, such as a cache of positions: it would be fake."""
+    before = [(module, dict(vars(module))) for module in stage.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes in before:
+            vars(module).clear()
+            vars(module).update(attributes)
 
 
 def _signature(value: Any) -> Any:

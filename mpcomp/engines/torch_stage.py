@@ -14,8 +14,8 @@ memory, which ends in BatchNorm's statistics, and it unpickles what comes over t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,7 +159,8 @@ class CutStage(PipelineStage):
     ) -> None:
         """Runs a microbatch backward; sends the gradient of its input. Called by the schedule."""
         self._at(bwd_chunk_id, "backward")
-        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward=False)
+        with _own_errors():
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward=False)
         grads = self.bwd_cache.pop(bwd_chunk_id)
         if self._before is None:
             return
@@ -179,7 +180,8 @@ class CutStage(PipelineStage):
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """The part of backward that a split left for later. Called by the schedule."""
         self._at(bwd_chunk_id, "backward of the weights")
-        super().backward_weight_one_chunk(bwd_chunk_id, last_backward=False)
+        with _own_errors():
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward=False)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """After the last microbatch, once a step. Called by the schedule."""
@@ -278,6 +280,17 @@ def run_schedule(schedule: Any, microbatches: Sequence[Any], targets: Sequence[A
         list(enumerate(targets)),
         return_outputs=False,
     )
+
+
+@contextmanager
+def _own_errors() -> Iterator[None]:
+    """Errors as they were raised: torch wraps those of a backward in a list of its tensors."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error.__cause__, Exception):
+            raise error.__cause__ from None
+        raise
 
 
 def _memory_of(meta: TensorMeta) -> torch.memory_format:

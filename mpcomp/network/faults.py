@@ -19,7 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 
 from torch._C._distributed_c10d import Store
@@ -122,6 +122,9 @@ class Faults:
         self._close = close
         self._ended: str | None = None
         self._stopped = threading.Event()
+        self._lock = threading.Lock()
+        self._left = False  # whether the last record is in the store
+        self._unreachable = ""  # why the store did not answer
         #: Where this rank is, for its record: "stage 1, microbatch 3, forward".
         self.where = "start"
         threading.Thread(target=self._leave_early, name="mpcomp-waits", daemon=True).start()
@@ -158,24 +161,33 @@ class Faults:
         self._close()
 
     def _leave_early(self) -> None:
-        """In a thread: leaves a record once a wait has taken half of the timeout."""
+        """In a thread: leaves a record once a wait has taken half of the timeout.
+
+        It is taken back when the wait has ended well, so that it is not believed later.
+        """
         noted: tuple[float, int | None, str] | None = None
         while not self._stopped.wait(min(1.0, self._timeout_s / 10)):
             current = self._waits.current
+            if noted is not None and current != noted:
+                noted = None
+                self._take_back()
             if current is None or current == noted:
                 continue
             since, peer, what = current
             if time.monotonic() - since > self._timeout_s / 2:
                 noted = current
                 reason = f"still waiting after {self._timeout_s / 2:g} s"
-                self._leave(_Record(self._rank, what, reason, peer, waited=True))
+                self._leave(_Record(self._rank, what, reason, peer, waited=True), early=True)
 
     def _end(self, record: _Record) -> str:
-        unreachable = self._leave(record)
+        self._leave(record)
         self.stop()
-        if unreachable:
-            return f"{self._seen(record, record.peer)} {unreachable}"
         first, cause = self._first(record)
+        if self._unreachable and first.waited:
+            return (
+                f"{self._seen(record, record.peer)} The store cannot be reached either "
+                f"({self._unreachable}): the machine of the rendezvous may be the one that failed."
+            )
         here = f"Noticed here, on {self._name_of(self._rank)}, at: {record.where}"
         if not first.waited:
             return f"{self._name_of(first.rank)} failed at {first.where}: {first.reason}. {here}"
@@ -192,16 +204,22 @@ class Faults:
             f"({_first_line(record.reason)})."
         )
 
-    def _leave(self, record: _Record) -> str:
-        """Stores the record; returns why that was not possible, if so."""
-        try:
-            self._store.set(_key(self._rank), json.dumps(asdict(record)))
-        except RuntimeError as error:  # its host may be the machine that is gone
-            return (
-                f"The store cannot be reached either ({_first_line(str(error))}): the machine of "
-                "the rendezvous may be the one that failed."
-            )
-        return ""
+    def _leave(self, record: _Record, early: bool = False) -> None:
+        """Stores the record; an early one only where there is no last one."""
+        with self._lock:
+            if early and self._left:
+                return
+            self._left = self._left or not early
+            try:
+                self._store.set(_key(self._rank), json.dumps(asdict(record)))
+            except RuntimeError as error:  # its host may be the machine that is gone
+                self._unreachable = _first_line(str(error))
+
+    def _take_back(self) -> None:
+        """Removes the record of a wait that has ended well."""
+        with self._lock, suppress(RuntimeError):
+            if not self._left:
+                self._store.delete_key(_key(self._rank))
 
     def _first(self, own: _Record) -> tuple[_Record, int | None]:
         """The record of whoever noticed first, and the rank that is the cause.
@@ -219,7 +237,7 @@ class Faults:
             failed = [record for record in records.values() if not record.waited]
             if failed:
                 return failed[0], failed[0].rank
-            if time.monotonic() > deadline:
+            if self._unreachable or time.monotonic() > deadline:
                 break
             time.sleep(0.05)
         record, seen = own, {own.rank}
@@ -239,7 +257,8 @@ class Faults:
             if not self._store.check([_key(rank)]):
                 return None
             return _Record(**json.loads(self._store.get(_key(rank))))
-        except RuntimeError:  # the store went meanwhile: what is known must do
+        except RuntimeError as error:  # the store went meanwhile: what is known must do
+            self._unreachable = _first_line(str(error))
             return None
 
 

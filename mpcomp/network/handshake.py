@@ -82,21 +82,28 @@ def fingerprint(*values: Any) -> int:
 
 def _feed(digest: Any, value: Any) -> None:
     if isinstance(value, Tensor):
-        digest.update(repr((tuple(value.shape), value.dtype)).encode())
+        _say(digest, (tuple(value.shape), value.dtype))
         flat = value.detach().reshape(-1)
         if flat.numel() > _SAMPLED:
             flat = flat[:: flat.numel() // _SAMPLED]
         digest.update(flat.cpu().contiguous().view(torch.uint8).numpy().tobytes())
     elif isinstance(value, Mapping):
-        for key, item in value.items():
-            digest.update(repr(key).encode())
-            _feed(digest, item)
+        _say(digest, f"mapping of {len(value)}")
+        for key in sorted(value, key=repr):
+            _say(digest, key)
+            _feed(digest, value[key])
     elif isinstance(value, tuple | list):
-        digest.update(f"[{len(value)}".encode())
+        _say(digest, f"sequence of {len(value)}")
         for item in value:
             _feed(digest, item)
     else:
-        digest.update(repr(value).encode())
+        _say(digest, value)
+
+
+def _say(digest: Any, value: Any) -> None:
+    """With its length, so that (1, 11) and (11, 1) are not one string of digits."""
+    text = repr(value).encode()
+    digest.update(f"{len(text)}:".encode() + text)
 
 
 def _shown(value: Any) -> str:

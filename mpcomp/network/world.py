@@ -22,7 +22,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.device_mesh import DeviceMesh
 
-from mpcomp.network.faults import Waits, grace_of
+from mpcomp.network.faults import PeerError, Waits, grace_of
 
 __all__ = ["World", "join", "launched"]
 
@@ -124,9 +124,16 @@ class World:
         return group
 
     def _new(self, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
-        group: dist.ProcessGroup = dist.new_group(
-            list(ranks), backend=backend, timeout=timedelta(seconds=self.wait_s)
-        )
+        try:
+            group: dist.ProcessGroup = dist.new_group(
+                list(ranks), backend=backend, timeout=timedelta(seconds=self.wait_s)
+            )
+        except RuntimeError as error:
+            raise PeerError(
+                f"rank {self.rank} could not be connected to the others within {self.wait_s:g} s "
+                f"({str(error).partition(chr(10))[0]}): one of them has failed meanwhile, or their "
+                "machines cannot reach each other"
+            ) from error
         return group
 
     def close(self) -> None:

@@ -1,0 +1,273 @@
+"""The files of a checkpoint: writing a part, reading it tensor by tensor, telling what is one."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+__all__ = [
+    "Part",
+    "Saved",
+    "is_checkpoint",
+    "part_name",
+    "sync",
+    "weights_files",
+    "write_meta",
+    "write_part",
+]
+
+FORMAT, VERSION = "mpcomp checkpoint", 1
+WEIGHTS, STATE, META = "weights.safetensors", "state.safetensors", "checkpoint.json"
+_KEYS_OF_PART = {"num_steps", "cut", "links", "optimizer", "scheduler", "scaler", "extra"}
+_KEYS_OF_SEVERAL = {"token", "num_steps", "cut", "placement", "num_replicas", "links"}
+
+
+def part_name(rank: int, num_ranks: int) -> str:
+    """Folder of one rank's part."""
+    return f"rank-{rank:05d}-of-{num_ranks:05d}"
+
+
+# -- writing --------------------------------------------------------------------------------------
+
+
+def write_part(
+    folder: Path,
+    meta: Mapping[str, Any],
+    weights: Mapping[str, Tensor],
+    state: Mapping[str, Tensor],
+) -> None:
+    """Writes the three files of one part, and waits until the disk has them.
+
+    Raises:
+        OSError: the folder cannot be written.
+        TypeError: ``meta`` has what JSON cannot hold.
+    """
+    for name, tensors in ((WEIGHTS, weights), (STATE, state)):
+        try:
+            save_file(_on_cpu(tensors), folder / name)
+        except SafetensorError as error:
+            raise OSError(f"{folder / name} cannot be written: {error}") from error
+        sync(folder / name)
+    write_meta(folder, meta)
+
+
+def write_meta(folder: Path, meta: Mapping[str, Any]) -> None:
+    """Writes ``checkpoint.json``, and waits until the disk has it."""
+    said = {"format": FORMAT, "version": VERSION, **meta}
+    (folder / META).write_text(json.dumps(said, indent=1))
+    sync(folder / META)
+    sync(folder)
+
+
+def sync(path: Path) -> None:
+    """Waits until the disk has a file, or the names in a folder: power may fail at any time."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError:
+        if not path.is_dir():  # some network file systems cannot do that
+            raise
+    finally:
+        os.close(handle)
+
+
+def _on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous copies that share no storage, which safetensors would refuse."""
+    return {key: value.detach().cpu().contiguous().clone() for key, value in tensors.items()}
+
+
+# -- reading --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank, or the only one, has written; tensors are read when they are asked for.
+
+    Attributes:
+        folder: with the three files.
+        meta: of ``checkpoint.json``.
+        shapes: of the weights, by name.
+        state: names of the tensors in ``state.safetensors``.
+    """
+
+    folder: Path
+    meta: dict[str, Any]
+    shapes: dict[str, torch.Size]
+    state: frozenset[str]
+
+    @classmethod
+    def of(cls, folder: Path) -> Part:
+        """Opens a part.
+
+        Raises:
+            ValueError: it is not complete, damaged, or of another format.
+        """
+        if missing := _missing(folder):
+            raise ValueError(
+                f"{folder} is no complete checkpoint: {', '.join(missing)} missing; expected a "
+                "folder that Pipeline.save has written"
+            )
+        meta = _read_meta(folder, _KEYS_OF_PART)
+        shapes = _with_file(folder / WEIGHTS, _shapes)
+        state = _with_file(folder / STATE, lambda file: frozenset(file.keys()))
+        return cls(folder, meta, shapes, state)
+
+    def read_weights(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Those weights that this part has of ``names``."""
+        return self._read(WEIGHTS, [name for name in names if name in self.shapes])
+
+    def read_state(
+        self, prefix: str, wanted: Callable[[str], bool] = lambda rest: True
+    ) -> dict[str, Tensor]:
+        """The state's tensors under ``prefix``, by the rest of their names, if that is wanted."""
+        rests = sorted(name.removeprefix(prefix) for name in self.state if name.startswith(prefix))
+        read = self._read(STATE, [prefix + rest for rest in rests if wanted(rest)])
+        return {name.removeprefix(prefix): value for name, value in read.items()}
+
+    def _read(self, file: str, names: list[str]) -> dict[str, Tensor]:
+        if not names:
+            return {}
+        # Copies: safetensors maps the file into memory, and the file may change or go.
+        read: dict[str, Tensor] = _with_file(
+            self.folder / file, lambda opened: {n: opened.get_tensor(n).clone() for n in names}
+        )
+        return read
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a checkpoint says of itself before its parts are read.
+
+    Attributes:
+        folder: of the checkpoint.
+        token: distinguishes one save from another; None in old checkpoints.
+        num_steps: training steps until then.
+        cut: chunks, and blocks of each stage.
+        placement: numbers of the stages of each rank of a pipeline.
+        num_replicas: number of pipelines.
+        links: for several processes, traffic and whether there is state, by link.
+        parts: folder of each rank's part.
+    """
+
+    folder: Path
+    token: str | None
+    num_steps: int
+    cut: dict[str, Any]
+    placement: list[list[int]]
+    num_replicas: int
+    links: dict[str, Any] | None
+    parts: list[Path]
+
+    @classmethod
+    def of(cls, folder: Path) -> Saved:
+        """Reads ``checkpoint.json``.
+
+        Raises:
+            ValueError: there is none, or it is damaged, or of another format.
+        """
+        if not (folder / META).is_file():
+            Part.of(folder)  # raises, and says what is missing
+        meta = _read_meta(folder, {"num_steps", "cut"})
+        if "placement" not in meta:
+            Part.of(folder)
+            placement = [list(range(len(meta["cut"]["stages"])))]
+            token = meta.get("token")
+            return cls(folder, token, meta["num_steps"], meta["cut"], placement, 1, None, [folder])
+        meta = _read_meta(folder, _KEYS_OF_SEVERAL)
+        count = len(meta["placement"]) * meta["num_replicas"]
+        return cls(
+            folder,
+            meta["token"],
+            meta["num_steps"],
+            meta["cut"],
+            meta["placement"],
+            meta["num_replicas"],
+            meta["links"],
+            [folder / part_name(rank, count) for rank in range(count)],
+        )
+
+    def part(self, rank: int) -> Part:
+        """Opens one rank's part.
+
+        Raises:
+            ValueError: it is not complete, damaged, of another format, or of another save.
+        """
+        part = Part.of(self.parts[rank])
+        if self.links is not None and part.meta.get("token") != self.token:
+            raise ValueError(
+                f"{part.folder} is not of the same save as the rest of {self.folder}: it is of "
+                f"step {part.meta['num_steps']}, the rest of step {self.num_steps}"
+            )
+        return part
+
+
+def _with_file(path: Path, read: Callable[[Any], Any]) -> Any:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return read(file)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is truncated or foreign: {error}") from error
+
+
+def _shapes(file: Any) -> dict[str, torch.Size]:
+    names: list[str] = file.keys()
+    return {name: torch.Size(file.get_slice(name).get_shape()) for name in names}
+
+
+def _read_meta(folder: Path, keys: set[str]) -> dict[str, Any]:
+    path = folder / META
+    try:
+        meta = json.loads(path.read_text())
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{path} is damaged or foreign: {error}") from error
+    if not isinstance(meta, dict) or meta.get("format") != FORMAT:
+        raise ValueError(f"{path} was not written by Pipeline.save")
+    if meta.get("version") != VERSION:
+        raise ValueError(
+            f"{folder} has checkpoint version {meta.get('version')}; this mpcomp reads {VERSION}"
+        )
+    if lacking := keys - meta.keys():
+        raise ValueError(f"{path} is damaged: it lacks {', '.join(sorted(lacking))}")
+    return meta
+
+
+def _missing(folder: Path) -> list[str]:
+    """Files of a part that ``folder`` lacks."""
+    return [name for name in (META, WEIGHTS, STATE) if not (folder / name).is_file()]
+
+
+# -- telling what a folder is ---------------------------------------------------------------------
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether `save` may replace ``folder``: nobody else's files are deleted."""
+    return not _missing(folder) or _is_of_several(folder)
+
+
+def weights_files(folder: Path) -> list[Path]:
+    """The safetensors files with a model's weights; in a checkpoint not those with its state.
+
+    Of the parts of a checkpoint those of the first replica come first.
+    """
+    if _is_of_several(folder):
+        return sorted(folder.glob(f"rank-*-of-*/{WEIGHTS}"))
+    if (folder / WEIGHTS).is_file() and (folder / STATE).is_file():
+        return [folder / WEIGHTS]
+    return sorted(folder.glob("*.safetensors"))
+
+
+def _is_of_several(folder: Path) -> bool:
+    try:
+        _read_meta(folder, _KEYS_OF_SEVERAL)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,166 @@
+"""What a checkpoint holds of links: the state of their ends, by role, and their traffic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from mpcomp.checkpoint.files import Part, Saved
+from mpcomp.link import ACT, Link
+from mpcomp.meters import Meter
+
+if TYPE_CHECKING:
+    from mpcomp.pipe import Pipeline
+
+__all__ = [
+    "check_links",
+    "cut_of",
+    "links_entries",
+    "restored_links",
+    "stages_here",
+    "sum_of_links",
+]
+
+
+def stages_here(pipe: Pipeline) -> list[int]:
+    """Numbers of the stages of this rank."""
+    own = {id(stage) for stage in pipe.stages}
+    return [i for i, stage in enumerate(pipe.cut_stages) if id(stage) in own]
+
+
+def cut_of(pipe: Pipeline) -> dict[str, Any]:
+    """What links' state depends on."""
+    return {
+        "chunks": pipe.chunks,
+        "stages": [list(stage.block_names) for stage in pipe.cut_stages],
+    }
+
+
+# -- saving ---------------------------------------------------------------------------------------
+
+
+def links_entries(pipe: Pipeline, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """All links by key: stored rows into ``tensors``, the rest returned."""
+    entries = {}
+    for link in pipe.links:
+        state = link.state_dict()
+        held = {k: value for k, value in state.items() if isinstance(value, Tensor)}
+        tensors.update({f"{_key(link)}.{k}": value for k, value in held.items()})
+        entries[_key(link)] = {
+            "method": str(link.method),
+            "sample": state.get("sample"),
+            "traffic": {phase: t.to_state() for phase, t in link.meter.phases.items()},
+        }
+    return entries
+
+
+def sum_of_links(entries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """What ranks have together, from the `links_entries` of each.
+
+    Returns:
+        By link: its method, whether an end of it has state, and the traffic of all ranks.
+    """
+    total: dict[str, Any] = {}
+    for of_rank in entries:
+        for key, entry in of_rank.items():
+            if key not in total:
+                total[key] = {"method": entry["method"], "held": False, "traffic": {}}
+            total[key]["held"] |= entry["sample"] is not None
+            for phase, traffic in entry["traffic"].items():
+                before = total[key]["traffic"].get(phase)
+                total[key]["traffic"][phase] = _sum(before, traffic) if before else traffic
+    return total
+
+
+def _sum(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _plus(a[name], b[name]) for name in a}
+
+
+def _plus(a: Any, b: Any) -> Any:
+    if a is None or b is None:  # energies of a link that has compared nothing here
+        return b if a is None else a
+    return [x + y for x, y in zip(a, b, strict=True)] if isinstance(a, list) else a + b
+
+
+# -- loading --------------------------------------------------------------------------------------
+
+
+def check_links(pipe: Pipeline, saved: Saved, links: Mapping[str, Any]) -> None:
+    """Links' state belongs to a cut, its methods and its replica: it cannot be carried to others.
+
+    Args:
+        pipe: to be loaded.
+        saved: the checkpoint.
+        links: all of its links, as `sum_of_links` gives them.
+
+    Raises:
+        ValueError: there is state, and ``pipe`` has no place for it.
+    """
+    held = sorted(key for key, entry in links.items() if entry["held"])
+    if not held:
+        return
+    if saved.cut != cut_of(pipe):
+        raise ValueError(
+            f"{saved.folder} holds state of links for the cut {saved.cut}, this pipeline has "
+            f"{cut_of(pipe)}: use the same split"
+        )
+    own = {_key(link): str(link.method) for link in pipe.links}
+    for key in held:
+        if own[key] != links[key]["method"]:
+            raise ValueError(
+                f"{saved.folder} holds state of {links[key]['method']} for {key}, this pipeline "
+                f"has {own[key]} there: use the same compressors"
+            )
+    if pipe.replica >= saved.num_replicas:
+        raise ValueError(
+            f"{saved.folder} holds state of links of {saved.num_replicas} replicas, and none for "
+            f"replica {pipe.replica} (counted from 0) of this pipeline: use replicas="
+            f"{saved.num_replicas}"
+        )
+
+
+def restored_links(
+    pipe: Pipeline, parts: Iterable[Part], total: Mapping[str, Any] | None
+) -> list[tuple[Link, dict[str, Any], dict[str, Any]]]:
+    """For each link its state, as it takes it, and its traffic, by phase.
+
+    Args:
+        pipe: to be loaded.
+        parts: those that have the state of ends that live here.
+        total: links with the traffic of all ranks: they go on where they are sent from, in the
+            first replica. None to go on with the traffic of the parts.
+    """
+    restored = []
+    fresh = {phase: traffic.to_state() for phase, traffic in Meter().phases.items()}
+    for link in pipe.links:
+        key, roles = _key(link), _roles_here(pipe, link)
+        state: dict[str, Any] = {}
+        traffic: dict[str, Any] = {}
+        for part in parts:
+            entry = part.meta["links"].get(key)
+            if entry is None:
+                continue
+            for role in roles:
+                for name, rows in part.read_state(f"{key}.{role}.").items():
+                    state[f"{role}.{name}"] = rows
+                    state["sample"] = entry["sample"]
+            traffic = entry["traffic"]
+        if total is not None:
+            counts_here = "sender" in roles and pipe.replica == 0
+            traffic = total[key]["traffic"] if counts_here and key in total else {}
+        restored.append((link, state, {**fresh, **traffic}))
+    return restored
+
+
+def _key(link: Link) -> str:
+    return f"link.{link.boundary}.{link.direction}"
+
+
+def _roles_here(pipe: Pipeline, link: Link) -> list[str]:
+    """The ends of a link that live on this rank."""
+    before, after = link.boundary, link.boundary + 1
+    sender, receiver = (before, after) if link.direction == ACT else (after, before)
+    here = stages_here(pipe)
+    return [role for role, at in (("sender", sender), ("receiver", receiver)) if at in here]
