@@ -93,8 +93,8 @@ def pipeline(
         scaler: loss scaler for fp16: losses are scaled by it, and non-finite steps are skipped
             (``pipe.step_skipped``) on all ranks. Call its ``unscale_``, ``step`` and ``update`` as
             usual.
-        weights: folder with the model's .safetensors files, or a checkpoint; the model may then be on the meta
-            device, and each rank reads its own stages alone.
+        weights: folder with the model's .safetensors files, or a checkpoint; the model may then be
+            on the meta device, and each rank reads its own stages alone.
         timeout: seconds that a rank waits for another before all give up.
 
     Returns:
