@@ -28,6 +28,7 @@ from tqdm import tqdm
 
 from recipes.config import MODELS, PRECISIONS, Config
 from recipes.data import Dataset
+from recipes.ranks import joined
 from recipes.run_folder import append_json_line, read_json_lines
 from recipes.study_table import Results, render
 from recipes.training import load_data, run
@@ -67,24 +68,30 @@ ROWS: Final[dict[str, Row]] = {
 }
 
 # What may differ between the runs of one results file: the row and the seed, and what does not
-# change what is trained.
-FREE_OPTIONS: Final = ("act", "grad", "warmup_epochs", "seed", "data", "device", "threads")
+# change what is trained; and what only several processes have.
+FREE_OPTIONS: Final = (
+    *("act", "grad", "warmup_epochs", "seed", "data", "device", "threads"),
+    *("replicas", "schedule", "in_flight", "timeout"),
+)
 
 _dataset: Dataset | None = None  # of this worker process, loaded once for all its runs
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs what is missing, then prints the table; `--table` prints only."""
-    options = parse_args(argv)
-    try:
+    with joined() as ranks:
+        if ranks.size > 1:
+            raise ValueError(
+                "the study trains each run in one process, and starts those itself (--workers); "
+                "start it with python, not with torchrun"
+            )
+        options = parse_args(argv)
         if not options.table:
             _run_missing(options)
         lines = read_json_lines(options.out)
         if not lines:
             raise ValueError(f"{options.out} has no results yet; run without --table first")
-    except ValueError as error:
-        sys.exit(f"error: {error}")
-    print(render(Results.of(lines, order=list(ROWS))))
+        print(render(Results.of(lines, order=list(ROWS))))
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal, TypeAlias
-
-import torch
+from typing import Any, Final
 
 import mpcomp
+from mpcomp.engines.schedules import schedule_named
 
 MODELS: Final = ("resnet18", "resnet34", "resnet50", "resnet101")
-Split: TypeAlias = Literal["paper"] | int | list[int] | list[str]
 PRECISIONS: Final = ("fp32", "bf16", "fp16", "auto")
 
 # 1,257 small images: more, smaller steps, and a cosine that ends with the training.
@@ -51,7 +49,7 @@ class Config:
     epochs: int = 100
     schedule_epochs: int = 200  # T_max of the cosine
     eval_every: int = 1  # epochs; the last epoch is always evaluated
-    batch_size: int = 128
+    batch_size: int = 128  # of all replicas together
     drop_last: bool = True  # in training; every test image is evaluated
     lr: float = 0.01
     momentum: float = 0.9
@@ -68,20 +66,25 @@ class Config:
     train_limit: int | None = None  # images
     test_limit: int | None = None
     seed: int = 0
+    # Of several processes, under torchrun:
+    replicas: int = 1  # copies of the pipeline, each with its part of every batch
+    schedule: str | None = None  # one of torch's; None is the engine's own
+    in_flight: int | str | None = None  # depth of the engine's own, or "auto"
+    timeout: float = 300.0  # seconds that a rank waits for another
 
     def __post_init__(self) -> None:
         _check_choice("model", self.model, MODELS)
         _check_choice("precision", self.precision, PRECISIONS)
         for name in (
             "width", "chunks", "epochs", "schedule_epochs", "eval_every", "batch_size",
-            "threads", "train_limit", "test_limit",
+            "threads", "train_limit", "test_limit", "replicas",
         ):  # fmt: skip
             _check_at_least(name, getattr(self, name), 1)
         for name in ("warmup_steps", "warmup_epochs", "crop_padding", "aug_seeds", "seed"):
             _check_at_least(name, getattr(self, name), 0)
         for name in ("momentum", "weight_decay"):
             _check_at_least(name, getattr(self, name), 0.0)
-        for name in ("lr", "clip"):
+        for name in ("lr", "clip", "timeout"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name} is {value}; pass a number above 0")
@@ -90,11 +93,25 @@ class Config:
                 f"warmup_steps is {self.warmup_steps} and warmup_epochs is {self.warmup_epochs}; "
                 "pass one of the two"
             )
-        if self.chunks > self.batch_size:
+        share, rest = divmod(self.batch_size, self.replicas)
+        if rest:
             raise ValueError(
-                f"chunks is {self.chunks}, batch_size is {self.batch_size}; a microbatch holds at "
-                "least one image, so pass at most as many chunks as the batch has images"
+                f"batch_size is {self.batch_size}, replicas is {self.replicas}; each replica gets "
+                f"an equal part of a batch, so pass a multiple of {self.replicas}"
             )
+        if self.chunks > share:
+            whose = "" if self.replicas == 1 else f", {share} for each of {self.replicas} replicas"
+            raise ValueError(
+                f"chunks is {self.chunks}, batch_size is {self.batch_size}{whose}; a microbatch "
+                "holds at least one image, so pass at most as many chunks as the batch has images"
+            )
+        schedule_named(self.schedule)
+        if isinstance(self.in_flight, str) and self.in_flight != "auto":
+            raise ValueError(
+                f"in_flight is {self.in_flight!r}; pass a number of microbatches, or auto"
+            )
+        if isinstance(self.in_flight, int):
+            _check_at_least("in_flight", self.in_flight, 1)
         if not self.act or not self.grad:
             raise ValueError(
                 "act and grad need at least one spec each; pass none for no compression"
@@ -132,59 +149,6 @@ class Config:
         if data == "digits" and "epochs" in chosen and "schedule_epochs" not in chosen:
             config = dataclasses.replace(config, schedule_epochs=config.epochs)
         return config
-
-
-def parse_split(text: str) -> Split:
-    """The form that `mpcomp.pipeline` takes: "paper", stages, block counts, or block names."""
-    if text == "paper":
-        return "paper"
-    parts = [part.strip() for part in text.split(",")]
-    if not all(parts):
-        raise ValueError(
-            f"split is {text!r}; pass paper, a number of stages as in 4, block counts as in "
-            "3,2,2,3, or block names to cut after as in layer1,layer2"
-        )
-    if all(part.isdecimal() for part in parts):
-        counts = [int(part) for part in parts]
-        return counts[0] if len(counts) == 1 else counts
-    return parts
-
-
-def devices_of(config: Config) -> list[torch.device]:
-    """The device of all stages, or one for each.
-
-    Raises:
-        ValueError: there is no such device.
-    """
-    text = config.device
-    if text == "auto":
-        text = "cuda:0" if torch.cuda.is_available() else "cpu"
-    try:
-        devices = [torch.device(name.strip()) for name in text.split(",")]
-    except RuntimeError as error:
-        raise ValueError(
-            f"device is {text!r}; pass auto, cpu, cuda, or one for each stage as in cuda:0,cuda:1"
-        ) from error
-    num_gpus = torch.cuda.device_count()
-    for device in devices:
-        if device.type == "cuda" and (device.index or 0) >= num_gpus:
-            raise ValueError(
-                f"device is {text!r}, but torch sees {num_gpus} GPUs; pass one of them"
-            )
-    return [torch.device("cuda", 0) if str(device) == "cuda" else device for device in devices]
-
-
-def compute_dtype(precision: str, device: torch.device) -> torch.dtype | None:
-    """The dtype of autocast; None for plain fp32. `auto`: bf16 where the device computes in it."""
-    if precision == "auto":
-        if device.type == "cuda":
-            fast = torch.cuda.is_bf16_supported(including_emulation=False)
-        else:
-            # Processors without these instructions emulate bf16, which is slower than fp32.
-            features = torch.cpu.get_capabilities()
-            fast = bool(features.get("amx_tile") or features.get("avx512_bf16"))
-        precision = "bf16" if fast else "fp32"
-    return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
 
 
 def _check_choice(name: str, value: str, accepted: tuple[str, ...]) -> None:

@@ -1,14 +1,10 @@
-"""Images for the recipes: decoded once into uint8 tensors, shuffled and augmented from seeds.
-
-What a batch holds depends only on (seed, epoch, batch), so a resumed run sees exactly the images
-of an uninterrupted one.
-"""
+"""Images for the recipes: loaded from where they lie, and decoded once into uint8 tensors."""
 
 from __future__ import annotations
 
 import dataclasses
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -195,90 +191,3 @@ def _decode(split: Any, data: str, limit: int | None) -> Images:
 
 def _first_line(error: BaseException) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-
-
-@dataclass(frozen=True, kw_only=True)
-class Loader:
-    """Batches of one split, normalised and on its device.
-
-    `epoch(e)` shuffles and augments for training and yields (x, y, ids); iterating yields (x, y)
-    in order, every image once. With `aug_seeds` = n an image has n fixed augmentations, one is
-    drawn on each visit, and ids are [b, 2]: (id, augmentation seed).
-    """
-
-    split: Images
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    batch_size: int
-    seed: int = 0
-    drop_last: bool = True
-    crop_padding: int = 4
-    flip: bool = True
-    aug_seeds: int = 0
-    channels_last: bool = False
-
-    def __len__(self) -> int:
-        """The number of batches in an epoch of training."""
-        rest = len(self.split) % self.batch_size
-        return len(self.split) // self.batch_size + (rest > 0 and not self.drop_last)
-
-    def epoch(self, epoch: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """The batches of one epoch (counted from 0)."""
-        order = torch.randperm(len(self.split), generator=seeded(self.seed, epoch))
-        fixed_draws = self._fixed_draws()
-        for batch, ids in enumerate(torch.split(order, self.batch_size)[: len(self)]):
-            generator = seeded(self.seed, epoch, batch)
-            if self.aug_seeds:
-                aug_seeds = torch.randint(self.aug_seeds, (len(ids),), generator=generator)
-                draws = fixed_draws[ids, aug_seeds]
-                ids_sent = torch.stack([ids, aug_seeds], dim=1)
-            else:
-                draws = torch.rand(len(ids), 3, generator=generator)
-                ids_sent = ids
-            images, labels = self._take(ids)
-            yield self._normalise(self._augment(images, draws)), labels, ids_sent
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for ids in torch.split(torch.arange(len(self.split)), self.batch_size):
-            images, labels = self._take(ids)
-            yield self._normalise(images), labels
-
-    def _take(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        ids = ids.to(self.split.images.device)
-        return self.split.images[ids], self.split.labels[ids]
-
-    def _fixed_draws(self) -> Tensor:
-        """[n, aug_seeds, 3] numbers in [0, 1): the fixed augmentations of every image."""
-        shape = (len(self.split), self.aug_seeds, 3)
-        return torch.rand(shape, generator=seeded(self.seed))
-
-    def _augment(self, images: Tensor, draws: Tensor) -> Tensor:
-        """Random crop and flip; `draws` [b, 3] in [0, 1) choose row, column and flip.
-
-        The numbers are drawn on the CPU, so that every device sees the same images.
-        """
-        draws = draws.to(images.device)
-        pad, size = self.crop_padding, images.shape[-1]
-        span = torch.arange(size, device=images.device)
-        shift = (draws[:, :2] * (2 * pad + 1)).long()
-        rows = shift[:, 0, None] + span  # [b, size]
-        columns = shift[:, 1, None] + span
-        if self.flip:
-            columns = torch.where(draws[:, 2, None] < 0.5, columns.flip(1), columns)
-        padded = F.pad(images, (pad, pad, pad, pad))
-        sample = torch.arange(len(images), device=images.device)[:, None, None, None]
-        channel = torch.arange(images.shape[1], device=images.device)[:, None, None]
-        return padded[sample, channel, rows[:, None, :, None], columns[:, None, None, :]]
-
-    def _normalise(self, images: Tensor) -> Tensor:
-        mean = torch.tensor(self.mean, device=images.device)[:, None, None] * 255
-        std = torch.tensor(self.std, device=images.device)[:, None, None] * 255
-        layout = torch.channels_last if self.channels_last else torch.contiguous_format
-        return ((images.float() - mean) / std).contiguous(memory_format=layout)
-
-
-def seeded(*key: int) -> torch.Generator:
-    """A generator of its own for each key, unrelated for neighbouring keys."""
-    # SeedSequence counts trailing zeros as absent; the length keeps (1,) and (1, 0) apart.
-    state = np.random.SeedSequence([len(key), *key]).generate_state(1, np.uint64)
-    return torch.Generator().manual_seed(int(state[0]))

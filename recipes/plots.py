@@ -22,6 +22,7 @@ COLOURS = (
 def plot_curves(runs: Mapping[str, History], path: Path) -> None:
     """Draws the histories, keyed by what the legend calls them, into a PNG file."""
     from matplotlib.figure import Figure  # without pyplot: no window, no global state
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
     figure = Figure(figsize=(10, 7), dpi=100, layout="constrained")
     axes = figure.subplots(2, 2, sharey="row")
@@ -53,13 +54,18 @@ def plot_curves(runs: Mapping[str, History], path: Path) -> None:
             axes[row, column].set_xlabel(label)
             axes[row, column].grid(alpha=0.3)
             axes[row, column].spines[["top", "right"]].set_visible(False)
-            if column == 1 and logarithmic:
+            axis = axes[row, column].xaxis
+            if column == 0:
+                axis.set_major_locator(MaxNLocator(integer=True))
+            elif logarithmic:
                 axes[row, column].set_xscale("log")
-                axes[row, column].xaxis.set_major_formatter("{x:g}")
+                axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+                axis.set_major_formatter("{x:g}")
+                axis.set_minor_formatter(NullFormatter())
     axes[0, 0].set_ylabel("training loss [nats]")
     axes[1, 0].set_ylabel("test accuracy [%]")
     axes[0, 0].legend(frameon=False)
-    axes[1, 0].legend(frameon=False, loc="lower right")
+    axes[1, 0].legend(frameon=False)
     figure.savefig(path)
 
 

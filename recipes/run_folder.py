@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,6 +133,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _replace(path: Path, text: str) -> None:
-    unfinished = path.with_name(path.name + ".tmp")
+    # A name of its own, as machines may share a disk and write the same.
+    unfinished = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
     unfinished.write_text(text)
     unfinished.replace(path)

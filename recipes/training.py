@@ -16,7 +16,10 @@ from tqdm.auto import tqdm
 import mpcomp
 import stages
 from recipes import data, plots
-from recipes.config import Config, compute_dtype, devices_of, parse_split
+from recipes.config import Config
+from recipes.loader import loaders_of
+from recipes.placement import check_ranks, common_dtype, devices_of, parse_split
+from recipes.ranks import Ranks
 from recipes.run_folder import RunFolder, write_json
 from recipes.summary import History, Summary, label
 
@@ -39,34 +42,45 @@ def load_data(config: Config) -> data.Dataset:
 
 
 class Trainer:
-    """A pipeline with its optimizer, schedule and data; `history` has an entry for each epoch."""
+    """A pipeline with its optimizer, schedule and data; `history` has an entry for each epoch.
 
-    def __init__(self, config: Config, dataset: data.Dataset) -> None:
+    Under torchrun there is one on every rank, and all are told the same.
+    """
+
+    def __init__(self, config: Config, dataset: data.Dataset, ranks: Ranks | None = None) -> None:
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         self.config = config
-        devices = devices_of(config)
+        self.ranks = ranks = ranks or Ranks()
+        devices = ranks.together(lambda: devices_of(config, ranks))
         self.device = devices[0]
-        self.dtype = compute_dtype(config.precision, self.device)
-        self.train_loader, self.test_loader = _loaders(config, dataset, self.device)
+        self.dtype = common_dtype(config.precision, self.device, ranks)
+        train_loader, test_loader = loaders_of(config, dataset, self.device)
+        model = _model(config, dataset.num_classes)
+        check_ranks(config, model, ranks.size)
         # Only fp16 has so small a range that gradients underflow without a loss scale.
         self.scaler = (
             torch.amp.GradScaler(self.device.type) if self.dtype is torch.float16 else None
         )
         self.loss = LossWithAccuracy()
         self.pipe = mpcomp.pipeline(
-            _model(config, dataset.num_classes),
+            model,
             chunks=config.chunks,
             split=parse_split(config.split),
             act_comp=_one_or_each(config.act),
             grad_comp=_one_or_each(config.grad),
             loss_fn=self.loss,
-            warmup_steps=config.warmup_steps or config.warmup_epochs * len(self.train_loader),
+            warmup_steps=config.warmup_steps or config.warmup_epochs * len(train_loader),
             recompute=config.recompute,
             seed=config.seed,
             devices=devices if len(devices) > 1 else devices[0],
+            replicas=config.replicas,
+            schedule=config.schedule,
+            in_flight=config.in_flight,
+            timeout=config.timeout,
             scaler=self.scaler,
         )
+        self.train_loader, self.test_loader = train_loader.of(self.pipe), test_loader.of(self.pipe)
         self.optimizer = torch.optim.SGD(
             self.pipe.parameters(),
             lr=config.lr,
@@ -78,6 +92,13 @@ class Trainer:
             self.optimizer, T_max=config.schedule_epochs
         )
         self.history: History = []
+
+    def placement(self) -> str:
+        """How many stages there are, and where, in words."""
+        text = f"{len(self.pipe.cut_stages)} stages"
+        if self.pipe.num_replicas > 1:
+            text += f" x {self.pipe.num_replicas} replicas"
+        return text + (f" on {self.ranks.size} processes" if self.ranks.size > 1 else "")
 
     def fit(
         self,
@@ -95,13 +116,13 @@ class Trainer:
             stop_after: end after this many epochs in total, to be resumed later.
             progress: show a progress bar.
         """
-        if resume and folder is not None and folder.checkpoint.exists():
+        if resume and folder is not None and any(self.pipe.collect(folder.checkpoint.exists())):
             self.load(folder)
         last_epoch = min(self.config.epochs, stop_after or self.config.epochs)
         with tqdm(
             total=last_epoch * len(self.train_loader),
             initial=len(self.history) * len(self.train_loader),
-            disable=not progress,
+            disable=not (progress and self.ranks.speaks),
             unit="step",
             mininterval=0.5 if sys.stderr.isatty() else 10,
         ) as bar:
@@ -110,10 +131,11 @@ class Trainer:
                 if folder is not None:
                     self.save(folder)
         summary = Summary.of(self.config, self.history)
-        if folder is not None:
+        if folder is not None and self.ranks.writes:
             folder.write_metrics(self.history)
             if summary.epochs == self.config.epochs:
                 write_json(folder.summary, summary.to_json())
+        if folder is not None and self.ranks.speaks:
             plots.plot_curves({label(self.config): summary.history}, folder.curves)
         return summary
 
@@ -134,29 +156,32 @@ class Trainer:
             skipped_steps += self.pipe.step_skipped
             bar.update()
             if step % 10 == 0 or step == len(self.train_loader):  # reading a loss waits for a GPU
-                bar.set_postfix(
-                    loss=f"{loss_sum.item() / step:.3f}",
-                    accuracy=f"{self.loss.accuracy():.3f}",
-                    MB=f"{(wire_before + self.pipe.wire_bytes) / 1e6:.1f}",
-                    refresh=False,
-                )
+                shown = {
+                    "loss": f"{loss_sum.item() / step:.3f}",
+                    "MB": f"{(wire_before + self.pipe.wire_bytes) / 1e6:.1f}",
+                }
+                if self.loss.num_seen:  # on the rank with the last stage
+                    shown["accuracy"] = f"{self.loss.num_right / self.loss.num_seen:.3f}"
+                bar.set_postfix(shown, refresh=False)
         self.scheduler.step()
         compressed: float | None = None
         uncompressed: float | None = None
         if evaluate_after or (epoch + 1) % self.config.eval_every == 0:
             compressed, uncompressed = self.evaluate()
+        counts = int(self.loss.num_right), self.loss.num_seen, time.perf_counter() - start
+        right, seen, seconds = zip(*self.pipe.collect(counts), strict=True)
         self.history.append(
             {
                 "epoch": epoch + 1,
                 "lr": lr,
                 "loss": loss_sum.item() / len(self.train_loader),
-                "train_accuracy": self.loss.accuracy(),
+                "train_accuracy": sum(right) / sum(seen),
                 "accuracy_compressed": compressed,
                 "accuracy_uncompressed": uncompressed,
                 "wire_bytes": wire_before + self.pipe.wire_bytes,
                 "dense_bytes": dense_before + self.pipe.dense_bytes,
                 "skipped_steps": skipped_steps,
-                "seconds": previous.get("seconds", 0.0) + time.perf_counter() - start,
+                "seconds": previous.get("seconds", 0.0) + seconds[0],
             }
         )
 
@@ -178,7 +203,8 @@ class Trainer:
             scheduler=self.scheduler,
             extra={"history": self.history},
         )
-        folder.write_metrics(self.history)
+        if self.ranks.writes:
+            folder.write_metrics(self.history)
 
     def load(self, folder: RunFolder) -> None:
         """The state that `save` left."""
@@ -216,57 +242,19 @@ class LossWithAccuracy:
 
     def reset(self) -> None:
         """Starts the count anew."""
-        self._num_right: Tensor | int = 0
-        self._num_seen = 0
-
-    def accuracy(self) -> float:
-        """The fraction of images that were right since the last reset."""
-        return float(self._num_right) / max(self._num_seen, 1)
+        self.num_right: Tensor | int = 0
+        self.num_seen = 0
 
     def __call__(self, output: Tensor, target: Tensor) -> Tensor:
         """[b, classes] and [b] to the mean loss."""
-        self._num_right = self._num_right + (output.detach().argmax(1) == target).sum()
-        self._num_seen += len(target)
+        self.num_right = self.num_right + (output.detach().argmax(1) == target).sum()
+        self.num_seen += len(target)
         return F.cross_entropy(output, target)
 
 
 def accuracy(output: Tensor, target: Tensor) -> Tensor:
     """The fraction of a batch that is right; [b, classes] and [b]."""
     return (output.argmax(1) == target).double().mean()
-
-
-def _loaders(
-    config: Config, dataset: data.Dataset, device: torch.device
-) -> tuple[data.Loader, data.Loader]:
-    """For training and for evaluation, once every batch is sure to fill its microbatches."""
-    num_train = len(dataset.train)
-    rest = num_train % config.batch_size
-    if config.drop_last and num_train < config.batch_size:
-        raise ValueError(
-            f"batch_size is {config.batch_size}, but there are {num_train} training images; pass a "
-            "smaller --batch-size"
-        )
-    if not config.drop_last and 0 < rest < config.chunks:
-        raise ValueError(
-            f"the last batch of {num_train} training images has {rest}, fewer than chunks "
-            f"({config.chunks}); drop it with --drop-last, or pass another --batch-size"
-        )
-
-    def loader(split: data.Images) -> data.Loader:
-        return data.Loader(
-            split=split.to(device),
-            mean=dataset.mean,
-            std=dataset.std,
-            batch_size=config.batch_size,
-            seed=config.seed,
-            drop_last=config.drop_last,
-            crop_padding=config.crop_padding,
-            flip=config.flip,
-            aug_seeds=config.aug_seeds,
-            channels_last=config.channels_last,
-        )
-
-    return loader(dataset.train), loader(dataset.test)
 
 
 def _model(config: Config, num_classes: int) -> torch.nn.Module:

@@ -1,9 +1,8 @@
 """Bad options are refused before any work, with the value, what is accepted, and the fix."""
 
 import pytest
-import torch
 
-from recipes.config import Config, compute_dtype, devices_of, parse_split
+from recipes.config import Config
 
 
 @pytest.mark.parametrize(
@@ -20,6 +19,13 @@ from recipes.config import Config, compute_dtype, devices_of, parse_split
         ({"lr": float("nan")}, "lr is nan; pass a number above 0"),
         ({"clip": -1.0}, "clip is -1.0; pass a number above 0"),
         ({"momentum": float("nan")}, "momentum is nan; pass at least 0"),
+        ({"replicas": 0}, "replicas is 0; pass at least 1"),
+        ({"replicas": 3}, "batch_size is 128, replicas is 3; .* pass a multiple of 3"),
+        ({"replicas": 4, "chunks": 33}, "batch_size is 128, 32 for each of 4 replicas"),
+        ({"schedule": "GPie"}, "schedule='GPie'.*GPipe"),
+        ({"in_flight": 0}, "in_flight is 0; pass at least 1"),
+        ({"in_flight": "all"}, "in_flight is 'all'; pass a number of microbatches, or auto"),
+        ({"timeout": 0.0}, "timeout is 0.0; pass a number above 0"),
         ({"chunks": 9, "batch_size": 8}, "chunks is 9, batch_size is 8; .* at most as many chunks"),
         ({"warmup_steps": 1, "warmup_epochs": 1}, "pass one of the two"),
         ({"act": ("topc:0.1",)}, "topk"),
@@ -47,7 +53,7 @@ def test_digits_have_their_own_defaults_and_schedule():
 
 
 def test_json_round_trip():
-    config = Config(act=("topk:0.1", "none", "quant:4"), clip=1.0)
+    config = Config(act=("topk:0.1", "none", "quant:4"), clip=1.0, replicas=2, in_flight="auto")
     assert Config.from_json(config.to_json()) == config
 
 
@@ -59,46 +65,3 @@ def test_configuration_of_another_version():
 def test_uncompressed_changes_nothing_else():
     config = Config(act=("topk:0.1",), grad=("quant:4",), warmup_steps=3, seed=5)
     assert config.uncompressed() == Config(act=("none",), grad=("none",), seed=5)
-
-
-@pytest.mark.parametrize(
-    ("text", "split"),
-    [
-        ("paper", "paper"),
-        ("4", 4),
-        ("3,2,2,3", [3, 2, 2, 3]),
-        ("layer1, layer2", ["layer1", "layer2"]),
-        ("layer2", ["layer2"]),
-    ],
-)
-def test_split(text, split):
-    assert parse_split(text) == split
-
-
-@pytest.mark.parametrize("text", ["", "3,,2", ","])
-def test_bad_split(text):
-    with pytest.raises(ValueError, match="pass paper, a number of stages"):
-        parse_split(text)
-
-
-def test_devices():
-    assert devices_of(Config(device="cpu,cpu")) == [torch.device("cpu")] * 2
-    with pytest.raises(ValueError, match="device is 'gpu'; pass auto, cpu, cuda"):
-        devices_of(Config(device="gpu"))
-    too_many = f"cuda:{torch.cuda.device_count()}"
-    with pytest.raises(ValueError, match=f"torch sees {torch.cuda.device_count()} GPUs"):
-        devices_of(Config(device=too_many))
-
-
-@pytest.mark.parametrize(
-    ("features", "expected"), [({}, None), ({"avx512_bf16": True}, torch.bfloat16)]
-)
-def test_automatic_precision_asks_the_processor(monkeypatch, features, expected):
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features)
-    assert compute_dtype("auto", torch.device("cpu")) == expected
-
-
-def test_chosen_precision():
-    cpu = torch.device("cpu")
-    assert compute_dtype("fp32", cpu) is None
-    assert compute_dtype("fp16", cpu) is torch.float16

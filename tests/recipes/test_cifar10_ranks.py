@@ -1,0 +1,226 @@
+"""The main recipe in several processes: the run of one process, told once, with one end for all."""
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from recipes import cifar10, cifar10_study
+from recipes import ranks as recipe_ranks
+from recipes.training import Trainer
+
+TINY = [
+    *("--data", "digits", "--width", "4", "--epochs", "2", "--batch-size", "16", "--chunks", "2"),
+    *("--train-limit", "40", "--test-limit", "20", "--precision", "fp32", "--device", "cpu"),
+]
+FEEDBACK = ["--act", "ef21+topk:0.1", "--grad", "ef+randomk:0.2", "--clip", "1.0"]
+
+
+class End(NamedTuple):
+    """How the recipe ended in one process."""
+
+    code: object
+    out: str
+    err: str
+
+
+def recipe(*commands: list[str], main=cifar10.main) -> list[End]:
+    """In each process: runs the recipe with each of the commands, one after another."""
+    ends = []
+    for command in commands:
+        code: object = 0
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                main(command)
+            except SystemExit as error:
+                code = error.code
+        ends.append(End(code, out.getvalue(), err.getvalue()))
+    return ends
+
+
+def different(*commands: list[list[str]]) -> list[End]:
+    """In each process: runs the recipe with commands of its own."""
+    return recipe(*(of_rank[dist.get_rank()] for of_rank in commands))
+
+
+def all_mistakes(commands: list[list[str]]) -> list[End]:
+    """In each process: runs the recipe with each, and the study before the last."""
+    *ends, last = recipe(*commands)
+    return [*ends, *recipe([], main=cifar10_study.main), last]
+
+
+def failing(command: list[str]) -> End:
+    """In each process: one of them finds a mistake that the others do not, while they wait."""
+    if dist.get_rank() == 1:
+
+        def refuse(*args: object, **kwargs: object) -> None:
+            raise ValueError("only here")
+
+        Trainer.train_epoch = refuse  # type: ignore[method-assign]
+        recipe_ranks.GRACE_S = 1.0  # type: ignore[misc]
+    return recipe(command)[0]
+
+
+def check_error(ends: Sequence[End], message: str) -> None:
+    """The first process says it in one line; the others end without a word."""
+    assert [end.code for end in ends] == [1] * len(ends), ends
+    first, *others = ends
+    assert first.err.startswith("error: ") and first.err.count("\n") == 1, first.err
+    assert message in first.err
+    assert [(end.out, end.err) for end in others] == [("", "")] * len(others)
+
+
+def check_success(ends: Sequence[End]) -> None:
+    """The first process shows the run."""
+    assert [end.code for end in ends] == [0] * len(ends), ends
+    first, *others = ends
+    assert first.out.count("run folder: ") == 1 and "error" not in first.err
+    assert [(end.out, end.err) for end in others] == [("", "")] * len(others)
+
+
+def history(folder: Path, without: tuple[str, ...] = ("seconds",)) -> list[dict[str, object]]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if k not in without} for row in rows]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    files = sorted((folder / "checkpoint").rglob("weights.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def check_same_run(one: Path, other: Path) -> None:
+    """Bitwise, all but the seconds."""
+    assert history(one) == history(other)
+    ours, theirs = weights(one), weights(other)
+    assert ours.keys() == theirs.keys() and len(ours) == 122
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_two_processes_train_the_run_of_one(ranks, tmp_path):
+    """Also where it is stopped and resumed, and in another order of microbatches."""
+    command = [*TINY, *FEEDBACK, "--split", "2", "--compare"]
+    parts, auto = str(tmp_path / "parts"), str(tmp_path / "auto")
+    ended = ranks(
+        recipe,
+        2,
+        [*command, "--out", parts, "--stop-after", "1"],
+        ["--resume", parts],
+        [*TINY, *FEEDBACK, "--split", "2", "--in-flight", "auto", "--out", auto],
+        [*TINY, *FEEDBACK, "--schedule", "ZBVZeroBubble", "--out", str(tmp_path / "v")],
+        timeout_s=120.0,
+    )
+    for ends in zip(*ended, strict=True):
+        check_success(ends)
+    shown = ended[0][1].out
+    assert "40 training images, 20 test images; 2 stages on 2 processes" in shown
+    assert "at the measured" in shown and "accuracy on %" in shown
+    assert ended[0][1].err.count("epoch 2/2") >= 1
+
+    cifar10.main([*command, "--out", str(tmp_path / "alone")])
+    check_same_run(tmp_path / "alone", tmp_path / "parts")
+    check_same_run(tmp_path / "alone" / "uncompressed", tmp_path / "parts" / "uncompressed")
+    check_same_run(tmp_path / "alone", tmp_path / "auto")
+    for name in ("curves.png", "summary.json", "config.json"):
+        assert (tmp_path / "parts" / name).exists()
+    summary = json.loads((tmp_path / "parts" / "summary.json").read_text())
+    assert 0 < summary["wire_ratio"] < 0.3 < summary["uncompressed_run"]["wire_ratio"]
+
+    cifar10.main([*TINY, *FEEDBACK, "--out", str(tmp_path / "four")])
+    local = ("seconds", "wire_bytes", "dense_bytes")  # one cut of a V lies within a process
+    assert history(tmp_path / "four", local) == history(tmp_path / "v", local)
+
+
+def test_replicas_share_the_batches(ranks, tmp_path):
+    command = [*TINY, "--split", "2", "--replicas", "2", "--act", "aqsgd+quant:4"]
+    whole, parts = str(tmp_path / "whole"), str(tmp_path / "parts")
+    ended = ranks(
+        recipe,
+        4,
+        [*command, "--out", whole],
+        [*command, "--out", parts, "--stop-after", "1"],
+        ["--resume", parts],
+        timeout_s=120.0,
+    )
+    for ends in zip(*ended, strict=True):
+        check_success(ends)
+    assert "2 stages x 2 replicas on 4 processes" in ended[0][0].out
+    check_same_run(tmp_path / "whole", tmp_path / "parts")
+    rows = history(tmp_path / "whole")
+    # Every test image is counted once, and 32 of the 40 training images: two batches of 16.
+    assert [float(row["accuracy_compressed"] * 20).is_integer() for row in rows] == [True, True]
+    assert [float(row["train_accuracy"] * 32).is_integer() for row in rows] == [True, True]
+
+
+def test_mistakes_end_every_process_and_one_says_so(ranks, tmp_path):
+    out = ["--out", str(tmp_path / "run")]
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "config.json").write_text("{}")
+    commands = {
+        "pass --split 2, or start 4 processes": [*TINY, *out],
+        "replicas is 2, but there are 2 processes": [*TINY, *out, "--replicas", "2"],
+        "batch_size is 16, replicas is 3": [*TINY, *out, "--replicas", "3"],
+        "schedule='GPie'": [*TINY, *out, "--schedule", "GPie"],
+        "invalid int value: 'x'": [*TINY, *out, "--epochs", "x"],
+        "leave one of the two out": [
+            *(*TINY, *out, "--split", "2", "--in-flight", "2", "--schedule", "GPipe"),
+        ],
+        "no folder ./nowhere": [*TINY, *out, "--data", "./nowhere"],
+        "is no run folder": ["--resume", str(tmp_path)],
+        "holds a run already": [*TINY, "--out", str(tmp_path / "taken")],
+    }
+    diverging = [*TINY, "--split", "2", "--lr", "1e30", "--out", str(tmp_path / "diverged")]
+    *ended, (first, second) = zip(
+        *ranks(all_mistakes, 2, [*commands.values(), diverging]), strict=True
+    )
+    commands["start it with python, not with torchrun"] = []  # the study
+    for message, ends in zip(commands, ended, strict=True):
+        check_error(ends, message)
+    assert not (tmp_path / "run").exists()
+    assert first.code == second.code == 1
+    assert first.err.splitlines()[-1].startswith("error: NaN or Inf at boundary 0")
+    assert (second.out, second.err) == ("", "")
+
+
+def test_mistakes_of_one_process(ranks, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    mine = [*TINY, "--split", "2", "--out", str(tmp_path / "run")]
+    others = [*mine, "--out", str(tmp_path)], [*mine, "--lr", "0.5"]
+    folder, rate = zip(*ranks(different, 2, *([mine, other] for other in others)), strict=True)
+    check_error(folder, f"error: rank 1: the run folder {tmp_path} holds a run already")
+    check_error(rate, "lr is 0.5 on rank 1, 0.05 on rank 0")
+    assert not (tmp_path / "run").exists()
+    first, second = ranks(failing, 2, mine)
+    assert first.code == second.code == 1
+    assert second.err == "error: only here\n"  # as the first knew nothing of it
+    assert "is gone" in first.err.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_under_torchrun_itself(tmp_path):
+    """All ends cleanly: no warning about process groups, nobody left behind."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", "-m", "recipes.cifar10", *TINY, "--epochs", "1"]
+    command += ["--split", "2", "--out", str(tmp_path / "run")]
+    done = subprocess.run(
+        command,
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("run folder: ") == 1
+    assert "arning" not in done.stderr and "destroy" not in done.stderr
+    assert (tmp_path / "run" / "summary.json").exists()
