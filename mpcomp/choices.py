@@ -61,9 +61,9 @@ class Choices:
                 f"in_flight={in_flight!r}: expected a number of microbatches, 1 or more, 'auto' "
                 "or None"
             )
-        if self.in_flight_bytes is not None and self.in_flight_bytes < 1:
+        if self.in_flight_bytes is not None and not _positive(self.in_flight_bytes):
             raise ValueError(
-                f"in_flight_bytes={self.in_flight_bytes}: expected a positive number of bytes"
+                f"in_flight_bytes={self.in_flight_bytes!r}: expected a positive number of bytes"
             )
         for name in ("in_flight", "in_flight_bytes"):
             if getattr(self, name) is not None and self.schedule is not None:
@@ -71,5 +71,10 @@ class Choices:
                     f"{name}={getattr(self, name)!r} with schedule={self.schedule!r}: torch's "
                     "schedules have their own depth; leave one of the two out"
                 )
-        if not self.timeout > 0:
-            raise ValueError(f"timeout={self.timeout}: expected seconds, more than 0")
+        if not _positive(self.timeout):
+            raise ValueError(f"timeout={self.timeout!r}: expected seconds, more than 0")
+
+
+def _positive(value: Any) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and 0 < value < float("inf")

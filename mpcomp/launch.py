@@ -13,7 +13,7 @@ from mpcomp.choices import Choices
 from mpcomp.engines.distributed import DistributedEngine
 from mpcomp.engines.schedules import Schedule, schedule_named
 from mpcomp.methods import boundaries_of
-from mpcomp.network.handshake import exchange, shake_hands
+from mpcomp.network.handshake import announcing_failure, exchange, shake_hands
 from mpcomp.network.world import World, join
 from mpcomp.pipe import Pipeline
 from mpcomp.version import __version__
@@ -38,21 +38,22 @@ def distributed_pipeline(model: nn.Module, choices: Choices) -> Pipeline:
             f"{world.size} ranks for replicas={choices.replicas}: a pipeline of one rank sends "
             "nothing; start more processes, or pass engine='local'"
         )
-    cut = staging.split(model, _where(model, choices, schedule, world))
-    schedule.check_stages(len(cut), ranks)
-    _check_parameters(cut, schedule, ranks)
-    _check_recompute(choices, schedule)
-    boundaries = boundaries_of(
-        choices.act_comp,
-        choices.grad_comp,
-        [stage.block_names[-1] for stage in cut[:-1]],
-        seed=choices.seed,
-        replica=world.replica,
-        warmup_steps=choices.warmup_steps,
-    )
-    own = [i for i in range(len(cut)) if schedule.place_of(i, ranks) == world.place]
-    check_weights([cut[i] for i in own], choices.weights)
-    methods = [[str(link.method) for link in boundary.links] for boundary in boundaries]
+    with announcing_failure(world):
+        cut = staging.split(model, _where(model, choices, schedule, world))
+        schedule.check_stages(len(cut), ranks)
+        _check_parameters(cut, schedule, ranks)
+        _check_recompute(choices, schedule)
+        boundaries = boundaries_of(
+            choices.act_comp,
+            choices.grad_comp,
+            [stage.block_names[-1] for stage in cut[:-1]],
+            seed=choices.seed,
+            replica=world.replica,
+            warmup_steps=choices.warmup_steps,
+        )
+        own = [i for i in range(len(cut)) if schedule.place_of(i, ranks) == world.place]
+        check_weights([cut[i] for i in own], choices.weights)
+        methods = [[str(link.method) for link in boundary.links] for boundary in boundaries]
     shake_hands(world, _config(cut, methods, schedule, choices, device))
     world.connect()
     for i, stage in enumerate(cut):

@@ -6,7 +6,7 @@ import copy
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -80,14 +80,27 @@ class Pipeline(OriginalNames):
         self._compress_act = self._compress_grad = True
         self._open: Step | None = None
         self._agreed_bytes = (0, 0)
-        #: Seconds of the last steps on this rank.
-        self.step_seconds: deque[float] = deque(maxlen=100)
+        #: Of the last steps on this rank: seconds, and of these waiting for messages.
+        self.step_times: deque[tuple[float, float]] = deque(maxlen=100)
 
     def train(self, mode: bool = True) -> Pipeline:
         """Training or evaluation mode, also of the stages that other ranks have."""
         for stage in self.cut_stages:  # their shapes are found here too
             stage.train(mode)
         super().train(mode)
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Pipeline:
+        """Gives the stages of other ranks the same dtypes: what crosses a cut follows from them."""
+
+        def same_dtype(x: Tensor) -> Tensor:
+            return x.to(fn(torch.empty(0, dtype=x.dtype)).dtype)
+
+        for stage in self.cut_stages:
+            if all(stage is not own for own in self.stages):
+                stage._apply(same_dtype, recurse)  # type: ignore[no-untyped-call]
+        self.engine.forget_shapes()
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
     # -- training and inference ---------------------------------------------------------------
@@ -168,7 +181,7 @@ class Pipeline(OriginalNames):
                 f"target has {num_rows(target)} rows, the batch {sum(sizes)}: expected one each"
             )
         step = self._step(sizes, sample_ids, True)
-        begin = time.perf_counter()
+        begin, waited_before = time.perf_counter(), self.engine.waited_s
         same = (batch, target, step.sample_ids)
         if self.engine.computes_loss:
             target = map_tensors(target, lambda t: t.to(self.engine.device))
@@ -182,7 +195,8 @@ class Pipeline(OriginalNames):
             self.engine.forward_backward(parts, targets, step, loss, same)
             total = self._settle(loss)
         assert total is not None
-        self.step_seconds.append(time.perf_counter() - begin)
+        waited = self.engine.waited_s - waited_before
+        self.step_times.append((time.perf_counter() - begin, waited))
         return total
 
     def evaluate(self, loader: Iterable[Any], metric: Metric | None = None) -> Any:

@@ -27,7 +27,9 @@ class GradientAverage:
     """
 
     def __init__(self, stage: nn.Module, group: dist.ProcessGroup) -> None:
+        self._stage = stage
         self._parameters = [p for p in stage.parameters() if p.requires_grad]
+        self._known = _described(stage)
         self.enabled = True
         #: None where there is nothing to train. Gradient compression registers its hook here.
         self.ddp: DistributedDataParallel | None = None
@@ -36,10 +38,23 @@ class GradientAverage:
 
     def __call__(self) -> None:
         """Replaces ``.grad`` by its mean over the replicas."""
-        if self.ddp is None or not self.enabled:
+        if not self.enabled:
+            return
+        if _described(self._stage) != self._known:
+            raise ValueError(
+                "parameters were replaced, frozen, unfrozen or given another dtype after the "
+                "replicas were connected, so their gradients would not be averaged: change the "
+                "model before mpcomp.pipeline"
+            )
+        if self.ddp is None:
             return
         self.ddp.reducer.prepare_for_backward([])
         torch.autograd.backward(self._parameters, [torch.zeros_like(p) for p in self._parameters])
+
+
+def _described(stage: nn.Module) -> list[tuple[int, torch.dtype]]:
+    """What DDP's hooks hang on: they are lost without a word when one of these changes."""
+    return [(id(p), p.dtype) for p in stage.parameters() if p.requires_grad]
 
 
 class ReplicaSampler(Sampler[int]):

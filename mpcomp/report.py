@@ -55,12 +55,12 @@ def report_of(pipe: Pipeline) -> dict[str, Any]:
 
 
 def _times_of(pipe: Pipeline) -> list[float] | None:
-    seconds = pipe.step_seconds
-    if not seconds:
+    if not pipe.step_times:
         return None
     coding = sum(link.meter.train.seconds for link in pipe.links)
-    waited = pipe.engine.waited_s / max(1, pipe.engine.steps_run)
-    return [statistics.median(seconds), waited, coding / pipe.num_steps]
+    step = statistics.median(times[0] for times in pipe.step_times)
+    busy = statistics.median(seconds - waited for seconds, waited in pipe.step_times)
+    return [step, step - busy, coding / pipe.num_steps]
 
 
 def _payoff(

@@ -43,6 +43,14 @@ def check_weights(stages: Iterable[nn.Module], weights: str | Path | None) -> No
                 f"weights={weights}: the .safetensors files there lack {', '.join(missing[:3])}"
                 + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
             )
+        for names, own in stored:
+            name = _name_of(names, there)
+            with safe_open(there[name], framework="pt") as file:
+                shape = list(file.get_slice(name).get_shape())
+            if shape != list(own.shape):
+                raise ValueError(
+                    f"weights={weights}: {name} has shape {shape}, the model {list(own.shape)}"
+                )
         for name, tensor in _tensors(stage):
             if tensor.is_meta and not any(name in names for names, _ in stored):
                 raise ValueError(
@@ -54,20 +62,15 @@ def check_weights(stages: Iterable[nn.Module], weights: str | Path | None) -> No
 def load_weights(stage: nn.Module, weights: str | Path) -> None:
     """Reads the parameters and buffers of one stage, and nothing else, from a folder.
 
-    Raises:
-        ValueError: a tensor there has another shape.
+    `check_weights` has found them all there.
     """
     there = _files_of(Path(weights))
     values: dict[str, Tensor] = {}
     for names, own in _stored(stage):
-        name = next(name for name in names if name in there)
+        name = _name_of(names, there)
         with safe_open(there[name], framework="pt") as file:
             value = file.get_tensor(name)
-        if value.shape != own.shape:
-            raise ValueError(
-                f"weights={weights}: {name} has shape {list(value.shape)}, the model "
-                f"{list(own.shape)}"
-            )
+        assert value.shape == own.shape, name
         # A copy, as the file may change or go; in the model's own memory order.
         value = torch.empty_like(own, device="cpu", requires_grad=False).copy_(value)
         if isinstance(own, nn.Parameter):
@@ -104,6 +107,11 @@ def _stored(stage: nn.Module) -> list[tuple[list[str], Tensor]]:
     for name, tensor in tensors.items():
         names.setdefault(id(tensor), []).append(name)
     return [(group, tensors[group[0]]) for group in names.values()]
+
+
+def _name_of(names: list[str], there: Mapping[str, Path]) -> str:
+    """Which of a tensor's names the files have: that of tied weights may be any."""
+    return next(name for name in names if name in there)
 
 
 def _files_of(folder: Path) -> Mapping[str, Path]:

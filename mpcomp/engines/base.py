@@ -68,14 +68,15 @@ class Engine(ABC):
 
     #: Seconds of training that this rank has waited for messages.
     waited_s: float = 0.0
-    #: Steps in which it did.
-    steps_run: int = 0
     #: Microbatches that the first stage has under way, where that can be chosen.
     in_flight: int | None = None
 
     def probe(self) -> list[tuple[float, float] | None]:
         """(Mbit/s, round trip in seconds) of each cut; None where nothing leaves the rank."""
         return []
+
+    def forget_shapes(self) -> None:  # noqa: B027  (nothing is known ahead in one process)
+        """Finds out anew what crosses the cuts, as dtypes have changed."""
 
     # -- agreement with other ranks; alone there is nothing to agree about ----------------------
 

@@ -109,9 +109,9 @@ class SavedBytes:
         self._storages[storage.data_ptr()] = storage.nbytes()
 
     @contextmanager
-    def counting(self, parameters: Sequence[Tensor]) -> Iterator[None]:
-        """Counts within a block; ``parameters`` are kept anyway."""
-        own = {p.untyped_storage().data_ptr() for p in parameters}
+    def counting(self, anyway: Sequence[Tensor]) -> Iterator[None]:
+        """Counts within a block what is not among the tensors that are kept ``anyway``."""
+        own = {x.untyped_storage().data_ptr() for x in anyway}
 
         def pack(x: Tensor) -> Tensor:
             if x.untyped_storage().data_ptr() not in own:

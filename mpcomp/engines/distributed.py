@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gc
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
@@ -113,6 +114,8 @@ class DistributedEngine(Engine):
         self._search: DepthSearch | None = None
         if isinstance(self.schedule, InFlight1F1B):
             self._limit_depth(1 if in_flight_bytes is not None else chunks)
+        # Groups live until they are destroyed, with a thread and sockets each: not longer than we.
+        weakref.finalize(self, world.close).atexit = False
 
     def _crossing(self, boundary: Boundary) -> Crossing | None:
         """Both channels of a cut; all ranks call this for all cuts, as groups are made by all."""
@@ -150,7 +153,12 @@ class DistributedEngine(Engine):
             return lambda: None
         average = GradientAverage(stage, self.world.replica_group)
         self._averages.append(average)
-        return average
+
+        def reduce() -> None:
+            with self.world.waits.on(None, "gradients of other replicas"):
+                average()
+
+        return reduce
 
     def _loss_of(self, output: Tensor, numbered: tuple[int, Any]) -> Tensor:
         assert self._loss is not None
@@ -182,24 +190,28 @@ class DistributedEngine(Engine):
         loss: StepLoss,
         same: tuple[Any, ...],
     ) -> None:
-        all_rows = self._check_same(step, same, loss.rows)
+        all_rows, trained = self._check_same(step, same, loss.rows)
+        if trained == len(self._places):
+            raise ValueError("nothing to train: no parameter of any stage requires a gradient")
         if self.num_replicas > 1:
             loss.share_with(all_rows, self.num_replicas)
         self._loss = loss
         begin, waited = time.perf_counter(), self._waited_in_all()
         with self._bounding(), self.together():
-            parts = self._begin(microbatches, step)
+            parts = self._begin(microbatches, step, trained)
             run_schedule(self.schedule, parts, targets)
             self._finish()
         self._loss = None
         self.waited_s += self._waited_in_all() - waited
-        self.steps_run += 1
         if self._search is not None:
             self._search.note(time.perf_counter() - begin)
             cast(InFlight1F1B, self.schedule).in_flight = self._search.depth
 
-    def _check_same(self, step: Step, same: tuple[Any, ...], rows: int) -> int:
-        """Compares what ranks are about to do; returns the rows of all replicas.
+    def _check_same(self, step: Step, same: tuple[Any, ...], rows: int) -> tuple[int, int]:
+        """Compares what ranks are about to do.
+
+        Returns:
+            The rows of all replicas, and the first stage with something to train.
 
         Raises:
             ValueError: ranks were handed other data, or take another step; on every rank, and
@@ -209,11 +221,17 @@ class DistributedEngine(Engine):
         kind = "training" if step.train else "evaluation"
         autocast = Autocast.of_caller(self.device)
         settings = (step.index, step.train, step.compress_act, step.compress_grad, step.loss_scale)
-        own = [fingerprint(*same), fingerprint(settings, step.lr, autocast, rows > 0), rows]
+        training = [s.stage_index for s in self._stages if s.has_trainable]
+        own = [
+            fingerprint(*same),
+            fingerprint(settings, step.lr, autocast, rows > 0),
+            rows,
+            min(training, default=len(self._places)),
+        ]
         with self.together():
             said = self.world.gather(own, f"start of step {step.index} ({kind})")
         row = self.num_in_pipeline
-        for rank, (data, setting, _) in enumerate(said):
+        for rank, (data, setting, *_) in enumerate(said):
             if setting != said[0][1]:
                 raise ValueError(
                     f"rank {rank} and rank 0 do not take the same step: they differ in its number, "
@@ -227,14 +245,15 @@ class DistributedEngine(Engine):
                     f"{step.index} ({kind}): the batch, target or sample ids differ. Seed the "
                     "loader's shuffle and augmentation alike on all ranks of a replica"
                 )
-        return sum(rows for _, _, rows in said[::row])
+        own_row = said[row * self.replica : row * (self.replica + 1)]
+        return sum(rows for _, _, rows, _ in said[::row]), min(first for *_, first in own_row)
 
-    def _begin(self, microbatches: Sequence[Any], step: Step) -> list[Any]:
+    def _begin(self, microbatches: Sequence[Any], step: Step, trained: int = 0) -> list[Any]:
         """Posts receives; returns the microbatches on this device where the first stage is."""
         autocast = Autocast.of_caller(self.device)
         metas = [self._planner.crossing(batch, autocast) for batch in microbatches]
         for stage in self._stages:
-            stage.begin(step, metas, autocast)
+            stage.begin(step, metas, autocast, trained)
         if not self._stages[0].is_first:
             return [None] * len(metas)
         return [map_tensors(batch, lambda t: t.to(self.device)) for batch in microbatches]
@@ -285,6 +304,9 @@ class DistributedEngine(Engine):
     def in_flight(self) -> int | None:  # type: ignore[override]
         """Microbatches that the first stage has under way; None with torch's schedules."""
         return self.schedule.in_flight if isinstance(self.schedule, InFlight1F1B) else None
+
+    def forget_shapes(self) -> None:
+        self._planner.forget()
 
     # -- agreement ------------------------------------------------------------------------------
 

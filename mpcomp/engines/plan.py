@@ -50,6 +50,10 @@ class Planner:
             self._known[key] = self._run(microbatch, autocast)
         return self._known[key]
 
+    def forget(self) -> None:
+        """Drops all plans."""
+        self._known.clear()
+
     def _run(self, microbatch: Any, autocast: Autocast) -> list[TensorMeta]:
         metas = []
         fakes = FakeTensorMode(allow_non_fake_inputs=True)  # tensors that are plain attributes

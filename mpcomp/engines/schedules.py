@@ -52,11 +52,14 @@ class Schedule:
         per_rank, rest = divmod(num_stages, num_ranks)
         wanted = self.stages_per_rank
         if rest or per_rank == 0 or (wanted is not None and per_rank != wanted):
-            number = "a multiple of" if wanted is None else f"{wanted} times"
+            takes = "the same number of stages on each rank, at least one"
+            fix = f"split={num_ranks} or a multiple of it"
+            if wanted is not None:
+                takes = f"{wanted} stage{'s' if wanted > 1 else ''} on each rank"
+                fix = f"split={wanted * num_ranks}"
             raise ValueError(
-                f"{num_stages} stages on {num_ranks} ranks: schedule {self.name} takes {number} "
-                f"the number of ranks"
-                + ("" if wanted is None else f", which is {wanted * num_ranks}")
+                f"{num_stages} stages on {num_ranks} ranks: {self.name} takes {takes}; "
+                f"pass {fix}, or start another number of processes"
             )
 
     def make(self, stages: Sequence[Any], chunks: int, loss_fn: Any) -> Any:

@@ -27,6 +27,7 @@ from torch.distributed.pipelining import PipelineStage
 from mpcomp.boundary import Boundary
 from mpcomp.engines.depth import SavedBytes
 from mpcomp.engines.runner import Autocast, StageRunner, no_autocast
+from mpcomp.microbatch import map_tensors
 from mpcomp.network.channels import Channel
 from mpcomp.network.faults import Faults
 from mpcomp.tensor_meta import TensorMeta
@@ -81,15 +82,29 @@ class CutStage(PipelineStage):
         if hasattr(self, "_stage_meta"):  # from torch 2.13 on; its length counts the inputs
             self._stage_meta.inputs = (None,)  # type: ignore[assignment]
 
-    def begin(self, step: Step, metas: Sequence[Sequence[TensorMeta]], autocast: Autocast) -> None:
+    @property
+    def has_trainable(self) -> bool:
+        """Whether any of its parameters requires a gradient at the moment."""
+        return any(parameter.requires_grad for parameter in self.submod.parameters())
+
+    def begin(
+        self,
+        step: Step,
+        metas: Sequence[Sequence[TensorMeta]],
+        autocast: Autocast,
+        trained: int = 0,
+    ) -> None:
         """Prepares for the microbatches of a step, or of one pass of evaluation.
 
         Args:
             step: the step.
             metas: per microbatch, what crosses each cut.
             autocast: of the caller.
+            trained: the first stage with something to train; no gradient goes further back.
         """
         self._step = step
+        self._trained = trained
+        self._undivided: set[int] = set()
         self._metas = metas
         self._autocast = autocast
         self.has_backward = step.train
@@ -137,10 +152,14 @@ class CutStage(PipelineStage):
         self._at(fwd_chunk_id, "forward")
         received: list[Tensor] = []
         if self._before is not None:
-            received = [self._receive(fwd_chunk_id).requires_grad_()]
+            received = [self._receive(fwd_chunk_id)]
+            received[0].requires_grad_(self._trained < self.stage_index)
         value = received[0] if received else args[0]
         saved = self.saved if fwd_chunk_id == 0 else None  # the first is among the largest
-        with saved.counting(list(self.submod.parameters())) if saved else nullcontext():
+        anyway: list[Tensor] = list(self.submod.parameters())
+        if not received:
+            map_tensors(value, anyway.append)  # the batch, which is there for the whole step
+        with saved.counting(anyway) if saved else nullcontext():
             output = self._runner(value, self._step.index, fwd_chunk_id, self._autocast)
         if saved is not None:
             for kept in (*received, output):
@@ -159,10 +178,18 @@ class CutStage(PipelineStage):
     ) -> None:
         """Runs a microbatch backward; sends the gradient of its input. Called by the schedule."""
         self._at(bwd_chunk_id, "backward")
+        goes_on = self._trained < self.stage_index  # to the stage before
+        if not full_backward and not goes_on and self._trained > 0:
+            # torch would divide this backward at an input that needs no gradient.
+            self._undivided.add(bwd_chunk_id)
+            full_backward = True
+        if self._trained > self.stage_index:
+            self.fwd_cache.pop(bwd_chunk_id)
+            return
         with _own_errors():
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward=False)
         grads = self.bwd_cache.pop(bwd_chunk_id)
-        if self._before is None:
+        if self._before is None or not goes_on:
             return
         meta = self._metas[bwd_chunk_id][self.stage_index - 1]
         grad = grads[0]
@@ -179,6 +206,8 @@ class CutStage(PipelineStage):
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """The part of backward that a split left for later. Called by the schedule."""
+        if bwd_chunk_id in self._undivided:
+            return
         self._at(bwd_chunk_id, "backward of the weights")
         with _own_errors():
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward=False)
@@ -209,7 +238,7 @@ class CutStage(PipelineStage):
         with no_autocast(self.device):
             message = boundary.send_activation(x, step, microbatch)
             self._after.act.send(microbatch, message)
-            if step.train:
+            if step.train and self._trained <= self.stage_index:
                 size = boundary.gradient_bytes(meta, step, microbatch, self.device)
                 self._after.grad.post(microbatch, size)
             if self._samples(microbatch):

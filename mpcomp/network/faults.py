@@ -18,13 +18,17 @@ import json
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from typing import TypeVar
 
 from torch._C._distributed_c10d import Store
 
 __all__ = ["Faults", "PeerError", "PeerLost", "Waits", "grace_of"]
+
+_T = TypeVar("_T")
 
 #: The most seconds that a rank looks for the records of others, which end at nearly the same time.
 _GRACE_S = 2.0
@@ -61,6 +65,8 @@ class Waits:
     def __init__(self) -> None:
         #: Since when (`time.monotonic`), for which rank (None: one of several), for what.
         self.current: tuple[float, int | None, str] | None = None
+        #: Called when a wait has ended well after all, though a record of it was left.
+        self.take_back: Callable[[], None] | None = None
 
     @contextmanager
     def on(self, peer: int | None, what: str) -> Iterator[None]:
@@ -76,6 +82,8 @@ class Waits:
             raise PeerLost(peer, what, error) from error
         finally:
             self.current = None
+        if self.take_back is not None:
+            self.take_back()
 
 
 @dataclass(frozen=True)
@@ -121,13 +129,20 @@ class Faults:
         self._name_of = name_of
         self._close = close
         self._ended: str | None = None
+        self._noted: tuple[float, int | None, str] | None = None  # the wait of the early record
         self._stopped = threading.Event()
         self._lock = threading.Lock()
         self._left = False  # whether the last record is in the store
         self._unreachable = ""  # why the store did not answer
+        self._different = ""  # what ranks waited for that do not make the same calls
         #: Where this rank is, for its record: "stage 1, microbatch 3, forward".
         self.where = "start"
-        threading.Thread(target=self._leave_early, name="mpcomp-waits", daemon=True).start()
+        threading.Thread(
+            target=_watch_waits,
+            args=(weakref.ref(self), self._stopped, min(1.0, timeout_s / 10)),
+            name="mpcomp-waits",
+            daemon=True,
+        ).start()
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -151,7 +166,8 @@ class Faults:
         except BaseException as error:
             reason = f"{type(error).__name__}: {error}"
             self._ended = f"{self._name_of(self._rank)} failed at {self.where}: {reason}"
-            self._leave(_Record(self._rank, self.where, reason))
+            record = _Record(self._rank, self.where, reason)
+            self._answered(lambda: self._leave(record))
             self.stop()
             raise
 
@@ -160,29 +176,24 @@ class Faults:
         self._stopped.set()
         self._close()
 
-    def _leave_early(self) -> None:
-        """In a thread: leaves a record once a wait has taken half of the timeout.
-
-        It is taken back when the wait has ended well, so that it is not believed later.
-        """
-        noted: tuple[float, int | None, str] | None = None
-        while not self._stopped.wait(min(1.0, self._timeout_s / 10)):
-            current = self._waits.current
-            if noted is not None and current != noted:
-                noted = None
+    def leave_early(self) -> None:
+        """Leaves a record once a wait has taken half of the timeout."""
+        current = self._waits.current
+        if current is None or current is self._noted:
+            return
+        since, peer, what = current
+        if time.monotonic() - since > self._timeout_s / 2:
+            self._noted = current
+            reason = f"still waiting after {self._timeout_s / 2:g} s"
+            self._leave(_Record(self._rank, what, reason, peer, waited=True), early=True)
+            self._waits.take_back = self._take_back
+            if self._waits.current is not current:  # it ended meanwhile
                 self._take_back()
-            if current is None or current == noted:
-                continue
-            since, peer, what = current
-            if time.monotonic() - since > self._timeout_s / 2:
-                noted = current
-                reason = f"still waiting after {self._timeout_s / 2:g} s"
-                self._leave(_Record(self._rank, what, reason, peer, waited=True), early=True)
 
     def _end(self, record: _Record) -> str:
-        self._leave(record)
+        self._answered(lambda: self._leave(record))
         self.stop()
-        first, cause = self._first(record)
+        first, cause = self._answered(lambda: self._first(record)) or (record, record.peer)
         if self._unreachable and first.waited:
             return (
                 f"{self._seen(record, record.peer)} The store cannot be reached either "
@@ -191,6 +202,8 @@ class Faults:
         here = f"Noticed here, on {self._name_of(self._rank)}, at: {record.where}"
         if not first.waited:
             return f"{self._name_of(first.rank)} failed at {first.where}: {first.reason}. {here}"
+        if self._different:
+            return f"{self._different}: every rank must make the same calls, in the same order"
         seen = self._seen(first, cause)
         return seen if first.rank == self._rank else f"{seen} {here}"
 
@@ -204,6 +217,17 @@ class Faults:
             f"({_first_line(record.reason)})."
         )
 
+    def _answered(self, ask: Callable[[], _T]) -> _T | None:
+        """What the store answers; None if its host hangs, which it would wait for without end."""
+        answers: list[_T] = []
+        if not self._unreachable:
+            thread = threading.Thread(target=lambda: answers.append(ask()), daemon=True)
+            thread.start()
+            thread.join(2 * grace_of(self._timeout_s))
+            if not answers:
+                self._unreachable = "no answer"
+        return answers[0] if answers else None
+
     def _leave(self, record: _Record, early: bool = False) -> None:
         """Stores the record; an early one only where there is no last one."""
         with self._lock:
@@ -216,7 +240,8 @@ class Faults:
                 self._unreachable = _first_line(str(error))
 
     def _take_back(self) -> None:
-        """Removes the record of a wait that has ended well."""
+        """Removes the record of a wait that has ended well, so that it is not believed later."""
+        self._waits.take_back = None
         with self._lock, suppress(RuntimeError):
             if not self._left:
                 self._store.delete_key(_key(self._rank))
@@ -245,6 +270,9 @@ class Faults:
             record = records[record.peer]
             seen.add(record.rank)
         silent = [rank for rank in range(self._size) if rank not in records]
+        if not silent and len({r.where for r in records.values() if r.peer is None}) > 1:
+            waits = [f"rank {r.rank} for the {r.where}" for r in records.values()]
+            self._different = "ranks waited for different things, " + ", ".join(sorted(waits))
         if record.peer is not None and record.peer not in records:
             return record, record.peer
         for other in records.values():  # of those who waited for one, not for all
@@ -260,6 +288,18 @@ class Faults:
         except RuntimeError as error:  # the store went meanwhile: what is known must do
             self._unreachable = _first_line(str(error))
             return None
+
+
+def _watch_waits(
+    faults_of: weakref.ref[Faults], stopped: threading.Event, interval_s: float
+) -> None:
+    """A thread's loop, which ends with its `Faults`, and keeps nobody alive."""
+    while not stopped.wait(interval_s):
+        faults = faults_of()
+        if faults is None:
+            return
+        faults.leave_early()
+        del faults
 
 
 def _key(rank: int) -> str:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -19,10 +20,12 @@ from torch import Tensor
 from mpcomp.network.faults import PeerError
 from mpcomp.network.world import World
 
-__all__ = ["exchange", "fingerprint", "shake_hands"]
+__all__ = ["announcing_failure", "exchange", "fingerprint", "shake_hands"]
 
 #: Elements of a tensor that its fingerprint reads: batches that differ, differ all over.
 _SAMPLED = 1 << 16
+#: In place of what a rank was to say.
+_FAILED = "failed before the handshake"
 
 
 def shake_hands(world: World, config: Mapping[str, Any]) -> None:
@@ -51,10 +54,23 @@ def shake_hands(world: World, config: Mapping[str, Any]) -> None:
         )
 
 
+@contextmanager
+def announcing_failure(world: World) -> Iterator[None]:
+    """Runs a block before the handshake; if it fails here, the other ranks need not wait."""
+    try:
+        yield
+    except Exception as error:
+        for what in ("times", "hello"):
+            failure = json.dumps({_FAILED: f"{type(error).__name__}: {error}"})
+            world.store.set(f"{what}/{world.rank}", failure)
+        raise
+
+
 def exchange(world: World, what: str, value: Any) -> list[Any]:
     """What JSON can hold, from every rank, through the store: needs no connection.
 
     Raises:
+        ValueError: a rank has failed before it came to this.
         PeerError: a rank has not come within the timeout.
     """
     world.store.set(f"{what}/{world.rank}", json.dumps(value))
@@ -67,7 +83,11 @@ def exchange(world: World, what: str, value: Any) -> list[Any]:
             f"rank {', '.join(late)} did not come to the handshake within {world.timeout_s:g} s: "
             "it has failed, was not started, or cannot reach the rendezvous"
         ) from error
-    return [json.loads(world.store.get(key)) for key in keys]
+    values = [json.loads(world.store.get(key)) for key in keys]
+    for rank, said in enumerate(values):
+        if isinstance(said, dict) and _FAILED in said:
+            raise ValueError(f"rank {rank} cannot take part: {said[_FAILED]}")
+    return values
 
 
 def fingerprint(*values: Any) -> int:

@@ -12,7 +12,7 @@ import itertools
 import json
 import os
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -103,12 +103,12 @@ class World:
     def pair(self, a: int, b: int) -> dist.ProcessGroup | None:
         """A group of two places of every pipeline; None where this rank is neither.
 
-        All ranks call this in the same order. The caller closes it.
+        All ranks call this in the same order.
         """
         own = None
         for row in range(self.num_replicas):
             ranks = [row * self.ranks_per_pipeline + place for place in (a, b)]
-            group = self._new(sorted(ranks))
+            group = self._group(sorted(ranks))
             if self.rank in ranks:
                 own = group
         return own
@@ -139,7 +139,8 @@ class World:
     def close(self) -> None:
         """Closes all connections."""
         for group in self._groups:
-            dist.destroy_process_group(group)
+            with suppress(ValueError, RuntimeError):  # destroyed with all others at the end
+                dist.destroy_process_group(group)
         self._groups.clear()
         for name in ("_control", "pipe_group", "replica_group", "mesh"):
             if hasattr(self, name):

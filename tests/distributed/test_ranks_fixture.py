@@ -1,0 +1,102 @@
+"""The fixture of several processes itself, and that pipelines leave nothing behind either."""
+
+import gc
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from models import MLP_SPLIT, mlp, rows
+from ranks import RankFailed, run_ranks
+
+import mpcomp
+
+
+def alive(folder):
+    """Processes that wrote their number there and are still running."""
+    found = []
+    for path in Path(folder).iterdir():
+        try:
+            state = Path(f"/proc/{path.name}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if state != "Z":  # ended, and only not yet collected
+            found.append((path.name, state))
+    return found
+
+
+def misbehave(folder, what):
+    Path(folder, str(os.getpid())).touch()
+    if dist.get_rank() == 1:
+        time.sleep(0.3)  # the others are there
+        if what == "raise":
+            raise KeyError("what")
+        if what == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if what == "exits":
+            os._exit(7)
+        if what == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+    if what == "ends":
+        return dist.get_rank()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    while True:
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    "what, message",
+    [
+        ("raise", "rank 1: KeyError: 'what'"),
+        ("killed", "rank 1: died: -9"),
+        ("exits", "rank 1: died: 7"),
+        ("stopped", r"ranks \[0, 1, 2\] had not ended when the time was up"),
+    ],
+)
+def test_no_process_is_left_behind(tmp_path, what, message):
+    begin = time.monotonic()
+    with pytest.raises(RankFailed, match=message):
+        run_ranks(misbehave, 3, str(tmp_path), what, timeout_s=5.0)
+    assert len(list(tmp_path.iterdir())) == 3, "a process had not begun"
+    assert time.monotonic() - begin < 12.0
+    assert alive(tmp_path) == []
+
+
+def test_results_come_by_rank_and_no_process_is_left_behind(tmp_path):
+    assert run_ranks(misbehave, 3, str(tmp_path), "ends") == [0, 1, 2]
+    assert alive(tmp_path) == []
+
+
+def test_a_rank_that_is_not_waited_for_is_ended_too(tmp_path):
+    results = run_ranks(misbehave, 2, str(tmp_path), "killed", may_fail=True, without=[0])
+    assert results == [None, ("died", "-9")]
+    assert alive(tmp_path) == []
+
+
+def make_many(count):
+    """Open files and threads after each of so many pipelines, one at a time."""
+    found = []
+    for _ in range(count):
+        torch.manual_seed(0)
+        pipe = mpcomp.pipeline(
+            mlp(), 2, split=MLP_SPLIT[:1], act_comp="ef21+topk:0.3", loss_fn=F.cross_entropy
+        )
+        loss = float(pipe.forward_backward(*rows(6)))
+        del pipe
+        gc.collect()
+        time.sleep(0.2)  # threads end by themselves
+        files, threads = (len(list(Path("/proc/self", kind).iterdir())) for kind in ("fd", "task"))
+        found.append((files, threads, loss))
+    return found
+
+
+def test_a_pipeline_that_is_dropped_closes_its_connections():
+    """A notebook or a sweep makes many in one process."""
+    for found in run_ranks(make_many, 2, 5):
+        files, threads, losses = zip(*found, strict=True)
+        assert max(files[1:]) <= files[0] + 3 and max(threads[1:]) <= threads[0] + 3, found
+        assert len(set(losses)) == 1

@@ -1,0 +1,217 @@
+"""Law 8: many processes do what one does, bit for bit: losses, weights, buffers, links' memory.
+
+One exception is torch's: LoopedBFS differentiates microbatches in descending order, so its sums of
+gradients are those of a loop that does the same, and differ from the ascending ones by rounding.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from methods import EXAMPLES
+from runs import (
+    SCHEDULES,
+    SINGLE,
+    SPLITTING,
+    Run,
+    assert_same,
+    descending,
+    train,
+    train_all,
+    with_stages,
+)
+
+from mpcomp import AQSGD, EF21, Feedback, Identity, SameIndices, TopK
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*would not shrink")
+
+
+def check(ranks, num_ranks, runs, shrinks=True):
+    """Runs in so many ranks, and alone; compares everything. Returns all outcomes."""
+    all_ours = list(zip(*ranks(train_all, num_ranks, runs, timeout_s=120.0), strict=True))
+    for run, ours in zip(runs, all_ours, strict=True):
+        alone = descending(run) if run.schedule == "LoopedBFS" else train(run)
+        assert_same(run, ours, alone)
+        v_shaped = run.schedule in ("ZBVZeroBubble", "DualPipeV")
+        for outcome in ours:
+            wire, dense = outcome.bytes
+            if not v_shaped:  # else one cut lies within a rank, and sends nothing
+                assert outcome.bytes == alone.bytes, run
+            if (run.act or run.grad) and shrinks:
+                assert 0 < wire < dense, run
+    return all_ours
+
+
+COMPRESSED = {"act": "topk:0.3", "grad": "ef21+topk:0.3"}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_on_two_ranks(ranks, schedule):
+    """Uneven microbatches (10 rows in 4); BatchNorm, dropout and operations in place as well."""
+    runs = [
+        Run("deep", schedule=schedule),
+        Run("deep", schedule=schedule, **COMPRESSED),
+        Run("deep convnet", schedule=schedule),
+        Run("deep convnet", schedule=schedule, act="ef21+quant:4", grad="ef+topk:0.3"),
+    ]
+    check(ranks, 2, [with_stages(run, 2) for run in runs])
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_on_four_ranks(ranks, schedule):
+    """Eight stages where a rank takes two."""
+    runs = [
+        Run(schedule=schedule, rows=(10, 9), steps=6, act="ef21+quant:4", grad="ef+topk:0.3"),
+        Run("deep convnet", schedule=schedule, rows=(10, 9), steps=5, **COMPRESSED),
+    ]
+    check(ranks, 4, [with_stages(run, 4) for run in runs])
+
+
+def test_looped_bfs_differs_from_the_ascending_order_by_rounding(ranks):
+    """After 10 uncompressed steps: 1e-5 relative to the largest weight of a tensor."""
+    run = Run("deep", stages=4, schedule="LoopedBFS")
+    alone = train(run)
+    [ours] = ranks(train_all, 2, [run])[1]
+    assert not ours.error, ours.error
+    torch.testing.assert_close(
+        torch.stack(ours.losses), torch.stack(alone.losses), rtol=1e-5, atol=0
+    )
+    for name, value in alone.state.items():
+        bound = 1e-5 * float(value.abs().max())
+        torch.testing.assert_close(ours.state[name], value, rtol=0, atol=bound)
+    one = replace(run, chunks=1)  # one microbatch has one order
+    assert_same(one, [row[0] for row in ranks(train_all, 2, [one])], train(one))
+
+
+@pytest.mark.parametrize("of_class", EXAMPLES, ids=lambda c: c.__name__)
+def test_every_method(ranks, of_class):
+    """Each example both ways over the cuts of three stages; AQ-SGD has ids for activations only."""
+    runs = []
+    for method in EXAMPLES[of_class]:
+        if isinstance(method, SameIndices):
+            runs.append(Run("mlp", act=TopK(0.3), grad=method))
+            runs.append(Run("mlp", act=EF21(TopK(0.3)), grad=method))
+            runs.append(Run("mlp", act=AQSGD(TopK(0.3)), grad=method, ids=15))
+        elif of_class is Identity:
+            runs.append(Run("mlp", act=method, grad=method))
+        else:
+            runs.append(Run("mlp", act=method, grad=method, rows=(10, 9, 7)))
+    assert runs
+    runs = [replace(run, stages=3, steps=5) for run in runs]
+    all_ours = check(ranks, 3, runs, shrinks=False)
+    for run, ours in zip(runs, all_ours, strict=True):
+        for way, method in (("act", run.act), ("grad", run.grad)):
+            lossy = not (
+                isinstance(method, Identity) or method == TopK(1.0) or "fp32" in str(method)
+            )
+            figures = [f for o in ours for name, f in o.fidelity.items() if name.endswith(way)]
+            # Each rank meters what it sends: two cuts, so two figures for a direction.
+            assert len(figures) == 2 and all((f > 0) == lossy and f < 10 for f in figures), run
+
+
+LOOPS = {
+    "warm-up": {"pipeline": {"warmup_steps": 3}},
+    "off for a step": {"off": (0, 4)},
+    "another seed": {"pipeline": {"seed": 7}, "act": "ef21+randomk:0.3"},
+    "bf16": {"autocast": torch.bfloat16},
+    "adamw": {"optimizer": "adamw", "clip": 0.1},
+    "clipped": {"clip": 0.2},
+    "accumulated": {"accumulate": 3, "steps": 4, "clip": 0.3},
+    "evaluated": {"evaluate": True, "steps": 4},
+    "scaled": {"scale": 1024.0, "clip": 0.2},
+    "fp16": {"scale": 2.0**24, "autocast": torch.float16, "steps": 12},
+    "overflow in the first stage": {"scale": 64.0, "overflow": (3, 0)},
+    "overflow in the last stage": {"scale": 64.0, "overflow": (3, 3), "clip": 0.2},
+    "frozen first stage": {"frozen": ("0.", "1.")},
+    "frozen first stages": {"frozen": ("0.", "1.", "2.", "3.", "4.")},
+    "frozen middle stage": {"frozen": ("2.", "3.")},
+    "thawed": {"frozen": ("0.", "1.", "2.", "3."), "thaw": 3},
+    "to bf16": {"to": (0, torch.bfloat16)},
+    "to fp64 later": {"to": (2, torch.float64), "model": "masked"},
+    "named methods": {"act": {"1": "topk:0.2"}, "grad": ["quant:4", None, "sign"]},
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_what_a_training_loop_does(ranks, name):
+    """Interleaved stages, and one of the schedules with a split backward in turn."""
+    splitting = SPLITTING[list(LOOPS).index(name) % 3]
+    settings = {"stages": 4, "steps": 6, **COMPRESSED, **LOOPS[name]}
+    runs = [Run(**settings, schedule=schedule) for schedule in ("Interleaved1F1B", splitting)]
+    all_ours = check(ranks, 2, runs)
+    for run, ours in zip(runs, all_ours, strict=True):
+        for outcome in ours:
+            if run.overflow is not None:
+                assert outcome.skipped == [step == 3 for step in range(run.steps)]
+                assert outcome.scales[2:4] == [64.0, 32.0]
+            if name == "fp16":
+                assert outcome.skipped[0] and not outcome.skipped[-1]
+            if run.evaluate:
+                assert len(outcome.values) == 8
+
+
+def test_the_own_schedule_in_the_same_ways(ranks):
+    """One stage a rank; with recomputation, which other tests cannot have in split backward."""
+    runs = [
+        Run(act="ef21+topk:0.3", grad="ef+topk:0.3", scale=64.0, overflow=(3, 1), clip=0.2),
+        Run("deep convnet", pipeline={"recompute": True}, **COMPRESSED),
+        Run("deep convnet", pipeline={"recompute": True}, autocast=torch.bfloat16, **COMPRESSED),
+        Run("deep convnet", channels_last=True, **COMPRESSED),
+        Run("deep convnet", evaluate=True, steps=4, **COMPRESSED),
+        Run("masked", **COMPRESSED),
+        Run("named", act="aqsgd+topk:0.3", grad="same"),
+        Run(accumulate=2, steps=5, **COMPRESSED),
+        Run(frozen=("0.", "1.", "2.", "3."), **COMPRESSED),
+        Run(chunks=1, **COMPRESSED),
+        *(Run(pipeline={"in_flight": depth}, **COMPRESSED) for depth in (1, 3, 100)),
+    ]
+    check(ranks, 2, [replace(run, steps=min(run.steps, 6)) for run in runs])
+
+
+def test_recomputation_and_memory_order_in_other_schedules(ranks):
+    runs = [
+        Run("deep convnet", 4, schedule, pipeline={"recompute": True}, **COMPRESSED)
+        for schedule in ("Interleaved1F1B", "LoopedBFS")
+    ]
+    runs += [
+        Run("deep convnet", 4, schedule, channels_last=True, **COMPRESSED)
+        for schedule in ("Interleaved1F1B", *SPLITTING)
+    ]
+    runs += [Run("masked", 4, "ZBVZeroBubble", **COMPRESSED)]
+    runs += [Run("named", 4, "InterleavedZeroBubble", **COMPRESSED)]
+    check(ranks, 2, [replace(run, steps=5) for run in runs])
+
+
+def test_three_stages_a_rank(ranks):
+    runs = [
+        Run("deep", 6, schedule, steps=5, **COMPRESSED)
+        for schedule in ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")
+    ]
+    check(ranks, 2, runs)
+
+
+def test_overflow_in_one_of_four_ranks(ranks):
+    """All skip alike, whichever stage it was; nothing is learnt from that step."""
+    runs = [
+        Run(stages=4, schedule=schedule, scale=64.0, overflow=(2, stage), steps=4, **COMPRESSED)
+        for schedule, stage in zip(SINGLE, (0, 2, 3), strict=True)
+    ]
+    check(ranks, 4, runs)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_feedback_and_random_methods_on_four_ranks_too(ranks, num_ranks):
+    """Pairs of methods that share a cut."""
+    pairs = [
+        ("ef21+topk:0.3", "same"),
+        ("aqsgd+quant:4:rounding=stochastic", "ef21+randomk:0.3"),
+        ("randomblock:0.4", "efmixed:second=remainder+topk:0.3"),
+        ("aqsgd:storage=4+topk:0.3", "same+fp16"),
+        ("sign:sample", "fixed:4"),
+    ]
+    runs = [Run(stages=num_ranks, act=a, grad=g, rows=(10, 9), steps=8) for a, g in pairs]
+    check(ranks, num_ranks, runs)
+
+
+def test_the_examples_cover_feedback():
+    assert sum(issubclass(c, Feedback) for c in EXAMPLES) == 4
