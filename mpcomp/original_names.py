@@ -5,7 +5,7 @@ So an optimizer, a checkpoint or a scheduler sees the model, not how it was cut.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,11 +20,30 @@ class OriginalNames(nn.Module):
 
     Args:
         stages: modules whose own names are already those of the model.
+        elsewhere: the stages that other ranks have. Their tensors are not this module's, but their
+            mode and dtypes follow it, since what crosses the cuts depends on them.
     """
 
-    def __init__(self, stages: Iterable[nn.Module]) -> None:
+    def __init__(self, stages: Iterable[nn.Module], elsewhere: Iterable[nn.Module] = ()) -> None:
         super().__init__()
         self.stages = nn.ModuleList(stages)
+        self._elsewhere = tuple(elsewhere)  # a tuple, so that torch does not register them
+
+    def train(self, mode: bool = True) -> OriginalNames:
+        """Training or evaluation mode, of all stages."""
+        for stage in self._elsewhere:
+            stage.train(mode)
+        super().train(mode)
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OriginalNames:
+        def same_dtype(x: Tensor) -> Tensor:
+            return x.to(fn(torch.empty(0, dtype=x.dtype)).dtype)
+
+        for stage in self._elsewhere:
+            stage._apply(same_dtype, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
 
     def state_dict(
         self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False

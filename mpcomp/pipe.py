@@ -17,7 +17,6 @@ from torch import Tensor, nn
 import stages as staging
 from mpcomp import checkpoint
 from mpcomp.boundary import Boundary
-from mpcomp.checks import nonfinite_error
 from mpcomp.engines.base import Engine
 from mpcomp.evaluation import Metric, evaluating, mean_over
 from mpcomp.link import Link
@@ -26,12 +25,10 @@ from mpcomp.microbatch import gather, map_tensors, num_rows, rows_of_chunks, sca
 from mpcomp.original_names import OriginalNames
 from mpcomp.report import print_report, report_of
 from mpcomp.sample_ids import split_sample_ids
+from mpcomp.settlement import bytes_sent, raise_if_nonfinite, settle
 from mpcomp.visit import Step
 
 __all__ = ["LossFn", "Metric", "Pipeline"]
-
-#: Dtypes of a loss, by the number that ranks exchange.
-_LOSS_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class Pipeline(OriginalNames):
@@ -67,7 +64,7 @@ class Pipeline(OriginalNames):
         loss_fn: LossFn | None,
         scaler: torch.amp.GradScaler | None,
     ) -> None:
-        super().__init__(stages)
+        super().__init__(stages, elsewhere=[s for s in cut if all(s is not o for o in stages)])
         self.cut_stages = list(cut)
         self.boundaries = list(boundaries)
         self.chunks = chunks
@@ -83,24 +80,9 @@ class Pipeline(OriginalNames):
         #: Of the last steps on this rank: seconds, and of these waiting for messages.
         self.step_times: deque[tuple[float, float]] = deque(maxlen=100)
 
-    def train(self, mode: bool = True) -> Pipeline:
-        """Training or evaluation mode, also of the stages that other ranks have."""
-        for stage in self.cut_stages:  # their shapes are found here too
-            stage.train(mode)
-        super().train(mode)
-        return self
-
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Pipeline:
-        """Gives the stages of other ranks the same dtypes: what crosses a cut follows from them."""
-
-        def same_dtype(x: Tensor) -> Tensor:
-            return x.to(fn(torch.empty(0, dtype=x.dtype)).dtype)
-
-        for stage in self.cut_stages:
-            if all(stage is not own for own in self.stages):
-                stage._apply(same_dtype, recurse)  # type: ignore[no-untyped-call]
-        self.engine.forget_shapes()
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.engine.forget_shapes()  # dtypes may change
+        super()._apply(fn, recurse)
         return self
 
     # -- training and inference ---------------------------------------------------------------
@@ -123,7 +105,7 @@ class Pipeline(OriginalNames):
         train = self.training and torch.is_grad_enabled()
         if not train:
             output = self._infer(batch, batch)
-            self._raise_if_nonfinite()
+            raise_if_nonfinite(self.engine, self.links, self.num_steps)
             return self.engine.everywhere(output) if everywhere else output
         if self.engine.num_ranks > 1:
             raise ValueError(
@@ -232,7 +214,7 @@ class Pipeline(OriginalNames):
                 self.engine.device,
                 self.engine.collect,
             )
-        self._raise_if_nonfinite()
+        raise_if_nonfinite(self.engine, self.links, self.num_steps)
         return mean
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -304,11 +286,7 @@ class Pipeline(OriginalNames):
         return self._bytes_sent()[1]
 
     def _bytes_sent(self) -> tuple[int, int]:
-        return self._agreed_bytes if self.engine.num_ranks > 1 else self._bytes_sent_here()
-
-    def _bytes_sent_here(self) -> tuple[int, int]:
-        traffic = [link.meter.train for link in self.links]
-        return sum(t.wire_bytes for t in traffic), sum(t.dense_bytes for t in traffic)
+        return self._agreed_bytes if self.engine.num_ranks > 1 else bytes_sent(self.links)
 
     def report(self, *, show: bool = True) -> dict[str, Any]:
         """Bytes, ratio, fidelity, time and non-finite counts, per boundary and direction.
@@ -385,7 +363,7 @@ class Pipeline(OriginalNames):
             boundary.settle(finite=False)
         for link in self.links:
             link.found_nonfinite(train=True)  # counts and clears
-        wire_bytes, dense_bytes = self.engine.agree(self._bytes_sent_here())
+        wire_bytes, dense_bytes = self.engine.agree(bytes_sent(self.links))
         self._agreed_bytes = (int(wire_bytes), int(dense_bytes))
         return extra
 
@@ -438,46 +416,18 @@ class Pipeline(OriginalNames):
         return step
 
     def _settle(self, loss: StepLoss | None = None) -> Tensor | None:
-        """Ends the open step: all ranks commit what links noted, or discard it if not finite.
-
-        Returns:
-            The loss, if given one: that of the rank which computed it, or of all replicas.
-        """
+        """Ends the open step, if there is one; returns its loss, if given one."""
         step, self._open = self._open, None
         if step is None:
             return None
-        broken = [float(link.found_nonfinite(train=True)) for link in self.links]
-        failed = any(boundary.failed for boundary in self.boundaries)  # and has raised its error
-        stopped = float(failed or self._overflowed(step))
-        total = loss.total if loss is not None else None
-        lost = [0.0, 0.0] if total is None else [float(total), _LOSS_DTYPES.index(total.dtype)]
-        sent = self._bytes_sent_here()
-        stopped, value, dtype, *figures = self.engine.agree([stopped, *lost, *sent, *broken])
-        self._agreed_bytes = (int(figures[0]), int(figures[1]))
-        found = [link for link, count in zip(self.links, figures[2:], strict=True) if count]
-        finite = not (found or stopped)
-        for boundary in self.boundaries:
-            boundary.settle(finite)
-        if found and not (step.scaled and all(link.direction == "grad" for link in found)):
-            raise nonfinite_error(_origin(found).name, step.index)
-        if not finite and step.scaled and self.engine.num_ranks > 1:
+        overflowed = self._overflowed(step)
+        outcome = settle(self.engine, self.boundaries, step, loss, overflowed)
+        if step.scaled and not outcome.finite and self.engine.num_ranks > 1:
             self._overflow_gradients()
-        self.step_skipped = not finite
+        self._agreed_bytes = outcome.wire_bytes, outcome.dense_bytes
+        self.step_skipped = not outcome.finite
         self.num_steps += 1
-        if self.engine.num_ranks == 1 or loss is None:
-            return total
-        replicas = self.engine.num_replicas
-        of_dtype = _LOSS_DTYPES[int(dtype) // replicas]
-        return torch.tensor(value / replicas, dtype=of_dtype, device=self.engine.device)
-
-    def _raise_if_nonfinite(self) -> None:
-        """For inference, where one rank saw what all must raise, or an accelerator it later."""
-        flags = [float(link.found_nonfinite(train=False)) for link in self.links]
-        if self.engine.num_ranks > 1:
-            flags = self.engine.agree(flags)
-        for link, flag in zip(self.links, flags, strict=True):
-            if flag:
-                raise nonfinite_error(link.name, self.num_steps)
+        return outcome.loss
 
     def _overflow_gradients(self) -> None:
         """Makes this rank's scaler skip the step, as it must where another rank's gradients
@@ -514,12 +464,6 @@ class Pipeline(OriginalNames):
             for link in self.links:
                 link.found_nonfinite(train)  # counts and clears
             raise
-
-
-def _origin(found: Sequence[Link]) -> Link:
-    """Where non-finite values began: activations take them to later stages, gradients back."""
-    activations = [link for link in found if link.direction == "act"]
-    return activations[0] if activations else found[-1]
 
 
 def _on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

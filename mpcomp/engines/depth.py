@@ -7,20 +7,102 @@ depth, so it can be tried out while training: the first steps measure.
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from mpcomp.engines.schedules import warmup_of
+from mpcomp.engines.base import Engine
+from mpcomp.engines.schedules import InFlight1F1B, warmup_of
 
-__all__ = ["DepthSearch", "SavedBytes", "deepest_within"]
+if TYPE_CHECKING:
+    from mpcomp.engines.torch_stage import CutStage
+
+__all__ = ["Depth", "DepthSearch", "SavedBytes", "deepest_within"]
 
 #: Steps that measure each depth, after one that does not count.
 _TRIALS = 3
 #: A deeper pipeline must be faster by so much to be worth its memory.
 _WORTH = 0.03
+
+
+class Depth:
+    """Sets how deep a schedule goes.
+
+    Args:
+        schedule: whose depth it is.
+        stages: of this rank.
+        chunks: microbatches a step, beyond which no depth goes.
+        in_flight: the depth wanted; "auto" to search, None for twice the stages less one.
+        bound: bytes of activations that this rank may keep; None for no bound.
+        engine: connects the ranks.
+    """
+
+    def __init__(
+        self,
+        schedule: InFlight1F1B,
+        stages: Sequence[CutStage],
+        chunks: int,
+        in_flight: int | str | None,
+        bound: int | None,
+        engine: Engine,
+    ) -> None:
+        self._engine = engine
+        self._schedule = schedule
+        self._stages = stages
+        self._chunks = chunks
+        self._num_stages = stages[0].num_stages
+        self._wanted = in_flight
+        self._bound = bound
+        self._search: DepthSearch | None = None
+        # With a bound one microbatch at a time, until it is known what one keeps.
+        self._limit(chunks if bound is None else 1)
+
+    def _limit(self, limit: int) -> None:
+        if self._wanted == "auto":
+            self._search = DepthSearch(self._num_stages, self._chunks, limit, self._engine.agree)
+            self._schedule.in_flight = self._search.depth
+            return
+        wanted = 2 * self._num_stages - 1 if self._wanted is None else int(self._wanted)
+        self._schedule.in_flight = max(1, min(wanted, self._chunks, limit))
+
+    @contextmanager
+    def choosing(self) -> Iterator[None]:
+        """Runs a step, on every rank; measures it as long as there is something to find out.
+
+        Raises:
+            ValueError: not even one microbatch fits into the bound.
+        """
+        bound, self._bound = self._bound, None
+        if bound is not None:
+            for stage in self._stages:
+                stage.saved = SavedBytes()
+        begin = time.perf_counter()
+        yield
+        if bound is not None:
+            self._limit(self._deepest(bound))
+        if self._search is not None:
+            self._search.note(time.perf_counter() - begin)
+            self._schedule.in_flight = self._search.depth
+
+    def _deepest(self, bound: int) -> int:
+        kept = {}
+        for stage in self._stages:
+            assert stage.saved is not None
+            kept[stage.stage_index] = stage.saved.total
+            stage.saved = None
+        deepest = deepest_within(bound, kept, self._num_stages, self._chunks)
+        found = self._engine.collect([deepest, sum(kept.values())])
+        limit, needed = min(d for d, _ in found), max(size for _, size in found)
+        if limit == 0:
+            raise ValueError(
+                f"in_flight_bytes={bound}: one microbatch keeps {needed} bytes; allow more, use "
+                "more chunks, or recompute=True"
+            )
+        return int(limit)
 
 
 class DepthSearch:

@@ -12,11 +12,10 @@ Evaluation has no backward and so needs no schedule: each stage runs its microba
 from __future__ import annotations
 
 import gc
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, cast
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +24,7 @@ from torch import Tensor
 import stages as staging
 from mpcomp.boundary import Boundary
 from mpcomp.engines.base import Engine
-from mpcomp.engines.depth import DepthSearch, SavedBytes, deepest_within
+from mpcomp.engines.depth import Depth
 from mpcomp.engines.plan import Planner
 from mpcomp.engines.runner import Autocast, StageRunner
 from mpcomp.engines.schedules import InFlight1F1B, Schedule
@@ -108,12 +107,11 @@ class DistributedEngine(Engine):
             self._stages.append(stage)
         self.schedule = schedule.make(self._stages, chunks, self._loss_of)
         self._loss: StepLoss | None = None
-        self._chunks = chunks
-        self._in_flight = in_flight
-        self._in_flight_bytes = in_flight_bytes
-        self._search: DepthSearch | None = None
+        self._depth: Depth | None = None
         if isinstance(self.schedule, InFlight1F1B):
-            self._limit_depth(1 if in_flight_bytes is not None else chunks)
+            self._depth = Depth(
+                self.schedule, self._stages, chunks, in_flight, in_flight_bytes, self
+            )
         # Groups live until they are destroyed, with a thread and sockets each: not longer than we.
         weakref.finalize(self, world.close).atexit = False
 
@@ -196,16 +194,13 @@ class DistributedEngine(Engine):
         if self.num_replicas > 1:
             loss.share_with(all_rows, self.num_replicas)
         self._loss = loss
-        begin, waited = time.perf_counter(), self._waited_in_all()
-        with self._bounding(), self.together():
+        waited = self._waited_in_all()
+        with self._depth.choosing() if self._depth else nullcontext(), self.together():
             parts = self._begin(microbatches, step, trained)
             run_schedule(self.schedule, parts, targets)
             self._finish()
         self._loss = None
         self.waited_s += self._waited_in_all() - waited
-        if self._search is not None:
-            self._search.note(time.perf_counter() - begin)
-            cast(InFlight1F1B, self.schedule).in_flight = self._search.depth
 
     def _check_same(self, step: Step, same: tuple[Any, ...], rows: int) -> tuple[int, int]:
         """Compares what ranks are about to do.
@@ -261,44 +256,6 @@ class DistributedEngine(Engine):
     def _finish(self) -> None:
         for stage in self._stages:
             stage.finish()
-
-    # -- depth ----------------------------------------------------------------------------------
-
-    def _limit_depth(self, limit: int) -> None:
-        """Sets the depth, or begins to search for it, with this many microbatches at most."""
-        num_stages = len(self._places)
-        if self._in_flight == "auto":
-            self._search = DepthSearch(num_stages, self._chunks, limit, self.agree)
-            depth = self._search.depth
-        else:
-            wanted = 2 * num_stages - 1 if self._in_flight is None else int(self._in_flight)
-            depth = max(1, min(wanted, self._chunks, limit))
-        cast(InFlight1F1B, self.schedule).in_flight = depth
-
-    @contextmanager
-    def _bounding(self) -> Iterator[None]:
-        """In the first step, one microbatch deep, finds the depth that memory allows."""
-        bound, self._in_flight_bytes = self._in_flight_bytes, None
-        if bound is None:
-            yield
-            return
-        for stage in self._stages:
-            stage.saved = SavedBytes()
-        yield
-        kept = {}
-        for stage in self._stages:
-            assert stage.saved is not None
-            kept[stage.stage_index] = stage.saved.total
-            stage.saved = None
-        deepest = deepest_within(bound, kept, len(self._places), self._chunks)
-        found = self.collect([deepest, sum(kept.values())])
-        limit, needed = min(d for d, _ in found), max(size for _, size in found)
-        if limit == 0:
-            raise ValueError(
-                f"in_flight_bytes={bound}: one microbatch keeps {needed} bytes; allow more, use "
-                "more chunks, or recompute=True"
-            )
-        self._limit_depth(limit)
 
     @property
     def in_flight(self) -> int | None:  # type: ignore[override]
