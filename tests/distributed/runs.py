@@ -166,6 +166,7 @@ class Outcome:
     values: list[Any] = field(default_factory=list)
     num_steps: int = 0
     fidelity: dict[str, float] = field(default_factory=dict)
+    sent: dict[str, tuple[int, int]] = field(default_factory=dict)  # by link: wire, dense bytes
     error: str = ""
 
 
@@ -262,6 +263,7 @@ def train(run: Run, *, alone: bool = True, **kwargs: Any) -> Outcome:
     outcome.links = links_of(pipe)
     outcome.num_steps = pipe.num_steps
     for link in pipe.links:
+        outcome.sent[link.name] = link.meter.train.wire_bytes, link.meter.train.dense_bytes
         if link.meter.train.messages or not link.on_wire:
             outcome.fidelity[link.name] = link.meter.train.relative_error
     return outcome
@@ -306,9 +308,8 @@ def descending(run: Run) -> Outcome:
 
     def forward_backward(self, microbatches, targets, step, loss, same=()):  # type: ignore
         outputs = self.forward(microbatches, step)
-        parts = [
-            loss(output, target, i) for i, (output, target) in enumerate(zip(outputs, targets, strict=False))
-        ]
+        pairs = enumerate(zip(outputs, targets, strict=True))
+        parts = [loss(output, target, i) for i, (output, target) in pairs]
         for part in reversed(parts):
             part.backward()
 

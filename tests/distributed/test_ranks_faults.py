@@ -64,7 +64,7 @@ def ends(pipe, calls):
         end = End(type(error).__name__, str(error), time.monotonic() - begin)
     else:
         return End("", "", time.monotonic() - begin)
-    if end.error == "PeerError":
+    if end.error == "PeerError" or end.message == "boom":
         for call in (lambda: step(pipe, 0), lambda: pipe.evaluate([rows(4)]), pipe.merge):
             begin = time.monotonic()
             with contextlib.suppress(PeerError):
@@ -181,7 +181,7 @@ def test_a_stalled_rank_is_named_by_all_others_within_the_timeout(ranks, case, f
 def test_a_stage_that_raises_is_named_with_microbatch_and_reason(ranks, case):
     _, _, _, stage, _, microbatch, way = case
     victim, others, own = survivors(ranks, case, boom, timeout=20.0)
-    assert (own.error, own.message) == ("ValueError", "boom")
+    assert (own.error, own.message, own.again) == ("ValueError", "boom", "")
     where = f"failed at stage {stage}, microbatch {microbatch}, {way}: ValueError: boom."
     for rank, end in others.items():
         assert end.error == "PeerError" and end.again == "", (rank, end)
@@ -212,6 +212,23 @@ def test_a_loss_or_metric_that_raises_is_named(ranks, what):
     assert first.error == "PeerError" and first.seconds < SLACK_S, first
     assert first.message.startswith("rank 1 (stage 1) failed at "), first
     assert f"ZeroDivisionError: {what}." in first.message
+
+
+def slow_neighbour_of_a_stalled_rank():
+    """Rank 0 waits for rank 1, which is slow at first and then waits for rank 2 in vain."""
+    pipe = pipe_of(3, schedule="GPipe", timeout=4.0)
+    if dist.get_rank() == 1:
+        on_microbatch(pipe, 1, 5, "forward", lambda: time.sleep(1.2))
+    if dist.get_rank() == 2:
+        on_microbatch(pipe, 2, 4, "forward", doze)
+    return ends(pipe, [lambda i=i: step(pipe, i) for i in range(2)])
+
+
+def test_a_slow_rank_is_not_taken_for_the_one_that_it_waits_for(ranks):
+    """Rank 0's time is up more than a second before rank 1's."""
+    for end in ranks(slow_neighbour_of_a_stalled_rank, 3, without=[2])[:2]:
+        assert end.error == "PeerError" and end.seconds < 4.0 + SLACK_S, end
+        assert end.message.startswith("rank 2 (stage 2) did not answer in time"), end
 
 
 def slow_then_killed(victim):

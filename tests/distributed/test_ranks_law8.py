@@ -32,11 +32,15 @@ def check(ranks, num_ranks, runs, shrinks=True):
     for run, ours in zip(runs, all_ours, strict=True):
         alone = descending(run) if run.schedule == "LoopedBFS" else train(run)
         assert_same(run, ours, alone)
-        v_shaped = run.schedule in ("ZBVZeroBubble", "DualPipeV")
+        sent = alone.sent
+        if run.schedule in ("ZBVZeroBubble", "DualPipeV"):  # the cut in the middle is in a rank
+            middle = f"boundary {run.stages // 2 - 1} "
+            sent = {name: figures for name, figures in sent.items() if middle not in name}
+            assert len(sent) == len(alone.sent) - 2
         for outcome in ours:
             wire, dense = outcome.bytes
-            if not v_shaped:  # else one cut lies within a rank, and sends nothing
-                assert outcome.bytes == alone.bytes, run
+            assert wire == sum(w for w, _ in sent.values()), run
+            assert dense == sum(d for _, d in sent.values()), run
             if (run.act or run.grad) and shrinks:
                 assert 0 < wire < dense, run
     return all_ours
@@ -60,11 +64,9 @@ def test_every_schedule_on_two_ranks(ranks, schedule):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_on_four_ranks(ranks, schedule):
     """Eight stages where a rank takes two."""
-    runs = [
-        Run(schedule=schedule, rows=(10, 9), steps=6, act="ef21+quant:4", grad="ef+topk:0.3"),
-        Run("deep convnet", schedule=schedule, rows=(10, 9), steps=5, **COMPRESSED),
-    ]
-    check(ranks, 4, [with_stages(run, 4) for run in runs])
+    methods = {"act": "ef21+quant:4", "grad": "ef+topk:0.3"}
+    run = Run("deep convnet", schedule=schedule, rows=(10, 9), steps=6, **methods)
+    check(ranks, 4, [with_stages(run, 4)])
 
 
 def test_looped_bfs_differs_from_the_ascending_order_by_rounding(ranks):
@@ -85,7 +87,7 @@ def test_looped_bfs_differs_from_the_ascending_order_by_rounding(ranks):
 
 @pytest.mark.parametrize("of_class", EXAMPLES, ids=lambda c: c.__name__)
 def test_every_method(ranks, of_class):
-    """Each example both ways over the cuts of three stages; AQ-SGD has ids for activations only."""
+    """Each example, both ways over a cut."""
     runs = []
     for method in EXAMPLES[of_class]:
         if isinstance(method, SameIndices):
@@ -97,16 +99,16 @@ def test_every_method(ranks, of_class):
         else:
             runs.append(Run("mlp", act=method, grad=method, rows=(10, 9, 7)))
     assert runs
-    runs = [replace(run, stages=3, steps=5) for run in runs]
-    all_ours = check(ranks, 3, runs, shrinks=False)
+    runs = [replace(run, stages=2, steps=5) for run in runs]
+    all_ours = check(ranks, 2, runs, shrinks=False)
     for run, ours in zip(runs, all_ours, strict=True):
         for way, method in (("act", run.act), ("grad", run.grad)):
             lossy = not (
                 isinstance(method, Identity) or method == TopK(1.0) or "fp32" in str(method)
             )
             figures = [f for o in ours for name, f in o.fidelity.items() if name.endswith(way)]
-            # Each rank meters what it sends: two cuts, so two figures for a direction.
-            assert len(figures) == 2 and all((f > 0) == lossy and f < 10 for f in figures), run
+            [error] = figures  # metered where it is sent
+            assert (error > 0) == lossy and error < 10, run
 
 
 LOOPS = {

@@ -165,6 +165,22 @@ def test_compressed_replicas_stay_equal_and_remember_their_own(ranks, act, grad)
                         assert sorted(theirs.flatten().tolist()) == list(range(10, 16))
 
 
+def same_data():
+    """Both replicas are given the same rows."""
+    pipe = pipe_of("ZBVZeroBubble", act_comp="ef+randomk:0.3", grad_comp="ef+randomblock:0.3")
+    pipe.forward_backward(*rows(8))
+    return {name: state["sender.rows0"] for name, state in links_of(pipe).items() if state}
+
+
+def test_replicas_draw_by_themselves(ranks):
+    """What is left out differs from replica to replica, so that their mean has more of it."""
+    results = ranks(same_data, 4)
+    for rank in (0, 1):
+        assert results[rank].keys() == results[rank + 2].keys() != set()
+        for name, rows0 in results[rank].items():
+            assert not torch.equal(rows0 == 0, results[rank + 2][name] == 0)
+
+
 def test_a_sum_is_summed_over_replicas(ranks):
     """reduction="sum": the gradient of all rows' sum."""
     kwargs = {"loss_fn": nn.CrossEntropyLoss(reduction="sum")}
