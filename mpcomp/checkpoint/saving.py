@@ -87,7 +87,8 @@ def save(
     except BaseException:
         replacement.undo()
         raise
-    replacement.finish()
+    with Together(engine):  # nothing is being deleted any more when `save` returns
+        replacement.finish()
 
 
 def _check_replaceable(folder: Path) -> None:
