@@ -60,7 +60,8 @@ class OriginalNames(nn.Module):
         """Loads the original model's ``state_dict``."""
         own = self.state_dict().keys()
         missing = [key for key in own if key not in state_dict]
-        unexpected = [key for key in state_dict if key not in own]
+        elsewhere = {key for stage in self._elsewhere for key in stage.state_dict()}
+        unexpected = [key for key in state_dict if key not in own and key not in elsewhere]
         if strict and (missing or unexpected):
             raise RuntimeError(
                 f"state_dict does not fit the model: missing {missing}, unexpected {unexpected}"

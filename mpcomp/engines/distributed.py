@@ -102,6 +102,7 @@ class DistributedEngine(Engine):
                 before=crossings[i - 1] if i > 0 else None,
                 after=crossings[i] if i < len(boundaries) else None,
                 faults=self._faults,
+                replica=self.replica,
                 reduce=self._average_over_replicas(cut[i]),
             )
             self._stages.append(stage)

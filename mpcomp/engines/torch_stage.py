@@ -55,6 +55,7 @@ class CutStage(PipelineStage):
         before: the cut before this stage, None for the first.
         after: the cut after it, None for the last.
         faults: told where this rank is.
+        replica: number of this pipeline.
         reduce: averages the stage's gradients over replicas.
     """
 
@@ -67,6 +68,7 @@ class CutStage(PipelineStage):
         before: Crossing | None,
         after: Crossing | None,
         faults: Faults,
+        replica: int,
         reduce: Callable[[], None],
     ) -> None:
         assert isinstance(runner.stage, nn.Module)
@@ -75,6 +77,7 @@ class CutStage(PipelineStage):
         self._before = before
         self._after = after
         self._faults = faults
+        self._replica = replica
         self._reduce = reduce
         #: Counts what the first microbatch keeps for backward, while somebody wants to know.
         self.saved: SavedBytes | None = None
@@ -136,7 +139,7 @@ class CutStage(PipelineStage):
         """Runs forward alone. ``batch`` is for the first stage; the others receive theirs."""
         self._at(microbatch, "forward")
         value = self._receive(microbatch) if self._before is not None else batch
-        output = self._runner(value, self._step.index, microbatch, self._autocast)
+        output = self._runner(value, self._step.index, self._number(microbatch), self._autocast)
         if self._after is not None:
             self._send(microbatch, output)
         return output
@@ -160,7 +163,9 @@ class CutStage(PipelineStage):
         if not received:
             map_tensors(value, anyway.append)  # the batch, which is there for the whole step
         with saved.counting(anyway) if saved else nullcontext():
-            output = self._runner(value, self._step.index, fwd_chunk_id, self._autocast)
+            output = self._runner(
+                value, self._step.index, self._number(fwd_chunk_id), self._autocast
+            )
         if saved is not None:
             for kept in (*received, output):
                 saved.add(kept)
@@ -243,6 +248,10 @@ class CutStage(PipelineStage):
                 self._after.grad.post(microbatch, size)
             if self._samples(microbatch):
                 boundary.compare_activation(x, message, step, microbatch)
+
+    def _number(self, microbatch: int) -> int:
+        """Among those of all replicas, as one process would count them: each its own dropout."""
+        return self._replica * len(self._metas) + microbatch
 
     def _samples(self, microbatch: int) -> bool:
         """Whether fidelity is measured: of one microbatch a step, as the sender must decode."""
