@@ -122,7 +122,7 @@ class Pipeline(OriginalNames):
     def _infer(self, batch: Any, same: Any) -> Tensor | None:
         sizes = self._microbatch_rows(batch, False)
         step = self._step(sizes, None, False)
-        with self._undone_on_error(False), torch.no_grad():
+        with self._undone_on_error(False):
             outputs = self.engine.forward(scatter(batch, sizes), step, (same,))
         return gather(outputs) if outputs else None
 
@@ -206,7 +206,7 @@ class Pipeline(OriginalNames):
                 return metric(output, target)
 
         self.engine.align_replicas()
-        with evaluating(self, *self.cut_stages):
+        with evaluating(self, *self.cut_stages), torch.no_grad():
             mean = mean_over(
                 lambda batch, target: self._infer(batch, (batch, target)),
                 loader,

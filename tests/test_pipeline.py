@@ -571,3 +571,18 @@ def test_follow_lr_rescales_the_residual():
     changed = run(True, [0.5, 0.25]), run(False, [0.5, 0.25])
     assert same_bits(changed[0][0], changed[1][0])
     assert not torch.equal(changed[0][1], changed[1][1])
+
+
+def test_gradients_in_evaluation_mode():
+    """As for any module: a saliency map needs the gradient of the input, and no training."""
+    torch.manual_seed(0)
+    model = mlp()
+    x, y = rows(6)
+    x.requires_grad_()
+    F.cross_entropy(model.eval()(x), y).backward()
+    expected, x.grad = x.grad, None
+    model.zero_grad()
+    pipe = mpcomp.pipeline(model, 2, split=MLP_SPLIT).eval()
+    F.cross_entropy(pipe(x), y).backward()
+    torch.testing.assert_close(x.grad, expected)
+    assert pipe.num_steps == 0

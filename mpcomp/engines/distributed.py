@@ -91,9 +91,10 @@ class DistributedEngine(Engine):
         self._crossings = crossings
         self._planner = Planner(cut, self.device)
         self._averages: list[GradientAverage] = []
-        self.own = [i for i, place in enumerate(self._places) if place == world.place]
         self._stages = []
-        for i in self.own:
+        for i, place in enumerate(self._places):
+            if place != world.place:
+                continue
             runner = StageRunner(cut[i], i, self.device, recompute=recompute, seed=seed)
             stage = CutStage(
                 runner,
@@ -170,7 +171,7 @@ class DistributedEngine(Engine):
         self, microbatches: Sequence[Any], step: Step, same: tuple[Any, ...]
     ) -> list[Tensor]:
         self._check_same(step, same, 0)
-        with self.together():
+        with self.together(), torch.no_grad():  # a graph would end where this rank does
             parts = self._begin(microbatches, step)
             outputs = []
             for stage in self._stages:
@@ -269,8 +270,7 @@ class DistributedEngine(Engine):
     # -- agreement ------------------------------------------------------------------------------
 
     def agree(self, figures: Sequence[float]) -> list[float]:
-        with self.together():
-            self._faults.where = "end of a step"
+        with self.together("end of a step"):
             return self.world.sum(figures, "end of a step")
 
     def everywhere(self, output: Tensor | None) -> Tensor:
