@@ -53,7 +53,7 @@ def pipeline(
     In one process all stages are here, share the model's parameters and move to their devices.
     Under torchrun, or in an initialised process group, each rank keeps its own stages and lets go
     of the rest; every rank calls this with the same arguments, and then makes the same calls with
-    the same data. The result is the same, bit for bit on CPUs.
+    the same data. The result is the same; on CPUs bit for bit, with as many threads a process.
 
     Args:
         model: an `nn.Sequential` (such as `stages.resnet18`), or any module that
