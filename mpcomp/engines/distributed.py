@@ -116,6 +116,8 @@ class DistributedEngine(Engine):
             )
         # Groups live until they are destroyed, with a thread and sockets each: not longer than we.
         weakref.finalize(self, world.close).atexit = False
+        # No rank goes on, and perhaps ends, while another is still connecting to it.
+        self.agree([0.0])
 
     def _crossing(self, boundary: Boundary) -> Crossing | None:
         """Both channels of a cut; all ranks call this for all cuts, as groups are made by all."""
