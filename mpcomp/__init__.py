@@ -21,6 +21,7 @@ from mpcomp.compressors import (
 )
 from mpcomp.feedback import AQSGD, EF21, EFMixed, ErrorFeedback, Feedback
 from mpcomp.link import Link
+from mpcomp.loss import CausalLMLoss
 from mpcomp.network.faults import PeerError
 from mpcomp.optim import clip_grad_norm_
 from mpcomp.parsing import parse
@@ -34,6 +35,7 @@ __all__ = [
     "EF21",
     "Boundary",
     "Cast",
+    "CausalLMLoss",
     "Compressor",
     "EFMixed",
     "ErrorFeedback",

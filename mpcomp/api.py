@@ -14,9 +14,10 @@ from mpcomp.choices import Choices
 from mpcomp.engines.local import LocalEngine
 from mpcomp.launch import distributed_pipeline
 from mpcomp.loss import LossFn
-from mpcomp.methods import Methods, boundaries_of
+from mpcomp.methods import MethodLike, Methods, boundaries_of, method_of
 from mpcomp.network.world import launched
 from mpcomp.pipe import Pipeline
+from mpcomp.tie import ties_of
 from mpcomp.weights import check_weights, load_weights
 from stages.split import Where
 
@@ -32,6 +33,7 @@ def pipeline(
     act_comp: Methods = None,
     grad_comp: Methods = None,
     dp_comp: Any = None,
+    tie_comp: MethodLike = None,
     split: Where | None = None,
     sample: Any = None,
     devices: str | torch.device | Sequence[str | torch.device] | None = None,
@@ -56,14 +58,16 @@ def pipeline(
     the same data. The result is the same; on CPUs bit for bit, with as many threads a process.
 
     Args:
-        model: an `nn.Sequential` (such as `stages.resnet18`), or any module that
-            `stages.split` can cut by the names of its blocks.
+        model: an `nn.Sequential` (such as `stages.resnet18`), a causal language model of
+            transformers, or any module that `stages.split` can cut by the names of its blocks.
         chunks: microbatches per batch, at least 1.
         act_comp: method for activations: an object, a spec string (`mpcomp.parse`), None for
             none; a list with one for each boundary; or a mapping from a boundary's number, or
             the name of the block it comes after, to one (others: none).
         grad_comp: method for gradients, likewise.
         dp_comp: compression between replicas; not in this version.
+        tie_comp: method for the gradient of a parameter that two stages share (a language model's
+            embedding and head), which they exchange once a step.
         split: number of stages, block counts, names of blocks to cut after, "paper", or "time";
             by default one stage a device or rank (two a rank with interleaved and V schedules).
             "time" makes as many, balanced by the time that each block takes on ``sample``: with
@@ -84,8 +88,9 @@ def pipeline(
             measure in the first steps. Results do not depend on it.
         in_flight_bytes: bound on what a rank keeps of all of them for backward; the first step
             measures what one microbatch keeps.
-        loss_fn: ``loss_fn(output, target)``, the mean over its rows (or a module with
-            ``reduction="sum"``).
+        loss_fn: ``loss_fn(output, target)``, the mean over its rows, or over what its
+            ``num_terms(target)`` counts (or a module with ``reduction="sum"``). For a causal
+            language model `CausalLMLoss` by default.
         recompute: keep only stage inputs and recompute the rest in backward.
         seed: of all random choices of compressors and of dropout.
         engine: "local", "distributed", or None to choose: distributed under torchrun.
@@ -111,6 +116,7 @@ def pipeline(
         chunks=chunks,
         act_comp=act_comp,
         grad_comp=grad_comp,
+        tie_comp=tie_comp,
         split=split,
         sample=sample,
         devices=devices,
@@ -159,20 +165,30 @@ def _local_pipeline(model: nn.Module, choices: Choices) -> Pipeline:
         replica=0,
         warmup_steps=choices.warmup_steps,
     )
+    ties = ties_of(
+        cut,
+        method_of("tie_comp", choices.tie_comp),
+        seed=choices.seed,
+        replica=0,
+        warmup_steps=choices.warmup_steps,
+    )
     check_weights(cut, choices.weights)
     for stage, device in zip(cut, devices, strict=True):
         if choices.weights is not None:
             load_weights(stage, choices.weights)
         stage.to(device)
-    engine = LocalEngine(cut, boundaries, devices, recompute=choices.recompute, seed=choices.seed)
+    engine = LocalEngine(
+        cut, boundaries, devices, recompute=choices.recompute, seed=choices.seed, ties=ties
+    )
     return Pipeline(
         cut,
         cut,
         boundaries,
         engine,
         chunks=choices.chunks,
-        loss_fn=choices.loss_fn,
+        loss_fn=choices.loss_for(cut),
         scaler=choices.scaler,
+        ties=ties,
     )
 
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from mpcomp.loss import LossFn
-from mpcomp.methods import Methods
+import stages as staging
+from mpcomp.loss import CausalLMLoss, LossFn
+from mpcomp.methods import MethodLike, Methods
 from stages.split import Where
 
 __all__ = ["Choices"]
@@ -27,6 +28,7 @@ class Choices:
     chunks: int
     act_comp: Methods
     grad_comp: Methods
+    tie_comp: MethodLike
     split: Where | None
     sample: Any
     devices: str | torch.device | Sequence[str | torch.device] | None
@@ -73,6 +75,12 @@ class Choices:
                 )
         if not _positive(self.timeout):
             raise ValueError(f"timeout={self.timeout!r}: expected seconds, more than 0")
+
+    def loss_for(self, cut: Sequence[staging.Stage]) -> LossFn | None:
+        """The loss function: that of language models, where the model is one and none is given."""
+        if self.loss_fn is None and cut[0].is_causal_lm:
+            return CausalLMLoss()
+        return self.loss_fn
 
 
 def _positive(value: Any) -> bool:

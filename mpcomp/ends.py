@@ -6,6 +6,8 @@ that brought it be discarded, the former ends come back.
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from mpcomp.feedback.base import Feedback, Receiver, Sender
 from mpcomp.tensor_meta import TensorMeta
+from mpcomp.visit import SampleIds
 
 __all__ = ["Ends"]
 
@@ -61,12 +64,26 @@ class Ends:
         assert self._held.receiver is not None
         return self._held.receiver
 
+    def prefetch(self, ids: Sequence[SampleIds]) -> None:
+        """Begins to read what a step with these ids, per microbatch, will find."""
+        for end in self.by_role.values():
+            if end.store is not None:
+                store = end.store
+                store.prefetch([self._method.keys_to_come(one, store) for one in ids])
+
     def _adopt(self, meta: TensorMeta) -> None:
         sample = replace(meta.with_rows(1), dtype=torch.float32)
         if sample == self._held.sample:
             return
         if self._held.sample is not None and self._former is None:
             self._former = self._held
+            if self._method.by_sample:
+                warnings.warn(
+                    f"{self._method}: samples of shape {list(sample.shape[1:])} come after those "
+                    f"of {list(self._held.sample.shape[1:])}, so what was kept of all samples is "
+                    "dropped and they go raw again; pad all batches to one length",
+                    stacklevel=2,
+                )
         self._held = _Held(sample)
 
     def commit(self) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpcomp.microbatch import map_tensors, num_rows
+from mpcomp.loss import num_terms, with_target
+from mpcomp.microbatch import map_tensors
 
 __all__ = ["Metric", "evaluating", "mean_over"]
 
@@ -17,18 +18,19 @@ Metric = Callable[[Tensor, Any], Any]
 
 
 def mean_over(
-    infer: Callable[[Any, Any], Tensor | None],
+    infer: Callable[[Any, Any], tuple[list[Tensor], list[Any]]],
     loader: Iterable[Any],
     metric: Metric,
     device: torch.device,
     collect: Callable[[Any], list[Any]],
 ) -> float | dict[str, float]:
-    """The mean of ``metric`` over the rows of a loader.
+    """The mean of ``metric`` over the terms of a loader: rows, or what the metric says.
 
     Args:
-        infer: called with each batch and target, gives the output; None on a rank without it.
-        loader: yields (batch, target), or (batch, target, anything else).
-        metric: the mean over a batch: a number, a 0-d tensor, or a mapping of those.
+        infer: called with each batch and target, gives the outputs and targets of microbatches;
+            no outputs on a rank without them.
+        loader: yields (batch, target), (batch, target, anything else), or mappings with labels.
+        metric: the mean over a microbatch: a number, a 0-d tensor, or a mapping of those.
         device: where targets go.
         collect: gives what each rank has found; sums from ranks with outputs are added up.
 
@@ -36,24 +38,25 @@ def mean_over(
         ValueError: the loader is empty.
     """
     totals: dict[str, float] = {}
-    rows = 0
+    terms = 0
     named = True
-    for batch, target, *_ in loader:
-        output = infer(batch, target)
-        if output is None:
-            continue
-        value = metric(output, map_tensors(target, lambda t: t.to(device)))
-        named = isinstance(value, Mapping)
-        parts = dict(value) if isinstance(value, Mapping) else {"": value}
-        size = num_rows(batch)
-        rows += size
-        for key, part in parts.items():
-            totals[key] = totals.get(key, 0.0) + float(part) * size
-    found = [sums for sums in collect([totals, rows, named] if rows else None) if sums]
+    for item in loader:
+        batch, target, *_ = (item, None) if isinstance(item, Mapping) else item
+        outputs, targets = infer(*with_target(batch, target))
+        for output, part in zip(outputs, targets, strict=bool(outputs)):
+            weight = num_terms(metric, part, output.shape[0])
+            value = metric(output, map_tensors(part, lambda t: t.to(device)))
+            named = isinstance(value, Mapping)
+            terms += weight
+            for key, mean in value.items() if isinstance(value, Mapping) else [("", value)]:
+                totals[key] = totals.get(key, 0.0) + float(mean) * weight
+    found = [sums for sums in collect([totals, terms, named] if totals else None) if sums]
     if not found:
         raise ValueError("evaluate: the loader yielded no batch")
-    all_rows = sum(rows for _, rows, _ in found)
-    means = {key: sum(totals[key] for totals, *_ in found) / all_rows for key in found[0][0]}
+    all_terms = sum(terms for _, terms, _ in found)
+    if not all_terms:
+        raise ValueError("evaluate: no token of the loader's batches has a label")
+    means = {key: sum(totals[key] for totals, *_ in found) / all_terms for key in found[0][0]}
     return means if found[0][2] else means[""]
 
 

@@ -9,13 +9,15 @@ import torch
 from torch import nn
 
 import stages as staging
+from mpcomp.boundary import Boundary
 from mpcomp.choices import Choices
 from mpcomp.engines.distributed import DistributedEngine
 from mpcomp.engines.schedules import Schedule, schedule_named
-from mpcomp.methods import boundaries_of
+from mpcomp.methods import boundaries_of, method_of
 from mpcomp.network.handshake import announcing_failure, exchange, shake_hands
 from mpcomp.network.world import World, join
 from mpcomp.pipe import Pipeline
+from mpcomp.tie import Tie, ties_of
 from mpcomp.version import __version__
 from mpcomp.weights import check_weights, let_go, load_weights
 from stages.split import Where
@@ -51,9 +53,17 @@ def distributed_pipeline(model: nn.Module, choices: Choices) -> Pipeline:
             replica=world.replica,
             warmup_steps=choices.warmup_steps,
         )
+        ties = ties_of(
+            cut,
+            method_of("tie_comp", choices.tie_comp),
+            seed=choices.seed,
+            replica=world.replica,
+            warmup_steps=choices.warmup_steps,
+        )
         own = [i for i in range(len(cut)) if schedule.place_of(i, ranks) == world.place]
         check_weights([cut[i] for i in own], choices.weights)
-        methods = [[str(link.method) for link in boundary.links] for boundary in boundaries]
+        crossings: list[Boundary | Tie] = [*boundaries, *ties]
+        methods = [[str(link.method) for link in each.links] for each in crossings]
     shake_hands(world, _config(cut, methods, schedule, choices, device))
     world.connect()
     for i, stage in enumerate(cut):
@@ -73,6 +83,7 @@ def distributed_pipeline(model: nn.Module, choices: Choices) -> Pipeline:
         seed=choices.seed,
         in_flight=choices.in_flight,
         in_flight_bytes=choices.in_flight_bytes,
+        ties=ties,
     )
     return Pipeline(
         [cut[i] for i in own],
@@ -80,8 +91,9 @@ def distributed_pipeline(model: nn.Module, choices: Choices) -> Pipeline:
         boundaries,
         engine,
         chunks=choices.chunks,
-        loss_fn=choices.loss_fn,
+        loss_fn=choices.loss_for(cut),
         scaler=choices.scaler,
+        ties=ties,
     )
 
 

@@ -21,9 +21,10 @@ from mpcomp.ends import Ends
 from mpcomp.feedback.base import Feedback, Receiver, Sender
 from mpcomp.message import COMPRESSED, DENSE, Header, frame, message_bytes, unframe
 from mpcomp.meters import Meter, Traffic
+from mpcomp.padding import blanked, padded_positions
 from mpcomp.randomness import generator_for
 from mpcomp.tensor_meta import TensorMeta
-from mpcomp.visit import Step, Visit
+from mpcomp.visit import SampleIds, Step, Visit
 
 __all__ = ["ACT", "GRAD", "Link", "Method"]
 
@@ -38,11 +39,12 @@ class Link:
     Args:
         method: what is done to the tensor; SameIndices is resolved by the boundary.
         boundary: number of the cut.
-        direction: "act" or "grad".
+        direction: "act" or "grad", or that of a tie (`mpcomp.tie`), which carries gradients too.
         seed: of the run; random choices follow from (seed, replica, boundary, direction, step,
             microbatch).
         replica: number of the replica.
         warmup_steps: training steps that go dense at first.
+        ends: the stages that send and receive; those on both sides of the cut by default.
     """
 
     def __init__(
@@ -54,10 +56,15 @@ class Link:
         seed: int = 0,
         replica: int = 0,
         warmup_steps: int = 0,
+        ends: tuple[int, int] | None = None,
     ) -> None:
         self.method = method
         self.boundary = boundary
         self.direction = direction
+        across = (boundary, boundary + 1)
+        self.sender_stage, self.receiver_stage = ends or (
+            across if direction == ACT else across[::-1]
+        )
         self.warmup_steps = warmup_steps
         self.meter = Meter()
         #: Whether messages leave the rank; if not they are coded all the same, but not counted.
@@ -98,6 +105,8 @@ class Link:
     ) -> Tensor:
         """The message for ``x``: uint8 [n] on its device.
 
+        A compressed message carries zeros where the step's batch is padded.
+
         Args:
             x: activation or gradient of one microbatch.
             step: the step it belongs to.
@@ -116,6 +125,7 @@ class Link:
         visit = self._visit(step, microbatch)
         kind, check = COMPRESSED, 0
         coder = self._coder(meta, step, positions)
+        x = blanked(x, self._padded(coder, meta, visit, x.device))
         if isinstance(coder, Compressor):
             payload = coder.compress(x, visit.draw(""))
             kind = DENSE if isinstance(coder, Identity) else COMPRESSED
@@ -145,6 +155,8 @@ class Link:
     ) -> Tensor:
         """The tensor like ``meta`` that a message says; all NaN if the sender saw NaN or Inf.
 
+        Unless the message is dense it is exactly zero where the step's batch is padded.
+
         Raises:
             RuntimeError: the message is not one that this end expects.
         """
@@ -164,6 +176,7 @@ class Link:
         else:
             assert receiver is not None
             x = receiver.decode(payload, meta, visit)
+        x = blanked(x, self._padded(coder, meta, visit, x.device))
         if message.device.type != "cpu":
             x.masked_fill_(message[2].bool(), torch.nan)
         elif message[2]:
@@ -171,12 +184,20 @@ class Link:
         self._traffic(step).seconds += time.perf_counter() - begin
         return x
 
-    def compare(self, x: Tensor, arrived: Tensor, step: Step) -> None:
-        """Meters the fidelity of what arrived for ``x``; dense messages arrive as they are."""
+    def compare(
+        self, x: Tensor, arrived: Tensor, step: Step, microbatch: int | None = None
+    ) -> None:
+        """Meters the fidelity of what arrived for ``x``; dense messages arrive as they are.
+
+        Only positions that count are compared, given the number of the microbatch.
+        """
         if self._enabled(step) and not isinstance(self.method, Identity):
             meta = TensorMeta.of(x)  # memory order, which spares a transposition
             arrived = meta.flatten(arrived.to(x.device))
-            self._traffic(step).compare(meta.flatten(x), arrived)
+            valid = None if microbatch is None else step.valid_of(microbatch)
+            padded = padded_positions(valid, meta, x.device)
+            meant, arrived = blanked(meta.flatten(x), padded), blanked(arrived, padded)
+            self._traffic(step).compare(meant, arrived)
 
     def compare_sent(
         self,
@@ -189,16 +210,25 @@ class Link:
         """As `compare`, where ``x`` was just encoded here but arrives elsewhere."""
         if not self._enabled(step) or isinstance(self.method, Identity):
             return
+        self.compare(x, self.arrived(x, message, step, microbatch, positions), step, microbatch)
+
+    def arrived(
+        self,
+        x: Tensor,
+        message: Tensor,
+        step: Step,
+        microbatch: int,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """What the other end makes of the message that was just encoded here for ``x``."""
         meta = TensorMeta.of(x)
         visit = self._visit(step, microbatch)
         coder = self._coder(meta, step, positions)
         payload = unframe(message, self._layout(coder, meta, visit))
         if isinstance(coder, Compressor):
-            arrived = coder.decompress(payload, meta, visit.draw(""))
-        else:
-            assert self._ends is not None
-            arrived = self._ends.sender(meta, x.device).arrived(payload, meta, visit)
-        self.compare(x, arrived, step)
+            return coder.decompress(payload, meta, visit.draw(""))
+        assert self._ends is not None
+        return self._ends.sender(meta, x.device).arrived(payload, meta, visit)
 
     def message_bytes(
         self,
@@ -253,6 +283,18 @@ class Link:
             traffic.nonfinite += flag
         return any(flags)
 
+    def prefetch(self, ids: Sequence[SampleIds]) -> None:
+        """Begins to read what the ends here will need for a step with these ids.
+
+        Args:
+            ids: of each microbatch.
+
+        Raises:
+            OSError: reading ahead failed since the last call.
+        """
+        if self._ends is not None:
+            self._ends.prefetch(ids)
+
     def commit(self) -> None:
         """Stores what the ends have noted."""
         if self._ends is not None:
@@ -287,6 +329,12 @@ class Link:
             return Identity() if method.eval == "raw" else or_dense(method.inner, meta)
         return or_dense(method, meta)
 
+    def _padded(
+        self, coder: Compressor | Feedback, meta: TensorMeta, visit: Visit, device: torch.device
+    ) -> Tensor | None:
+        """Where the message says nothing; None for a dense one, which carries all there is."""
+        return None if isinstance(coder, Identity) else padded_positions(visit.valid, meta, device)
+
     def _layout(
         self, coder: Compressor | Feedback, meta: TensorMeta, visit: Visit
     ) -> tuple[TensorMeta, ...]:
@@ -297,7 +345,7 @@ class Link:
 
     def _visit(self, step: Step, microbatch: int) -> Visit:
         seed = (*self._seed, "train" if step.train else "eval", step.index, microbatch)
-        unit = step.loss_scale if self.direction == GRAD else 1.0
+        unit = 1.0 if self.direction == ACT else step.loss_scale
         if isinstance(self.method, Feedback) and self.method.lr_scaled and step.train:
             if not step.lr:
                 raise ValueError(
@@ -311,6 +359,7 @@ class Link:
             lambda part: generator_for(*seed, part),
             step.ids_of(microbatch),
             unit,
+            step.valid_of(microbatch),
         )
 
     # -- checks -------------------------------------------------------------------------------

@@ -2,55 +2,120 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-__all__ = ["LossFn", "StepLoss"]
+__all__ = ["CausalLMLoss", "LossFn", "StepLoss", "num_terms", "with_target"]
 
 LossFn = Callable[[Tensor, Any], Tensor]
+
+
+class CausalLMLoss:
+    """The mean cross-entropy of the next token, in nats, over all tokens that have a label.
+
+    As a language model of transformers computes it from ``labels``: position t predicts label
+    t + 1, in fp32. Its exponential is the perplexity.
+    """
+
+    #: Labels of positions that do not count, such as padding.
+    ignore_index = -100
+
+    def num_terms(self, labels: Tensor) -> int:
+        """Number of tokens that the mean is over; ``labels`` are [b, s]."""
+        return int((labels[:, 1:] != self.ignore_index).sum())
+
+    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The loss, 0-d, of logits [b, s, vocabulary] for labels [b, s]; 0 without a label."""
+        if not self.num_terms(labels):
+            return (logits[:, :0] * 0).sum()  # a mean over nothing would be NaN
+        following = F.pad(labels, (0, 1), value=self.ignore_index)[:, 1:].reshape(-1)
+        flat = logits.float().view(-1, logits.shape[-1])
+        return F.cross_entropy(flat, following, ignore_index=self.ignore_index)
+
+
+def num_terms(loss_fn: Callable[..., Any], target: Any, rows: int) -> int:
+    """Over how many terms ``loss_fn(output, target)`` is the mean.
+
+    Args:
+        loss_fn: what its ``num_terms(target)`` says, if it has that; cross-entropy's classes that
+            are not ignored; else the rows.
+        target: of a batch or microbatch.
+        rows: of that batch.
+    """
+    own = getattr(loss_fn, "num_terms", None)
+    if own is not None:
+        return int(own(target))
+    ignored = _ignored_class(loss_fn)
+    if ignored is None or not isinstance(target, Tensor) or target.is_floating_point():
+        return rows
+    return int((target != ignored).sum())
+
+
+def _ignored_class(loss_fn: Callable[..., Any]) -> int | None:
+    if loss_fn in (F.cross_entropy, F.nll_loss):
+        return -100
+    if isinstance(loss_fn, nn.CrossEntropyLoss | nn.NLLLoss) and loss_fn.weight is None:
+        return loss_fn.ignore_index
+    return None
+
+
+def with_target(batch: Any, target: Any) -> tuple[Any, Any]:
+    """Batch and target, where the target may be the batch's ``labels``, as transformers has it.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if target is not None:
+        return batch, target
+    if not isinstance(batch, Mapping) or "labels" not in batch:
+        raise ValueError("there is no target: pass one, or a mapping with 'labels' as the batch")
+    rest = {name: value for name, value in batch.items() if name != "labels"}
+    return rest, batch["labels"]
 
 
 class StepLoss:
     """Called with a microbatch's output and target, gives what is to be differentiated.
 
-    A mean is weighted by the microbatch's share of the rows, a sum is not. Nothing is rescaled
-    after backward.
+    A mean is weighted by the microbatch's share of the terms that it is over, a sum is not.
+    Nothing is rescaled after backward.
 
     Args:
         loss_fn: ``loss_fn(output, target)``.
-        sizes: rows of the microbatches.
+        terms: of each microbatch, see `num_terms`.
         scaler: loss scaler, if there is one.
 
     Attributes:
         total: sum of the weighted losses so far, detached and unscaled.
-        rows: number of rows of this replica.
-        factor: on every loss. Replicas average their gradients, so one that has more rows than
+        terms: number of terms of this replica.
+        factor: on every loss. Replicas average their gradients, so one that has more terms than
             another, or a sum, must weigh more for the average to be right.
     """
 
     def __init__(
-        self, loss_fn: LossFn, sizes: Sequence[int], scaler: torch.amp.GradScaler | None
+        self, loss_fn: LossFn, terms: Sequence[int], scaler: torch.amp.GradScaler | None
     ) -> None:
         self._loss_fn = loss_fn
-        self._sizes = sizes
+        self._terms = terms
         self._scaler = scaler
         self._summed = getattr(loss_fn, "reduction", "mean") == "sum"
-        self.rows = sum(sizes)
+        self.terms = sum(terms)
         self.total: Tensor | None = None
         self.factor = 1.0
 
-    def share_with(self, all_rows: int, replicas: int) -> None:
-        """Sets the factor for this many rows over all replicas."""
-        self.factor = float(replicas if self._summed else replicas * self.rows / all_rows)
+    def share_with(self, all_terms: int, replicas: int) -> None:
+        """Sets the factor for this many terms over all replicas."""
+        share = 1.0 if self._summed else self.terms / all_terms
+        self.factor = float(replicas * share)
 
     def __call__(self, output: Tensor, target: Any, microbatch: int) -> Tensor:
         """The weighted and scaled loss, 0-d with its graph."""
         loss = self._loss_fn(output, target)
         if not self._summed:
-            loss = loss * (self._sizes[microbatch] / self.rows)
+            loss = loss * (self._terms[microbatch] / max(self.terms, 1))
         if self.factor != 1:
             loss = loss * self.factor
         self.total = loss.detach() if self.total is None else self.total + loss.detach()

@@ -11,7 +11,7 @@ from mpcomp.feedback import EFMixed, Feedback
 from mpcomp.link import ACT, GRAD, Link, Method
 from mpcomp.parsing import closest, parse
 
-__all__ = ["Methods", "boundaries_of"]
+__all__ = ["MethodLike", "Methods", "boundaries_of", "method_of"]
 
 #: What may be given for one boundary.
 MethodLike = Method | str | None
@@ -77,7 +77,7 @@ def _methods(argument: str, given: Methods, names: Sequence[str]) -> list[Method
         chosen = list(given)
     else:
         chosen = [given] * len(names)
-    return [_method(argument, value) for value in chosen]
+    return [method_of(argument, value) for value in chosen]
 
 
 def _boundary_of(argument: str, key: Any, names: Sequence[str]) -> int:
@@ -94,14 +94,16 @@ def _boundary_of(argument: str, key: Any, names: Sequence[str]) -> int:
     )
 
 
-def _method(argument: str, value: MethodLike) -> Method:
+def method_of(argument: str, value: MethodLike) -> Method:
+    """One method from what the user gave for ``argument``."""
     if value is None:
         return Identity()
     if isinstance(value, str):
         value = parse(value)
-    if isinstance(value, SameIndices) and argument == "act_comp":
+    if isinstance(value, SameIndices) and argument != "grad_comp":
         raise ValueError(
-            "act_comp=SameIndices(): it reuses the activation's selection, so it is for grad_comp"
+            f"{argument}=SameIndices(): it reuses the activation's selection, so it is for "
+            "grad_comp"
         )
     if not isinstance(value, Compressor | Feedback | SameIndices):
         raise TypeError(

@@ -34,10 +34,11 @@ def clip_grad_norm_(
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm={max_norm}: expected a positive number")
+    again = {name for tie in pipe.ties for _, name in tie.copies[1:]}  # counted once
     norms = {
         name: torch.linalg.vector_norm(parameter.grad, norm_type)
         for name, parameter in pipe.named_parameters()
-        if parameter.grad is not None
+        if parameter.grad is not None and name not in again
     }
     # One norm of all norms, in the model's order: the same bits however the model is cut.
     norm: Tensor = torch.linalg.vector_norm(pipe.gather_scalars(norms), norm_type)

@@ -20,12 +20,15 @@ from mpcomp.boundary import Boundary
 from mpcomp.engines.base import Engine
 from mpcomp.evaluation import Metric, evaluating, mean_over
 from mpcomp.link import Link
-from mpcomp.loss import LossFn, StepLoss
+from mpcomp.loss import LossFn, StepLoss, num_terms, with_target
 from mpcomp.microbatch import gather, map_tensors, num_rows, rows_of_chunks, scatter
 from mpcomp.original_names import OriginalNames
+from mpcomp.padding import valid_positions
 from mpcomp.report import print_report, report_of
-from mpcomp.sample_ids import split_sample_ids
+from mpcomp.sample_ids import ids_of_batch, split_sample_ids
 from mpcomp.settlement import bytes_sent, raise_if_nonfinite, settle
+from mpcomp.state_bytes import state_bytes
+from mpcomp.tie import Tie
 from mpcomp.visit import Step
 
 __all__ = ["LossFn", "Metric", "Pipeline"]
@@ -48,6 +51,7 @@ class Pipeline(OriginalNames):
         stages: the stage modules of this rank.
         cut_stages: all of them; those of other ranks on "meta".
         boundaries: the cuts, each with its two links.
+        ties: the parameters that two stages share, each with its two links.
         chunks: number of microbatches.
         num_steps: training steps so far, skipped ones counted.
         step_skipped: whether the last step was skipped (non-finite under a loss scaler).
@@ -63,10 +67,12 @@ class Pipeline(OriginalNames):
         chunks: int,
         loss_fn: LossFn | None,
         scaler: torch.amp.GradScaler | None,
+        ties: Sequence[Tie] = (),
     ) -> None:
         super().__init__(stages, elsewhere=[s for s in cut if all(s is not o for o in stages)])
         self.cut_stages = list(cut)
         self.boundaries = list(boundaries)
+        self.ties = list(ties)
         self.chunks = chunks
         self.num_steps = 0
         self.step_skipped = False
@@ -103,8 +109,10 @@ class Pipeline(OriginalNames):
             FloatingPointError: NaN or Inf at a cut.
         """
         train = self.training and torch.is_grad_enabled()
+        if self.cut_stages[0].is_causal_lm and isinstance(batch, Mapping):
+            batch = {name: value for name, value in batch.items() if name != "labels"}
         if not train:
-            output = self._infer(batch, batch)
+            output = gather(outputs) if (outputs := self._infer(batch, batch)[0]) else None
             raise_if_nonfinite(self.engine, self.links, self.num_steps)
             return self.engine.everywhere(output) if everywhere else output
         if self.engine.num_ranks > 1:
@@ -112,30 +120,39 @@ class Pipeline(OriginalNames):
                 "pipe(x) with gradients: autograd does not reach other processes; train with "
                 "pipe.forward_backward(x, y), or infer under torch.no_grad() or pipe.eval()"
             )
+        if any(tie.trains for tie in self.ties):
+            raise ValueError(
+                f"pipe(x) with gradients: two stages share {self.ties[0].name}, and its gradients "
+                "are added up at the end of pipe.forward_backward(x, y); train with that, or infer "
+                "under torch.no_grad() or pipe.eval()"
+            )
         self._settle()
         sizes = self._microbatch_rows(batch, train)
-        step = self._step(sizes, sample_ids, train)
+        step = self._step(sizes, batch, sample_ids, train)
         self._open = step
         with self._undone_on_error(train):
             return gather(self.engine.forward(scatter(batch, sizes), step, ()))
 
-    def _infer(self, batch: Any, same: Any) -> Tensor | None:
+    def _infer(self, batch: Any, same: Any, target: Any = None) -> tuple[list[Tensor], list[Any]]:
+        """Outputs, where the last stage is, and targets of the microbatches."""
         sizes = self._microbatch_rows(batch, False)
-        step = self._step(sizes, None, False)
+        step = self._step(sizes, batch, None, False)
         with self._undone_on_error(False):
             outputs = self.engine.forward(scatter(batch, sizes), step, (same,))
-        return gather(outputs) if outputs else None
+        return outputs, [] if target is None else scatter(target, sizes)
 
-    def forward_backward(self, batch: Any, target: Any, *, sample_ids: Any = None) -> Tensor:
+    def forward_backward(self, batch: Any, target: Any = None, *, sample_ids: Any = None) -> Tensor:
         """Runs all microbatches forward and backward; gradients add up in ``.grad``.
 
-        Each microbatch's loss is weighted by its share of the rows (not at all where the loss has
-        ``reduction="sum"``), and microbatches are differentiated in ascending order. Call it
-        several times before the optimizer's step to accumulate gradients.
+        Each microbatch's loss is weighted by its share of the terms that it is the mean over, rows
+        or tokens (`mpcomp.loss.num_terms`; not at all where the loss has ``reduction="sum"``), and
+        microbatches are differentiated in ascending order. Call it several times before the
+        optimizer's step to accumulate gradients.
 
         Args:
             batch: tensor [b, ...], tuple of tensors, or mapping (arguments of the first stage).
-            target: tensor [b, ...], tuple or mapping: second argument of the loss function.
+            target: tensor [b, ...], tuple or mapping: second argument of the loss function; by
+                default the ``labels`` of a batch that is a mapping.
             sample_ids: what AQ-SGD finds its buffers by: [b] ids; [b, 2] (id, augmentation
                 seed); or a whole number, the index of a batch of fixed composition.
 
@@ -157,23 +174,27 @@ class Pipeline(OriginalNames):
         if not self.training:
             raise ValueError("forward_backward in evaluation mode: call pipe.train() first")
         self._settle()
+        batch, target = with_target(batch, target)
         sizes = self._microbatch_rows(batch, True)
         if num_rows(target) != sum(sizes):
             raise ValueError(
                 f"target has {num_rows(target)} rows, the batch {sum(sizes)}: expected one each"
             )
-        step = self._step(sizes, sample_ids, True)
+        step = self._step(sizes, batch, sample_ids, True)
+        parts, targets = scatter(batch, sizes), scatter(target, sizes)
         begin, waited_before = time.perf_counter(), self.engine.waited_s
         same = (batch, target, step.sample_ids)
+        terms = [
+            num_terms(self._loss_fn, part, size) for part, size in zip(targets, sizes, strict=True)
+        ]
         if self.engine.computes_loss:
-            target = map_tensors(target, lambda t: t.to(self.engine.device))
-        loss = StepLoss(self._loss_fn, sizes, self.scaler)
+            targets = [map_tensors(part, lambda t: t.to(self.engine.device)) for part in targets]
+        loss = StepLoss(self._loss_fn, terms, self.scaler)
         if self.scaler is not None and not self.engine.computes_loss:
             # A scaler is made by its first loss, but `unscale_` and `update` need it on all ranks.
             self.scaler.scale(torch.zeros((), device=self.engine.device))
         self._open = step
         with self._undone_on_error(True), torch.enable_grad():
-            parts, targets = scatter(batch, sizes), scatter(target, sizes)
             self.engine.forward_backward(parts, targets, step, loss, same)
             total = self._settle(loss)
         assert total is not None
@@ -185,14 +206,15 @@ class Pipeline(OriginalNames):
         """The mean of ``metric`` over a loader, in evaluation mode, without gradients.
 
         Args:
-            loader: yields (batch, target), or (batch, target, anything else). Any batch size.
-            metric: ``metric(output, target)``, the mean over a batch: a number, a 0-d tensor, or
-                a mapping of those. The loss function by default.
+            loader: yields (batch, target), (batch, target, anything else), or mappings with
+                ``labels``. Any batch size.
+            metric: ``metric(output, target)``, the mean over a microbatch: a number, a 0-d tensor,
+                or a mapping of those. The loss function by default.
 
         Returns:
-            A float, or a dict of floats: weighted by rows, so that short batches count right. The
-            same on every rank; the metric is called where the last stage is. Replicas are taken
-            together.
+            A float, or a dict of floats: weighted by rows, or by the terms that the metric is over
+            (`mpcomp.loss.num_terms`), so that short batches count right. The same on every rank;
+            the metric is called where the last stage is. Replicas are taken together.
 
         Raises:
             ValueError: the loader is empty, or there is neither metric nor loss function.
@@ -208,7 +230,7 @@ class Pipeline(OriginalNames):
         self.engine.align_replicas()
         with evaluating(self, *self.cut_stages), torch.no_grad():
             mean = mean_over(
-                lambda batch, target: self._infer(batch, (batch, target)),
+                lambda batch, target: self._infer(batch, (batch, target), target),
                 loader,
                 judge,
                 self.engine.device,
@@ -248,6 +270,34 @@ class Pipeline(OriginalNames):
         """Number of pipelines."""
         return self.engine.num_replicas
 
+    # -- state of AQ-SGD ----------------------------------------------------------------------
+
+    def prefetch(self, sample_ids: Any) -> None:
+        """Begins to read, in a thread, what AQ-SGD holds of the samples of a batch to come.
+
+        For state that is not at hand: in files, or in host memory with links on an accelerator.
+        Numbers are the same with and without, and ranks may differ in their calls. Two batches are
+        kept, so that a loop can call it for the next one and then train on this one::
+
+            for (x, y, ids), following in zip(batches, [*batches[1:], None]):
+                pipe.prefetch(following[2] if following else None)
+                pipe.forward_backward(x, y, sample_ids=ids)
+
+        Args:
+            sample_ids: as `forward_backward` will be given them; None for no batch.
+
+        Raises:
+            TypeError, ValueError: as `forward_backward`, for bad sample ids.
+            OSError: reading ahead failed since the last call.
+        """
+        ids = ids_of_batch(sample_ids, self.chunks)
+        for link in self.links:
+            link.prefetch(ids)
+
+    def state_bytes(self, batch: Any, num_samples: int | None = None) -> dict[str, Any]:
+        """Bytes of what links of this process will remember at most; see `mpcomp.state_bytes`."""
+        return state_bytes(self, batch, num_samples)
+
     # -- compression on and off ---------------------------------------------------------------
 
     @contextmanager
@@ -271,9 +321,14 @@ class Pipeline(OriginalNames):
     # -- what happened ------------------------------------------------------------------------
 
     @property
+    def crossings(self) -> list[Boundary | Tie]:
+        """All that sends messages: boundaries, then ties."""
+        return [*self.boundaries, *self.ties]
+
+    @property
     def links(self) -> list[Link]:
-        """All links: of each cut that of activations, then that of gradients."""
-        return [link for boundary in self.boundaries for link in boundary.links]
+        """All links: of each cut that of activations, then that of gradients; those of ties."""
+        return [link for each in self.crossings for link in each.links]
 
     @property
     def wire_bytes(self) -> int:
@@ -359,8 +414,8 @@ class Pipeline(OriginalNames):
         """
         extra = checkpoint.load(self, Path(folder), optimizer=optimizer, scheduler=scheduler)
         self._open = None  # only now: a load that fails leaves an open step open
-        for boundary in self.boundaries:
-            boundary.settle(finite=False)
+        for each in self.crossings:
+            each.settle(finite=False)
         for link in self.links:
             link.found_nonfinite(train=True)  # counts and clears
         wire_bytes, dense_bytes = self.engine.agree(bytes_sent(self.links))
@@ -374,21 +429,19 @@ class Pipeline(OriginalNames):
         """
         model = staging.merge(self.cut_stages)
         if self.engine.num_ranks == 1:
-            return model.to(self.engine.device_of(0, "sender", "act"))
+            return model.to(self.engine.device_of(0))
         self.engine.align_replicas()
         whole = copy.deepcopy(model)
         state = self.engine.share_tensors(_on_cpu(self.state_dict()))
         whole.load_state_dict(state, assign=True)
+        staging.tie_names(whole, self.cut_stages)
         return whole.cpu()
-
-    def device_of(self, boundary: int, role: str, direction: str) -> torch.device:
-        """Where the "sender" or "receiver" of a link is."""
-        return self.engine.device_of(boundary, role, direction)
 
     # -- inside -------------------------------------------------------------------------------
 
     def _microbatch_rows(self, batch: Any, train: bool) -> list[int]:
         rows = num_rows(batch)
+        self.cut_stages[0].check_batch(batch)
         if rows == 0:
             raise ValueError("the batch has no rows: expected at least one sample")
         if train and rows < self.chunks:
@@ -398,7 +451,8 @@ class Pipeline(OriginalNames):
             )
         return rows_of_chunks(rows, min(self.chunks, rows))
 
-    def _step(self, sizes: Sequence[int], sample_ids: Any, train: bool) -> Step:
+    def _step(self, sizes: Sequence[int], batch: Any, sample_ids: Any, train: bool) -> Step:
+        mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
         lr = self._lr_of.param_groups[0]["lr"] if self._lr_of is not None else None
         scaled = self.scaler is not None and self.scaler.is_enabled()
         step = Step(
@@ -410,6 +464,7 @@ class Pipeline(OriginalNames):
             scaled=scaled,
             loss_scale=self.scaler.get_scale() if self.scaler is not None and scaled else 1.0,
             lr=None if lr is None else float(lr),
+            valid=valid_positions(mask, sizes),
         )
         for link in self.links:
             link.check_step(step, sizes)
@@ -421,7 +476,7 @@ class Pipeline(OriginalNames):
         if step is None:
             return None
         overflowed = self._overflowed(step)
-        outcome = settle(self.engine, self.boundaries, step, loss, overflowed)
+        outcome = settle(self.engine, self.crossings, step, loss, overflowed)
         if step.scaled and not outcome.finite and self.engine.num_ranks > 1:
             self._overflow_gradients()
         self._agreed_bytes = outcome.wire_bytes, outcome.dense_bytes
@@ -459,8 +514,8 @@ class Pipeline(OriginalNames):
         except BaseException:
             if train:
                 self._open = None
-                for boundary in self.boundaries:
-                    boundary.settle(finite=False)
+                for each in self.crossings:
+                    each.settle(finite=False)
             for link in self.links:
                 link.found_nonfinite(train)  # counts and clears
             raise

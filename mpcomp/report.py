@@ -16,7 +16,12 @@ if TYPE_CHECKING:
 __all__ = ["print_report", "report_of"]
 
 _PHASES = {"train": "train", "eval": "eval", "eval_off": "eval, off"}
-_DIRECTIONS = {"act": "activation ->", "grad": "gradient <-"}
+_DIRECTIONS = {
+    "act": "activation ->",
+    "grad": "gradient <-",
+    "tie_first": "tied gradient ->",
+    "tie_last": "tied gradient <-",
+}
 
 
 def report_of(pipe: Pipeline) -> dict[str, Any]:
@@ -28,13 +33,15 @@ def report_of(pipe: Pipeline) -> dict[str, Any]:
     }
     found = engine.collect(own)
     boundaries: list[dict[str, Any]] = []
+    after = [stage.block_names[-1] for stage in pipe.cut_stages[:-1]]
+    after += [tie.name for tie in pipe.ties]  # numbered on, as if they were cuts
     for i, link in enumerate(pipe.links):
         states = [rank["links"][i] for rank in found]
         merged = {phase: Traffic.merged(s[phase] for s in states) for phase in _PHASES}
         boundaries.append(
             {
                 "boundary": link.boundary,
-                "after": pipe.cut_stages[link.boundary].block_names[-1],
+                "after": after[link.boundary],
                 "direction": link.direction,
                 "method": str(link.method),
                 "on_wire": link.on_wire,

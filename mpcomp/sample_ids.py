@@ -9,9 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpcomp.microbatch import rows_of_chunks
 from mpcomp.visit import SampleIds
 
-__all__ = ["split_sample_ids"]
+__all__ = ["ids_of_batch", "split_sample_ids"]
+
+
+def ids_of_batch(sample_ids: Any, chunks: int) -> tuple[SampleIds, ...]:
+    """As `split_sample_ids`, of a batch of which only the ids are known, in ``chunks`` or fewer."""
+    if sample_ids is None:
+        return ()
+    ids = sample_ids if isinstance(sample_ids, Tensor) else torch.as_tensor(sample_ids)
+    rows = ids.shape[0] if ids.dim() else 1
+    return split_sample_ids(ids, rows_of_chunks(rows, min(chunks, rows)) if rows else [])
 
 
 def split_sample_ids(sample_ids: Any, sizes: Sequence[int]) -> tuple[SampleIds, ...]:

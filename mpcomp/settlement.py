@@ -20,6 +20,7 @@ from mpcomp.checks import nonfinite_error
 from mpcomp.engines.base import Engine
 from mpcomp.link import Link
 from mpcomp.loss import StepLoss
+from mpcomp.tie import Tie
 from mpcomp.visit import Step
 
 __all__ = ["Outcome", "bytes_sent", "raise_if_nonfinite", "settle"]
@@ -47,7 +48,7 @@ class Outcome:
 
 def settle(
     engine: Engine,
-    boundaries: Sequence[Boundary],
+    boundaries: Sequence[Boundary | Tie],
     step: Step,
     loss: StepLoss | None,
     overflowed: bool,
@@ -56,7 +57,7 @@ def settle(
 
     Args:
         engine: connects the ranks.
-        boundaries: the cuts.
+        boundaries: the cuts, and the ties.
         step: the step.
         loss: its loss, if it was computed here or elsewhere.
         overflowed: whether a loss scaler will skip it because of this rank's gradients.
@@ -78,7 +79,7 @@ def settle(
     finite = not (found or stopped)
     for boundary in boundaries:
         boundary.settle(finite)
-    if found and not (step.scaled and all(link.direction == "grad" for link in found)):
+    if found and not (step.scaled and all(link.direction != "act" for link in found)):
         raise nonfinite_error(_origin(found).name, step.index)
     if loss is not None and not alone:
         replicas = engine.num_replicas

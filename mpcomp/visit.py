@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 __all__ = ["Key", "SampleIds", "Step", "Visit"]
 
@@ -27,6 +28,7 @@ class Visit:
         sample_ids: see `SampleIds`.
         unit: factor from the units in which state is kept to those of this message's tensor:
             the loss scale, over the learning rate where a method follows it.
+        valid: bool [rows, positions], False where the batch is padded; None where all count.
     """
 
     step: int
@@ -34,6 +36,7 @@ class Visit:
     draw: Callable[[str], torch.Generator]
     sample_ids: SampleIds = None
     unit: float = 1.0
+    valid: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ class Step:
         scaled: whether a loss scaler will skip the step if it is not finite.
         loss_scale: factor on the loss, and so on all gradients.
         lr: learning rate, for methods that follow it.
+        valid: per microbatch which positions count, of `mpcomp.padding.valid_positions`.
     """
 
     index: int
@@ -59,7 +63,12 @@ class Step:
     scaled: bool = False
     loss_scale: float = 1.0
     lr: float | None = None
+    valid: tuple[Tensor | None, ...] = ()
 
     def ids_of(self, microbatch: int) -> SampleIds:
         """Sample ids of one microbatch."""
         return self.sample_ids[microbatch] if self.sample_ids else None
+
+    def valid_of(self, microbatch: int) -> Tensor | None:
+        """Which positions of one microbatch count: bool [rows, positions]; None for all."""
+        return self.valid[microbatch] if self.valid else None

@@ -14,12 +14,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+import stages as staging
 from mpcomp.checkpoint.files import weights_files
 
 __all__ = ["check_weights", "let_go", "load_weights"]
 
 
-def check_weights(stages: Iterable[nn.Module], weights: str | Path | None) -> None:
+def check_weights(stages: Iterable[staging.Stage], weights: str | Path | None) -> None:
     """Raises ValueError unless every tensor of ``stages`` has a value, or will get one.
 
     Args:
@@ -59,12 +60,13 @@ def check_weights(stages: Iterable[nn.Module], weights: str | Path | None) -> No
                 )
 
 
-def load_weights(stage: nn.Module, weights: str | Path) -> None:
+def load_weights(stage: staging.Stage, weights: str | Path) -> None:
     """Reads the parameters and buffers of one stage, and nothing else, from a folder.
 
     `check_weights` has found them all there.
     """
     there = _files_of(Path(weights))
+    own_names = stage.state_dict().keys()
     values: dict[str, Tensor] = {}
     for names, own in _stored(stage):
         name = _name_of(names, there)
@@ -75,7 +77,7 @@ def load_weights(stage: nn.Module, weights: str | Path) -> None:
         value = torch.empty_like(own, device="cpu", requires_grad=False).copy_(value)
         if isinstance(own, nn.Parameter):
             value = nn.Parameter(value, own.requires_grad)
-        values.update(dict.fromkeys(names, value))
+        values.update({name: value for name in names if name in own_names})
     stage.load_state_dict(values, assign=True)
 
 
@@ -100,12 +102,16 @@ def _tensors(stage: nn.Module) -> list[tuple[str, Tensor]]:
     return [*stage.named_parameters(), *stage.named_buffers()]
 
 
-def _stored(stage: nn.Module) -> list[tuple[list[str], Tensor]]:
+def _stored(stage: staging.Stage) -> list[tuple[list[str], Tensor]]:
     """The tensors that a checkpoint has, with their names: several where weights are tied."""
     tensors = stage.state_dict(keep_vars=True)
     names: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
         names.setdefault(id(tensor), []).append(name)
+    for tie in staging.ties([stage]):
+        for group in names.values():
+            if not set(group).isdisjoint(name for _, name in tie):
+                group += [name for _, name in tie if name not in group]
     return [(group, tensors[group[0]]) for group in names.values()]
 
 

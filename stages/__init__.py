@@ -15,12 +15,14 @@ from stages.blocks import Block, blocks
 from stages.resnet import ResNet, resnet18, resnet34, resnet50, resnet101
 from stages.sharing import shared_parameters
 from stages.split import split
-from stages.stage import Stage, merge
+from stages.stage import Stage, StageState, Tie, merge, tie_names, ties
 
 __all__ = [
     "Block",
     "ResNet",
     "Stage",
+    "StageState",
+    "Tie",
     "balance",
     "blocks",
     "merge",
@@ -32,4 +34,6 @@ __all__ = [
     "seconds",
     "shared_parameters",
     "split",
+    "tie_names",
+    "ties",
 ]

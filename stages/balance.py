@@ -25,6 +25,7 @@ from stages.blocks import (
     blocks,
     one_tensor,
     random_state_kept,
+    side_inputs,
 )
 from stages.hints import nearest
 
@@ -196,13 +197,16 @@ def seconds(units: Sequence[Block], sample: object, repeats: int = _REPEATS) -> 
     """
     args, kwargs = arguments(sample)
     times: list[float] = []
+    outputs: list[Tensor] = []
     with random_state_kept(), torch.enable_grad():
         for unit in units:
+            if outputs:
+                args, kwargs = (outputs.pop(),), side_inputs(unit, sample)
             # On a copy: gradients, BatchNorm statistics and flags of the model stay as they are.
             module = copy.deepcopy(unit.module).train()
             runs = [_time(unit, module, args, kwargs) for _ in range(repeats + 1)]
             times.append(statistics.median(run for run, _ in runs[1:]))  # the first warms up
-            args, kwargs = (runs[-1][1],), {}
+            outputs.append(runs[-1][1])
     return times
 
 

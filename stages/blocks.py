@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from stages.chain import Chain, expand, has_hooks, is_plain
+from stages.decoder import Decoder, is_causal_lm
 from stages.graph import Trace
 from stages.stage import Origin, Piece, Stage
 
@@ -25,7 +26,7 @@ class Block:
 
 
 class Line(Protocol):
-    """A model as a line of units that can be cut at places: a `Chain` or a `Trace`."""
+    """A model as a line of units that can be cut at places: `Chain`, `Decoder` or `Trace`."""
 
     units: list[str]
     places: list[int]
@@ -44,6 +45,8 @@ def line_of(model: nn.Module, names: Sequence[str] = ()) -> Line:
             f"{type(model).__name__} has hooks on the model itself, which no stage would run; "
             "register them on a block, or remove them before splitting"
         )
+    if is_causal_lm(model):
+        return Decoder(model)
     return Chain(model) if is_plain(model) else Trace(model, names)
 
 
@@ -81,9 +84,10 @@ def activations(units: Sequence[Block], sample: object) -> list[Tensor]:
     outputs: list[Tensor] = []
     with random_state_kept(), torch.no_grad():
         for unit in units:
+            if outputs:
+                args, kwargs = (outputs[-1],), side_inputs(unit, sample)
             output: object = copy.deepcopy(unit.module)(*args, **kwargs)
             outputs.append(one_tensor(unit, output))
-            args, kwargs = (outputs[-1],), {}
     return outputs
 
 
@@ -98,6 +102,11 @@ def arguments(sample: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(sample, Mapping):
         return (), dict(sample)
     return (sample if isinstance(sample, tuple) else (sample,)), {}
+
+
+def side_inputs(unit: Block, sample: object) -> dict[str, Any]:
+    """What a unit after the first takes from the sample beside the activation."""
+    return unit.module.takes(sample) if isinstance(unit.module, Stage) else {}
 
 
 def one_tensor(unit: Block, output: object) -> Tensor:

@@ -18,14 +18,19 @@ def shared_parameters(model: nn.Module) -> list[tuple[str, ...]]:
     Weights that merely lie side by side in one buffer, as a cuDNN LSTM packs them, are not
     shared.
     """
-    return [tuple(names) for names in _groups(model) if len(names) > 1]
+    return [tuple(names) for names in name_groups(model) if len(names) > 1]
 
 
 def check_not_shared(model: nn.Module, pieces: Sequence[Piece]) -> None:
     """Raise ValueError if two of `pieces` hold the same parameter or the same stateful module."""
     parameters = [
-        [(name, i) for name in names for i, piece in enumerate(pieces) if piece.holds(name)]
-        for names in _groups(model)
+        [
+            (name, i)
+            for name in names
+            for i, piece in enumerate(pieces)
+            if piece.holds(name) and not piece.copies(name)
+        ]
+        for names in name_groups(model)
     ]
     # A buffer that forward reads itself, such as a mask at the root, is in no block; several
     # stages may read it. A module with buffers (BatchNorm's statistics) changes them.
@@ -44,7 +49,7 @@ def check_not_shared(model: nn.Module, pieces: Sequence[Piece]) -> None:
                 )
 
 
-def _groups(model: nn.Module) -> list[list[str]]:
+def name_groups(model: nn.Module) -> list[list[str]]:
     """All names of parameters, those that overlap in memory together, in the model's order."""
     extents = sorted(
         (*_extent(parameter), position, name)

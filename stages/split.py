@@ -1,6 +1,6 @@
 """Cut a model into stages: by number, by block counts, by block names, or as in the paper."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
@@ -8,8 +8,9 @@ from torch import nn
 
 from stages.balance import check_num_stages, num_parameters, partition
 from stages.blocks import Line, blocks, line_of
-from stages.sharing import check_not_shared
-from stages.stage import Origin, Piece, Stage
+from stages.decoder import Decoder, is_causal_lm
+from stages.sharing import check_not_shared, shared_parameters
+from stages.stage import Origin, Piece, Stage, Tie
 
 Where = int | str | Sequence[int] | Sequence[str]
 
@@ -40,8 +41,12 @@ def split(model: nn.Module, where: Where) -> list[Stage]:
     pieces = line.pieces(places)
     check_not_shared(model, pieces)
     pieces = _with_unused(model, pieces)
-    origin = Origin(model, len(pieces))
-    return [Stage(origin, index, piece) for index, piece in enumerate(pieces)]
+    shared = shared_parameters(model)
+    origin = Origin(model, len(pieces), tuple(shared), tuple(_ties(shared, pieces)))
+    stages = [Stage(origin, index, piece) for index, piece in enumerate(pieces)]
+    if isinstance(line, Decoder):
+        line.check(stages)
+    return stages
 
 
 def _read(model: nn.Module, where: Where) -> tuple[list[str], list[int]]:
@@ -63,12 +68,12 @@ def _read(model: nn.Module, where: Where) -> tuple[list[str], list[int]]:
 
 
 def _named_cut(model: nn.Module, where: str) -> list[str]:
-    cut = getattr(model, "paper_cut", None)
     if where != "paper":
         raise ValueError(
             f"where is {where!r}; the only string accepted is 'paper'. To cut after a block of "
             f"that name pass [{where!r}]"
         )
+    cut = getattr(Decoder(model) if is_causal_lm(model) else model, "paper_cut", None)
     if cut is None:
         raise ValueError(
             f"where is 'paper', but {type(model).__name__} has no paper_cut; pass a number of "
@@ -107,6 +112,18 @@ def _places_of_names(line: Line, names: Sequence[str]) -> list[int]:
                 "name the cuts in the model's order"
             )
     return places
+
+
+def _ties(shared: Sequence[Sequence[str]], pieces: Sequence[Piece]) -> Iterator[Tie]:
+    """Yield the shared parameters that several stages have, each once a stage."""
+    for names in shared:
+        copies: dict[int, str] = {}
+        for name in names:
+            for i, piece in enumerate(pieces):
+                if piece.holds(name):
+                    copies.setdefault(i, name)
+        if len(copies) > 1:
+            yield tuple(sorted(copies.items()))
 
 
 def _with_unused(model: nn.Module, pieces: Sequence[Piece]) -> list[Piece]:

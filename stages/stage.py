@@ -13,7 +13,8 @@ stages is the model's state, and training a stage trains the model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,14 +31,30 @@ class Piece:
     blocks: tuple[str, ...]  # qualified names of the modules that it calls, in order
     tensors: tuple[str, ...]  # parameters and buffers that it needs and no block of it holds
     run: Run
+    copied: tuple[str, ...] = ()  # modules, blocks or not, of which it has a copy of its own
 
     def calls(self, name: str) -> bool:
         """Whether what has that qualified name is in a block of this piece, or is one."""
         return not set(self.blocks).isdisjoint(ancestors(name))
 
+    def copies(self, name: str) -> bool:
+        """Whether what has that qualified name is copied for this piece."""
+        return not set(self.copied).isdisjoint(ancestors(name))
+
     def holds(self, name: str) -> bool:
         """Whether the parameter or buffer of that qualified name is in this piece."""
         return name in self.tensors or self.calls(name)
+
+
+#: One parameter that several stages have: the stage and the qualified name of each copy.
+Tie = tuple[tuple[int, str], ...]
+
+
+class StageState:
+    """What stages keep for one batch from call to call, handed to them with the batch.
+
+    It is no input: shapes do not depend on it, and finding them out must not touch it.
+    """
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +63,8 @@ class Origin:
 
     model: nn.Module
     num_stages: int
+    shared: tuple[tuple[str, ...], ...] = ()  # names of parameters that are one in the model
+    ties: tuple[Tie, ...] = ()  # those of them that stages have copies of
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Origin:
         return self  # a copied stage must not drag a copy of the whole model along
@@ -66,10 +85,13 @@ class Stage(nn.Module):
         self.training = origin.model.training
         self._origin = origin
         self._run = piece.run
+        self._copied = piece.copied
         # In the model's own order, so parents come before what is inside them and optimizers
         # see parameters in the order they would see in the model.
         for prefix, module in origin.model.named_modules(remove_duplicate=False):
-            if prefix in piece.blocks:
+            if prefix in piece.copied:
+                self._adopt_module(prefix, copy.deepcopy(module))
+            elif prefix in piece.blocks:
                 self._adopt_module(prefix, module)
             for name in (*module._parameters, *module._buffers):
                 qualified = f"{prefix}.{name}" if prefix else name
@@ -88,6 +110,32 @@ class Stage(nn.Module):
     def num_stages(self) -> int:
         """Into how many stages the model was split."""
         return self._origin.num_stages
+
+    @property
+    def original(self) -> nn.Module:
+        """The model that was split."""
+        return self._origin.model
+
+    @property
+    def is_causal_lm(self) -> bool:
+        """Whether the model is a language model, from tokens [b, s] to logits [b, s, vocabulary]."""
+        return hasattr(self._run, "check_batch")
+
+    def takes(self, batch: object) -> dict[str, Any]:
+        """What this stage takes from a batch beside the activation, as keyword arguments.
+
+        The first stage is called with the batch itself, and takes nothing beside it.
+        """
+        if self.index == 0 or not isinstance(batch, Mapping):
+            return {}
+        names = getattr(self._run, "side_inputs", ())
+        return {name: batch[name] for name in names if name in batch}
+
+    def check_batch(self, batch: object) -> None:
+        """Raise ValueError if the model cannot take this batch, where that can be told ahead."""
+        check = getattr(self._run, "check_batch", None)
+        if check is not None:
+            check(self.original, batch)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Give the arguments to the first block and each result to the next.
@@ -178,7 +226,7 @@ def merge(stages: Sequence[Stage]) -> nn.Module:
             f"{list(range(origin.num_stages))} in this order; pass the list that split returned"
         )
     for stage in stages:
-        for name in stage.block_names:
+        for name in set(stage.block_names).difference(stage._copied):
             if stage.get_submodule(name) is not origin.model.get_submodule(name):
                 raise ValueError(
                     f"block {name!r} of {stage.name} is not the model's own: the stage was copied "
@@ -188,6 +236,23 @@ def merge(stages: Sequence[Stage]) -> nn.Module:
     for stage in stages:
         _write_back(stage, origin.model)
     return origin.model
+
+
+def ties(stages: Sequence[Stage]) -> list[Tie]:
+    """Return the parameters that are one in the model and that several stages have copies of.
+
+    They are equal, and stay so as long as each is given the sum of the gradients of all.
+    """
+    return list(stages[0]._origin.ties)
+
+
+def tie_names(model: nn.Module, stages: Sequence[Stage]) -> None:
+    """Make one parameter of those of `model`, a copy of the original, that were one there."""
+    for first, *others in stages[0]._origin.shared:
+        parameter = model.get_parameter(first)
+        for name in others:
+            parent, _, leaf = name.rpartition(".")
+            model.get_submodule(parent)._parameters[leaf] = parameter
 
 
 def ancestors(name: str) -> list[str]:
@@ -203,6 +268,8 @@ def _write_back(stage: Stage, model: nn.Module) -> None:
     moving a stage to another device replaces buffers (and parameters that were on "meta").
     """
     for name, ours in stage.named_modules(remove_duplicate=False):
+        if not set(ancestors(name)).isdisjoint(stage._copied):
+            continue
         theirs = model.get_submodule(name)
         if theirs is not ours:
             theirs._parameters.update(ours._parameters)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from mpcomp.checkpoint.files import Part, Saved
-from mpcomp.link import ACT, Link
+from mpcomp.link import Link
 from mpcomp.meters import Meter
 
 if TYPE_CHECKING:
@@ -160,7 +160,6 @@ def _key(link: Link) -> str:
 
 def _roles_here(pipe: Pipeline, link: Link) -> list[str]:
     """The ends of a link that live on this rank."""
-    before, after = link.boundary, link.boundary + 1
-    sender, receiver = (before, after) if link.direction == ACT else (after, before)
     here = stages_here(pipe)
-    return [role for role, at in (("sender", sender), ("receiver", receiver)) if at in here]
+    ends = (("sender", link.sender_stage), ("receiver", link.receiver_stage))
+    return [role for role, at in ends if at in here]

@@ -134,8 +134,8 @@ def _prepared(
         if pipe.scaler is not None and plain["scaler"] is not None:
             pipe.scaler.load_state_dict(plain["scaler"])
         for link, state, traffic in of_links:
-            roles = ("sender", "receiver")
-            devices = {role: pipe.device_of(link.boundary, role, link.direction) for role in roles}
+            ends = (("sender", link.sender_stage), ("receiver", link.receiver_stage))
+            devices = {role: engine.device_of(stage) for role, stage in ends}
             link.load_state_dict(state, devices)
             for phase, counts in traffic.items():
                 link.meter.phases[phase].load_state(counts)

@@ -63,8 +63,8 @@ class Engine(ABC):
         """Runs all microbatches forward and backward; ``loss`` then has their losses."""
 
     @abstractmethod
-    def device_of(self, boundary: int, role: str, direction: str) -> torch.device:
-        """Where an end of a link lives."""
+    def device_of(self, stage: int) -> torch.device:
+        """Where a stage lives, if on this rank, and the ends of links with it."""
 
     #: Seconds of training that this rank has waited for messages.
     waited_s: float = 0.0

@@ -29,14 +29,15 @@ from mpcomp.engines.plan import Planner
 from mpcomp.engines.runner import Autocast, StageRunner
 from mpcomp.engines.schedules import InFlight1F1B, Schedule
 from mpcomp.engines.torch_stage import Crossing, CutStage, run_schedule
+from mpcomp.link import Link
 from mpcomp.loss import StepLoss
-from mpcomp.microbatch import map_tensors
 from mpcomp.network.channels import Channel, LocalChannel, WireChannel
 from mpcomp.network.faults import Faults
 from mpcomp.network.handshake import fingerprint
 from mpcomp.network.probe import measure_link
 from mpcomp.network.world import World
 from mpcomp.replicas import GradientAverage
+from mpcomp.tie import Tie, apart
 from mpcomp.visit import Step
 
 __all__ = ["DistributedEngine"]
@@ -53,6 +54,7 @@ class DistributedEngine(Engine):
         chunks: number of microbatches in training.
         recompute: recompute activations in backward.
         seed: of the run.
+        ties: parameters that two of the stages share.
     """
 
     name = "distributed"
@@ -69,6 +71,7 @@ class DistributedEngine(Engine):
         seed: int,
         in_flight: int | str | None = None,
         in_flight_bytes: int | None = None,
+        ties: Sequence[Tie] = (),
     ) -> None:
         self.world = world
         self.device = world.device
@@ -107,6 +110,7 @@ class DistributedEngine(Engine):
                 reduce=self._average_over_replicas(cut[i]),
             )
             self._stages.append(stage)
+        self._ties = [tie for tie in ties if self._attach(tie, cut)]
         self.schedule = schedule.make(self._stages, chunks, self._loss_of)
         self._loss: StepLoss | None = None
         self._depth: Depth | None = None
@@ -121,34 +125,47 @@ class DistributedEngine(Engine):
 
     def _crossing(self, boundary: Boundary) -> Crossing | None:
         """Both channels of a cut; all ranks call this for all cuts, as groups are made by all."""
-        number = boundary.act.boundary
-        ends = self._places[number], self._places[number + 1]
-        channels: list[Channel] = []
-        for link in boundary.links:
-            link.defers_nonfinite = True
-            if ends[0] == ends[1]:
-                link.on_wire = False
-                channels.append(LocalChannel(self.device))
-                continue
-            group = self.world.pair(*ends)
-            if group is None:
-                continue
-            peer = self.world.rank_at(ends[1] if ends[0] == self.world.place else ends[0])
-            channels.append(
-                WireChannel(
-                    group,
-                    peer,
-                    name=link.name,
-                    device=self.device,
-                    timeout_s=self.world.wait_s,
-                    waits=self.world.waits,
-                    at=lambda: self._faults.where.partition(",")[0],
-                )
-            )
-        if not channels:
+        channels = self._channels_of(boundary.links)
+        return None if channels is None else Crossing(boundary, *channels)
+
+    def _attach(self, tie: Tie, cut: Sequence[staging.Stage]) -> bool:
+        """Connects both copies; whether one of them is here. All ranks call this for all ties."""
+        channels = self._channels_of(tie.links)
+        here = [stage for stage in self._stages if stage.stage_index in tie.stages]
+        for stage in here:
+            stage.tied = True
+        tie.attach(
+            {stage.stage_index: cut[stage.stage_index] for stage in here},
+            channels if len(here) == 1 else None,
+        )
+        return bool(here)
+
+    def _channels_of(self, links: tuple[Link, Link]) -> tuple[Channel, Channel] | None:
+        """Channels of two links between the same stages, if one of these is here."""
+        first, second = (self._channel(link) for link in links)
+        if first is None or second is None:
             return None
-        self._channels += channels
-        return Crossing(boundary, *channels)
+        self._channels += [first, second]
+        return first, second
+
+    def _channel(self, link: Link) -> Channel | None:
+        ends = sorted(self._places[stage] for stage in (link.sender_stage, link.receiver_stage))
+        link.defers_nonfinite = True
+        if ends[0] == ends[1]:
+            link.on_wire = False
+            return LocalChannel(self.device)
+        group = self.world.pair(*ends)
+        if group is None:
+            return None
+        return WireChannel(
+            group,
+            self.world.rank_at(ends[1] if ends[0] == self.world.place else ends[0]),
+            name=link.name,
+            device=self.device,
+            timeout_s=self.world.wait_s,
+            waits=self.world.waits,
+            at=lambda: self._faults.where.partition(",")[0],
+        )
 
     def _average_over_replicas(self, stage: staging.Stage) -> Callable[[], None]:
         if self.num_replicas == 1:
@@ -177,8 +194,8 @@ class DistributedEngine(Engine):
             parts = self._begin(microbatches, step)
             outputs = []
             for stage in self._stages:
-                for i in range(len(parts)):
-                    output = stage.infer(i, parts[i])
+                for i, part in enumerate(parts):
+                    output = stage.infer(i, part[stage.stage_index])
                     if stage.is_last:
                         outputs.append(output)
             self._finish()
@@ -192,7 +209,7 @@ class DistributedEngine(Engine):
         loss: StepLoss,
         same: tuple[Any, ...],
     ) -> None:
-        all_rows, trained = self._check_same(step, same, loss.rows)
+        all_rows, trained = self._check_same(step, same, loss.terms)
         if trained == len(self._places):
             raise ValueError("nothing to train: no parameter of any stage requires a gradient")
         if self.num_replicas > 1:
@@ -200,9 +217,14 @@ class DistributedEngine(Engine):
         self._loss = loss
         waited = self._waited_in_all()
         with self._depth.choosing() if self._depth else nullcontext(), self.together():
-            parts = self._begin(microbatches, step, trained)
-            run_schedule(self.schedule, parts, targets)
-            self._finish()
+            with apart(self._ties, step):
+                parts = self._begin(microbatches, step, trained)
+                run_schedule(self.schedule, parts, targets)
+                self._finish()
+                self._faults.where = f"step {step.index}, adding up tied gradients"
+            for stage in self._stages:
+                if stage.tied:
+                    stage.reduce()
         self._loss = None
         self.waited_s += self._waited_in_all() - waited
 
@@ -247,15 +269,18 @@ class DistributedEngine(Engine):
         own_row = said[row * self.replica : row * (self.replica + 1)]
         return sum(rows for _, _, rows, _ in said[::row]), min(first for *_, first in own_row)
 
-    def _begin(self, microbatches: Sequence[Any], step: Step, trained: int = 0) -> list[Any]:
-        """Posts receives; returns the microbatches on this device where the first stage is."""
+    def _begin(
+        self, microbatches: Sequence[Any], step: Step, trained: int = 0
+    ) -> list[dict[int, Any]]:
+        """Posts receives; returns of each microbatch what each stage here takes, by stage."""
         autocast = Autocast.of_caller(self.device)
         metas = [self._planner.crossing(batch, autocast) for batch in microbatches]
         for stage in self._stages:
             stage.begin(step, metas, autocast, trained)
-        if not self._stages[0].is_first:
-            return [None] * len(metas)
-        return [map_tensors(batch, lambda t: t.to(self.device)) for batch in microbatches]
+        return [
+            {stage.stage_index: stage.inputs(batch) for stage in self._stages}
+            for batch in microbatches
+        ]
 
     def _finish(self) -> None:
         for stage in self._stages:
@@ -343,7 +368,7 @@ class DistributedEngine(Engine):
         self._faults.where = where or self._faults.where
         return self._faults.watch()
 
-    def device_of(self, boundary: int, role: str, direction: str) -> torch.device:
+    def device_of(self, stage: int) -> torch.device:
         return self.device
 
     # -- the end --------------------------------------------------------------------------------

@@ -28,12 +28,13 @@ from torchgpipe.pipeline import Pipeline as GPipeSchedule
 from torchgpipe.pipeline import clock_cycles
 from torchgpipe.skip.layout import SkipLayout
 
+import stages as staging
 from mpcomp.boundary import Boundary
 from mpcomp.engines.base import Engine
 from mpcomp.engines.runner import Autocast, StageRunner, no_autocast
 from mpcomp.loss import StepLoss
-from mpcomp.microbatch import map_tensors
 from mpcomp.tensor_meta import TensorMeta
+from mpcomp.tie import Tie, apart
 from mpcomp.visit import Step
 
 __all__ = ["LinkCopy", "LocalEngine"]
@@ -48,23 +49,28 @@ class LocalEngine(Engine):
         devices: one for each stage; they may repeat.
         recompute: recompute activations in backward.
         seed: of the run.
+        ties: parameters that two of the stages share.
     """
 
     name = "local"
 
     def __init__(
         self,
-        stages: Sequence[nn.Module],
+        stages: Sequence[staging.Stage],
         boundaries: Sequence[Boundary],
         devices: Sequence[torch.device],
         *,
         recompute: bool,
         seed: int,
+        ties: Sequence[Tie] = (),
     ) -> None:
         assert len(stages) == len(devices) == len(boundaries) + 1
         self.devices = list(devices)
         self.device = self.devices[-1]
         self.boundaries = list(boundaries)
+        self._ties = list(ties)
+        for tie in ties:
+            tie.attach(dict(enumerate(stages)))
         self._runners = [
             StageRunner(stage, i, device, recompute=recompute, seed=seed)
             for i, (stage, device) in enumerate(zip(stages, devices, strict=True))
@@ -73,9 +79,8 @@ class LocalEngine(Engine):
     def forward(
         self, microbatches: Sequence[Any], step: Step, same: tuple[Any, ...] = ()
     ) -> list[Tensor]:
-        first = self.devices[0]
         batches: list[Batch] = [
-            _Microbatch(map_tensors(batch, lambda t: t.to(first)), i, step)
+            _Microbatch(self._runners[0].inputs(batch), batch, i, step)
             for i, batch in enumerate(microbatches)
         ]
         _Schedule(batches, self._runners, self.devices, self.boundaries, step).run()
@@ -89,29 +94,36 @@ class LocalEngine(Engine):
         loss: StepLoss,
         same: tuple[Any, ...] = (),
     ) -> None:
-        outputs = self.forward(microbatches, step)
-        for i, target in enumerate(targets):
-            part = loss(outputs.pop(0), target, i)  # an output's memory goes with its graph
-            part.backward()  # type: ignore[no-untyped-call]
+        with apart(self._ties, step):
+            outputs = self.forward(microbatches, step)
+            for i, target in enumerate(targets):
+                part = loss(outputs.pop(0), target, i)  # an output's memory goes with its graph
+                part.backward()  # type: ignore[no-untyped-call]
 
-    def device_of(self, boundary: int, role: str, direction: str) -> torch.device:
-        """Where an end of a link lives: gradients are sent by the later stage."""
-        later = (role == "receiver") == (direction == "act")
-        return self.devices[boundary + later]
+    def device_of(self, stage: int) -> torch.device:
+        return self.devices[stage]
 
 
 class _Microbatch(Batch):
-    """torchgpipe's batch, which also knows which one it is and takes any value."""
+    """torchgpipe's batch, which also knows which one it is and takes any value.
 
-    def __init__(self, value: Any, index: int, step: Step) -> None:
+    Args:
+        value: what the next stage is called with.
+        batch: what the first one is called with, from which the others may take something.
+        index: number of the microbatch.
+        step: the step.
+    """
+
+    def __init__(self, value: Any, batch: Any, index: int, step: Step) -> None:
         self.value = value
+        self.batch = batch
         self.atomic = isinstance(value, Tensor)
         self.index = index
         self.step = step
 
     def call(self, function: Callable[..., Any]) -> _Microbatch:
         """Runs a stage (for GPUs torchgpipe calls this in a worker thread)."""
-        return _Microbatch(function(self.value, self), self.index, self.step)
+        return _Microbatch(function(self.value, self), self.batch, self.index, self.step)
 
 
 class _Schedule(GPipeSchedule):
@@ -159,7 +171,11 @@ class _Schedule(GPipeSchedule):
 
 
 def _partition(runner: StageRunner, autocast: Autocast) -> Callable[[Any, _Microbatch], Tensor]:
-    return lambda value, batch: runner(value, batch.step.index, batch.index, autocast)
+    def run(value: Any, batch: _Microbatch) -> Tensor:
+        beside = runner.inputs(batch.batch) if runner.index > 0 else {}
+        return runner(value, beside, batch.step.index, batch.index, autocast)
+
+    return run
 
 
 class LinkCopy(torch.autograd.Function):
@@ -175,7 +191,7 @@ class LinkCopy(torch.autograd.Function):
         with no_autocast(x.device), no_autocast(device):
             message = boundary.send_activation(x, step, microbatch)
             y = boundary.receive_activation(_move(message, device), meta, step, microbatch)
-            boundary.act.compare(x, y, step)
+            boundary.act.compare(x, y, step, microbatch)
         return y
 
     @staticmethod
@@ -190,7 +206,7 @@ class LinkCopy(torch.autograd.Function):
                 message = boundary.send_gradient(grad, step, ctx.microbatch)
                 message = _move(message, ctx.source)
                 x = boundary.receive_gradient(message, meta, step, ctx.microbatch)
-                boundary.grad.compare(grad, x, step)
+                boundary.grad.compare(grad, x, step, ctx.microbatch)
         except BaseException:
             boundary.failed = True  # the caller may be no part of us: `pipe(x)`, then backward
             raise

@@ -7,7 +7,7 @@ crosses the network. One plan serves every batch of the same shapes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -45,7 +45,7 @@ class Planner:
             RuntimeError: a stage's forward depends on values, or failed.
         """
         training = tuple(stage.training for stage in self._stages)
-        key = (_signature(microbatch), autocast, training)
+        key = (_signature(_without_state(microbatch)), autocast, training)
         if key not in self._known:
             self._known[key] = self._run(microbatch, autocast)
         return self._known[key]
@@ -58,11 +58,13 @@ class Planner:
         metas = []
         fakes = FakeTensorMode(allow_non_fake_inputs=True)  # tensors that are plain attributes
         with fakes, torch.no_grad(), autocast.enter():
-            value = map_tensors(microbatch, self._fake)
+            batch = map_tensors(_without_state(microbatch), self._fake)
+            value = batch
             for i, stage in enumerate(self._stages[:-1]):
                 try:
                     with _attributes_kept(stage):
-                        value = call(_Fake(stage, self._state(stage)), value)
+                        fake = _Fake(stage, self._state(stage))
+                        value = call(fake, value, stage.takes(batch))
                 except (TypeError, ValueError):
                     raise
                 except Exception as error:
@@ -113,6 +115,12 @@ def _attributes_kept(stage: staging.Stage) -> Iterator[None]:
         for module, attributes in before:
             vars(module).clear()
             vars(module).update(attributes)
+
+
+def _without_state(batch: Any) -> Any:
+    if not isinstance(batch, Mapping):
+        return batch
+    return {k: v for k, v in batch.items() if not isinstance(v, staging.StageState)}
 
 
 def _signature(value: Any) -> Any:

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import stages as staging
+from mpcomp.microbatch import map_tensors
 from mpcomp.randomness import stage_randomness
 
 __all__ = ["Autocast", "StageRunner", "call", "frozen_buffers", "no_autocast"]
@@ -44,13 +46,21 @@ def no_autocast(device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, enabled=False)
 
 
-def call(function: Callable[..., Any], batch: Any) -> Any:
-    """Calls with a batch: a mapping as keywords, a tuple as arguments, a tensor as the only one."""
-    if isinstance(batch, Mapping):
-        return function(**batch)
-    if isinstance(batch, tuple):
-        return function(*batch)
-    return function(batch)
+def call(function: Callable[..., Any], value: Any, beside: Mapping[str, Any] | None = None) -> Any:
+    """Calls a stage.
+
+    Args:
+        function: the stage.
+        value: of the first stage the batch, a mapping as keywords, a tuple as arguments, a tensor
+            as the only one; of a later one the activation.
+        beside: what a later stage takes from the batch.
+    """
+    beside = beside or {}
+    if isinstance(value, Mapping):
+        return function(**value, **beside)
+    if isinstance(value, tuple):
+        return function(*value, **beside)
+    return function(value, **beside)
 
 
 @contextmanager
@@ -87,7 +97,7 @@ class StageRunner:
     """
 
     def __init__(
-        self, stage: nn.Module, index: int, device: torch.device, *, recompute: bool, seed: int
+        self, stage: staging.Stage, index: int, device: torch.device, *, recompute: bool, seed: int
     ) -> None:
         self.stage = stage
         self.index = index
@@ -95,20 +105,35 @@ class StageRunner:
         self._recompute = recompute
         self._seed = seed
 
-    def __call__(self, batch: Any, step: int, microbatch: int, autocast: Autocast) -> Tensor:
-        """The stage's output for one microbatch."""
+    def inputs(self, batch: Any) -> Any:
+        """What this stage needs of a microbatch, on its device."""
+        needed = batch if self.index == 0 else self.stage.takes(batch)
+        return map_tensors(needed, lambda t: t.to(self.device))
 
-        def run(batch: Any) -> Tensor:
+    def __call__(
+        self, value: Any, beside: Mapping[str, Any], step: int, microbatch: int, autocast: Autocast
+    ) -> Tensor:
+        """The stage's output for one microbatch.
+
+        Args:
+            value: the batch for the first stage, the activation for a later one.
+            beside: what a later one takes from the batch, of `inputs`.
+            step: number of the step.
+            microbatch: number of the microbatch.
+            autocast: of the caller.
+        """
+
+        def run(value: Any) -> Tensor:
             with self._randomness(step, microbatch), autocast.enter():
-                output = call(self.stage, batch)
+                output = call(self.stage, value, beside)
             assert isinstance(output, Tensor)
             return output
 
         if not (self._recompute and torch.is_grad_enabled()):
-            return run(batch)
+            return run(value)
         output = checkpoint(
             run,
-            batch,
+            value,
             use_reentrant=False,
             preserve_rng_state=False,  # `run` sets it, in both passes
             context_fn=lambda: (nullcontext(), frozen_buffers(self.stage)),

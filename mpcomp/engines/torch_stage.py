@@ -81,6 +81,9 @@ class CutStage(PipelineStage):
         self._reduce = reduce
         #: Counts what the first microbatch keeps for backward, while somebody wants to know.
         self.saved: SavedBytes | None = None
+        #: Whether a parameter is shared with another stage: then the sum over the two comes first,
+        #: and the engine reduces after it.
+        self.tied = False
         self._runtime_validate = False  # with torch's debug level; it knows of no messages
         if hasattr(self, "_stage_meta"):  # from torch 2.13 on; its length counts the inputs
             self._stage_meta.inputs = (None,)  # type: ignore[assignment]
@@ -136,10 +139,10 @@ class CutStage(PipelineStage):
     # -- one microbatch -------------------------------------------------------------------------
 
     def infer(self, microbatch: int, batch: Any) -> Tensor:
-        """Runs forward alone. ``batch`` is for the first stage; the others receive theirs."""
+        """Runs forward alone. ``batch`` is what this stage takes of the microbatch."""
         self._at(microbatch, "forward")
-        value = self._receive(microbatch) if self._before is not None else batch
-        output = self._runner(value, self._step.index, self._number(microbatch), self._autocast)
+        value, beside = self._inputs(microbatch, batch)
+        output = self._run(value, beside, microbatch)
         if self._after is not None:
             self._send(microbatch, output)
         return output
@@ -153,19 +156,16 @@ class CutStage(PipelineStage):
     ) -> Tensor:
         """Runs a microbatch forward; sends what follows from it. Called by the schedule."""
         self._at(fwd_chunk_id, "forward")
+        value, beside = self._inputs(fwd_chunk_id, args[0][self.stage_index])
         received: list[Tensor] = []
         if self._before is not None:
-            received = [self._receive(fwd_chunk_id)]
-            received[0].requires_grad_(self._trained < self.stage_index)
-        value = received[0] if received else args[0]
+            received = [value.requires_grad_(self._trained < self.stage_index)]
         saved = self.saved if fwd_chunk_id == 0 else None  # the first is among the largest
         anyway: list[Tensor] = list(self.submod.parameters())
-        if not received:
-            map_tensors(value, anyway.append)  # the batch, which is there for the whole step
+        # The batch is there for the whole step.
+        map_tensors(beside if received else value, anyway.append)
         with saved.counting(anyway) if saved else nullcontext():
-            output = self._runner(
-                value, self._step.index, self._number(fwd_chunk_id), self._autocast
-            )
+            output = self._run(value, beside, fwd_chunk_id)
         if saved is not None:
             for kept in (*received, output):
                 saved.add(kept)
@@ -219,8 +219,27 @@ class CutStage(PipelineStage):
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """After the last microbatch, once a step. Called by the schedule."""
+        if not self.tied:
+            self.reduce()
+
+    def reduce(self) -> None:
+        """Averages the gradients over replicas."""
         self._faults.where = f"stage {self.stage_index}, averaging over replicas"
         self._reduce()
+
+    def inputs(self, batch: Any) -> Any:
+        """What this stage takes of a microbatch, on its device."""
+        return self._runner.inputs(batch)
+
+    def _inputs(self, microbatch: int, taken: Any) -> tuple[Any, dict[str, Any]]:
+        """What the stage is called with: the batch, or the activation and what goes beside it."""
+        if self._before is None:
+            return taken, {}
+        return self._receive(microbatch), taken
+
+    def _run(self, value: Any, beside: dict[str, Any], microbatch: int) -> Tensor:
+        number = self._number(microbatch)
+        return self._runner(value, beside, self._step.index, number, self._autocast)
 
     def _receive(self, microbatch: int) -> Tensor:
         assert self._before is not None

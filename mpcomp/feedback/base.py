@@ -22,7 +22,7 @@ from torch import Tensor
 from mpcomp.compressors.base import Compressor, Payload, Selecting, SpecValue, shown
 from mpcomp.feedback.slots import SlotStore
 from mpcomp.tensor_meta import TensorMeta
-from mpcomp.visit import Key, Visit
+from mpcomp.visit import Key, SampleIds, Visit
 
 __all__ = [
     "End",
@@ -53,9 +53,15 @@ class Feedback(SpecValue, ABC):
     spec_inner: ClassVar[str | None] = "inner"
     #: Whether state is kept in units of learning rate times gradient.
     lr_scaled: bool = False
+    #: Whether a slot belongs to a training sample, and not to a row of a microbatch.
+    by_sample: ClassVar[bool] = False
 
     def check_visit(self, visit: Visit, num_rows: int) -> None:
         """Raises ValueError where a visit lacks what slots are found by."""
+
+    def keys_to_come(self, ids: SampleIds, store: SlotStore) -> Sequence[Key]:
+        """Slots in ``store`` that a microbatch of these samples will find; none by place."""
+        return ()
 
     @abstractmethod
     def sender(self, meta: TensorMeta, device: torch.device) -> Sender:
@@ -83,7 +89,10 @@ class End(ABC):
 
     @abstractmethod
     def observe_dense(self, x: Tensor, visit: Visit) -> None:
-        """Takes note that ``x`` itself went over in this visit (warm-up, compression off)."""
+        """Takes note that ``x`` itself went over in this visit (warm-up, compression off).
+
+        ``x`` is whole, but what is kept for padded positions stays as it is.
+        """
 
     def positions(self, payload: Payload, meta: TensorMeta, visit: Visit) -> Tensor | None:
         """Which elements the message carries, for `SameIndices`; None where it is dense."""
@@ -122,11 +131,11 @@ class Sender(End):
 
     @abstractmethod
     def encode(self, x: Tensor, visit: Visit) -> Payload:
-        """The payload of ``x``, exactly as `layout` says."""
+        """The payload of ``x``, exactly as `layout` says; ``x`` is zero where it is padded."""
 
     @abstractmethod
     def arrived(self, payload: Payload, meta: TensorMeta, visit: Visit) -> Tensor:
-        """What the receiver will make of the payload that was encoded last."""
+        """What `Receiver.decode` will make of the payload that was encoded last."""
 
 
 class Receiver(End):
@@ -134,7 +143,7 @@ class Receiver(End):
 
     @abstractmethod
     def decode(self, payload: Payload, meta: TensorMeta, visit: Visit) -> Tensor:
-        """What the receiver works with: a tensor like ``meta``."""
+        """What the receiver works with: a tensor like ``meta``, of no meaning where padded."""
 
 
 def check_inner(method: Feedback) -> None:

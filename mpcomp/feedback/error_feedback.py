@@ -21,6 +21,7 @@ from mpcomp.feedback.base import (
     row_keys,
 )
 from mpcomp.feedback.slots import SlotStore, StoragePlan
+from mpcomp.padding import blanked, keep_padded, padded_positions
 from mpcomp.tensor_meta import TensorMeta
 from mpcomp.visit import Visit
 
@@ -38,7 +39,7 @@ class ErrorFeedback(Feedback):
     Args:
         inner: compressor of x + e.
         storage: "fp32", "fp16", "bf16" or bits (1-8) of the stored residual.
-        location: "device", "cpu", or a folder for memory-mapped files.
+        location: "device", "cpu", or a folder for files.
         lr_scaled: keep the residual in units of learning rate times gradient, as the theory does,
             so that it follows a change of the learning rate (gradients only; the pipeline must
             know it: ``pipe.follow_lr(optimizer)``).
@@ -121,7 +122,9 @@ class EFMixed(ErrorFeedback):
         if self.second == "remainder":
             meta = TensorMeta.of(x)
             sent = or_dense(half, meta).decompress(first, meta, visit.draw("0"))
-            residual = residual + (x - sent)
+            # Zeros at padded positions may have come back as something else.
+            padded = padded_positions(visit.valid, meta, x.device)
+            residual = blanked(residual + (x - sent), padded)
         return (*first, *_compress(half, narrow(residual, x.dtype), visit, 1))
 
 
@@ -175,13 +178,16 @@ class _ResidualSender(Sender):
     def encode(self, x: Tensor, visit: Visit) -> Payload:
         meta = TensorMeta.of(x)
         keys = row_keys(visit, meta.num_rows)
-        residual = self._recall(visit, keys)
+        held = self._recall(visit, keys)
+        padded = padded_positions(visit.valid, meta, x.device)
+        residual = blanked(held, padded)
         wanted = meta.flatten(x).to(torch.float32) + residual
         # Rounding to the tensor's dtype comes before compression, and what it takes away is part
         # of the new residual, so that half precision loses nothing either.
         payload = self._message.method.encode_parts(x, meta.unflatten(residual), visit)
         sent = self._message.decode(payload, meta, visit)
-        self._note(visit, keys, wanted - meta.flatten(sent).to(torch.float32))
+        left = wanted - meta.flatten(sent).to(torch.float32)
+        self._note(visit, keys, keep_padded(left, held, padded))
         return payload
 
     def arrived(self, payload: Payload, meta: TensorMeta, visit: Visit) -> Tensor:
@@ -189,11 +195,16 @@ class _ResidualSender(Sender):
 
     def observe_dense(self, x: Tensor, visit: Visit) -> None:
         assert self.store is not None
-        keys = row_keys(visit, TensorMeta.of(x).num_rows)
-        stale = [key for key, known in zip(keys, self.store.known(keys), strict=True) if known]
+        meta = TensorMeta.of(x)
+        keys = row_keys(visit, meta.num_rows)
+        stale = [row for row, known in enumerate(self.store.known(keys)) if known]
         if stale:  # a residual that was never stored is zero as it is
+            at = [keys[row] for row in stale]
             zeros = torch.zeros(len(stale), self.store.row_numel, device=x.device)
-            self._note(visit, stale, zeros)
+            padded = padded_positions(visit.valid, meta, x.device)
+            if padded is not None:
+                zeros = keep_padded(zeros, self._recall(visit, at), padded[stale])
+            self._note(visit, at, zeros)
 
 
 class _SumReceiver(Receiver):

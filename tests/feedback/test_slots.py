@@ -1,12 +1,15 @@
 """The table of rows: found by key, rounded as planned, grown, capped, mapped, saved."""
 
+import errno
 import gc
+import os
 
 import pytest
 import torch
 from methods import round_trip, same_bits
 
-from mpcomp import Cast, Quantize
+from mpcomp import Cast, Quantize, TensorMeta
+from mpcomp.feedback import tables
 from mpcomp.feedback.slots import SlotStore, StoragePlan
 
 CPU = torch.device("cpu")
@@ -24,11 +27,13 @@ def keys(*numbers: int) -> list[tuple[int, ...]]:
     return [(n,) for n in numbers]
 
 
-@pytest.mark.parametrize("location", ["device", "cpu", "mapped"])
+@pytest.mark.parametrize("location", ["device", "cpu", "files", "blocks"])
 @pytest.mark.parametrize("storage", STORAGES)
-def test_rows_come_back_by_key_as_stored(storage, location, tmp_path):
+def test_rows_come_back_by_key_as_stored(storage, location, tmp_path, monkeypatch):
     """Any order, overwritten, grown beyond its capacity; rounded once, each row with its scale."""
-    place = str(tmp_path) if location == "mapped" else location
+    place = {"files": str(tmp_path), "blocks": "cpu"}.get(location, location)
+    if location == "blocks":  # of four rows, or more where they are stored in bits
+        monkeypatch.setattr(tables, "_BLOCK_BYTES", 4 * 28)
     store = SlotStore(7, StoragePlan(storage, place), CPU)
     expected = {}
     for step in range(6):
@@ -48,6 +53,9 @@ def test_rows_come_back_by_key_as_stored(storage, location, tmp_path):
         for key, row in zip(asked, got, strict=True):
             assert same_bits(row, expected.get(key, torch.zeros(7)))
     assert len(store) == len(expected)
+    again = SlotStore(7, StoragePlan(storage, place), CPU)
+    again.load_state_dict(store.state_dict())
+    assert same_bits(again.read(keys(*range(40))), store.read(keys(*range(40))))
 
 
 @pytest.mark.parametrize(
@@ -95,7 +103,7 @@ def test_state_goes_through_a_checkpoint(storage):
     assert len(empty) == 0
 
 
-def test_mapped_files_go_with_their_table(tmp_path):
+def test_files_go_with_their_table(tmp_path):
     store = SlotStore(7, StoragePlan(4, str(tmp_path / "new")), CPU)
     store.write(keys(*range(100)), torch.randn(100, 7))
     files = list((tmp_path / "new").iterdir())
@@ -103,6 +111,50 @@ def test_mapped_files_go_with_their_table(tmp_path):
     del store
     gc.collect()
     assert not list((tmp_path / "new").iterdir())
+
+
+def test_large_tables_in_memory_are_not_copied_to_grow(monkeypatch):
+    monkeypatch.setattr(tables, "_BLOCK_BYTES", 4 * 20)
+    table = tables.MemoryTable(TensorMeta((1, 5)), CPU)
+    for count in range(1, 30):
+        table.write([count - 1], torch.full((1, 5), float(count)), count)
+        reserved = sum(block.shape[0] for block in table._blocks)
+        assert reserved < min(2 * count + 1, count + 4)
+        if count == 4:
+            first = table._blocks[0]
+    assert table._blocks[0] is first and len(table._blocks) == 8
+    assert table.first(29)[:, 0].tolist() == list(range(1, 30))
+
+
+def test_a_full_disk_is_an_error_that_says_what_to_do(tmp_path, monkeypatch):
+    store = SlotStore(7, StoragePlan(location=str(tmp_path)), CPU)
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(OSError, match="No space left.*cap_bytes.*last checkpoint.*mpcomp-slots-"):
+        store.write(keys(1), torch.ones(1, 7))
+
+
+def test_a_file_that_lost_its_end_is_noticed(tmp_path):
+    store = SlotStore(7, StoragePlan(location=str(tmp_path)), CPU)
+    store.write(keys(1, 2), torch.ones(2, 7))
+    (file,) = tmp_path.iterdir()
+    os.truncate(file, 40)
+    with pytest.raises(OSError, match=r"mpcomp-slots-\S+ ends at byte 40"):
+        store.read(keys(2, 1))
+
+
+def test_files_are_read_and_written_in_parts_where_the_system_says_so(tmp_path, monkeypatch):
+    """A call may move fewer bytes than it was asked to."""
+    preadv, pwrite = os.preadv, os.pwrite
+    monkeypatch.setattr(os, "preadv", lambda f, parts, at: preadv(f, [parts[0][:11]], at))
+    monkeypatch.setattr(os, "pwrite", lambda f, part, at: pwrite(f, part[:9], at))
+    store = SlotStore(7, StoragePlan(location=str(tmp_path)), CPU)
+    rows = torch.randn(4, 7)
+    store.write(keys(3, 1, 2, 0), rows)
+    assert same_bits(store.read(keys(1, 2, 0, 3)), rows[[1, 2, 3, 0]])
 
 
 def test_bad_plans():
