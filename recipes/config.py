@@ -1,70 +1,60 @@
-"""What a training run is: one frozen value, checked when made, written into every run folder."""
+"""What every training run is told: one frozen value, checked when made, kept in the run folder."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, ClassVar, Final, TypeVar
 
 import mpcomp
 from mpcomp.engines.schedules import schedule_named
 
-MODELS: Final = ("resnet18", "resnet34", "resnet50", "resnet101")
 PRECISIONS: Final = ("fp32", "bf16", "fp16", "auto")
 
-# 1,257 small images: more, smaller steps, and a cosine that ends with the training.
-DIGITS_DEFAULTS: Final[Mapping[str, Any]] = {
-    "width": 16,
-    "epochs": 10,
-    "schedule_epochs": 10,
-    "batch_size": 64,
-    "lr": 0.05,
-    "precision": "auto",
-    "crop_padding": 2,
-    "flip": False,  # a mirrored digit is another shape
-}
+AnyConfig = TypeVar("AnyConfig", bound="RunConfig")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
-    """One training run. The defaults are those of Rudakov et al. on CIFAR-10.
+class RunConfig:
+    """One training run, as far as it is the same for images and for text.
 
-    Their cosine has a half period of 200 epochs and training stops after 100, at half of the first
-    learning rate.
+    Each recipe derives its own, with defaults where there are none here.
 
     Raises:
         ValueError: an option is out of range; the message names it, what is accepted, and the fix.
     """
 
-    data: str = "uoft-cs/cifar10"  # hub name, folder of parquet files, or "digits"
-    model: str = "resnet18"
-    width: int = 64
-    split: str = "paper"  # "paper", a number of stages, block counts "3,2,2,3", or block names
+    sample: ClassVar[str]  # what a batch has several of, in words
+    at_least_0: ClassVar[tuple[str, ...]] = (
+        "warmup_steps",
+        "warmup_epochs",
+        "weight_decay",
+        "seed",
+    )
+    at_least_1: ClassVar[tuple[str, ...]] = (
+        *("chunks", "epochs", "eval_every", "batch_size", "threads", "train_limit", "replicas"),
+    )
+
+    data: str
+    model: str
+    split: str  # "paper", a number of stages, block counts "3,2,2,3", or block names
     chunks: int = 4  # microbatches of one batch
     act: tuple[str, ...] = ("topk:0.1",)  # one spec for all boundaries, or one for each
     grad: tuple[str, ...] = ("topk:0.1",)
     warmup_steps: int = 0  # steps without compression; excludes warmup_epochs
     warmup_epochs: int = 0
-    epochs: int = 100
-    schedule_epochs: int = 200  # T_max of the cosine
+    epochs: int
     eval_every: int = 1  # epochs; the last epoch is always evaluated
-    batch_size: int = 128  # of all replicas together
-    drop_last: bool = True  # in training; every test image is evaluated
-    lr: float = 0.01
-    momentum: float = 0.9
-    weight_decay: float = 5e-4
+    batch_size: int  # of all replicas together
+    lr: float
+    weight_decay: float
     clip: float | None = None  # largest global gradient norm
-    precision: str = "fp32"  # "auto": bf16 where the device computes in it
-    channels_last: bool = True
+    precision: str  # "auto": bf16 where the device computes in it
     recompute: bool = False
     device: str = "auto"  # one for all stages, or one for each: "cuda:0,cuda:1"
     threads: int | None = None  # of torch on CPU; None leaves them
-    crop_padding: int = 4
-    flip: bool = True
-    aug_seeds: int = 0  # fixed augmentations of each image; 0 draws a fresh one on each visit
-    train_limit: int | None = None  # images
-    test_limit: int | None = None
+    train_limit: int | None = None
     seed: int = 0
     # Of several processes, under torchrun:
     replicas: int = 1  # copies of the pipeline, each with its part of every batch
@@ -73,17 +63,11 @@ class Config:
     timeout: float = 300.0  # seconds that a rank waits for another
 
     def __post_init__(self) -> None:
-        _check_choice("model", self.model, MODELS)
-        _check_choice("precision", self.precision, PRECISIONS)
-        for name in (
-            "width", "chunks", "epochs", "schedule_epochs", "eval_every", "batch_size",
-            "threads", "train_limit", "test_limit", "replicas",
-        ):  # fmt: skip
-            _check_at_least(name, getattr(self, name), 1)
-        for name in ("warmup_steps", "warmup_epochs", "crop_padding", "aug_seeds", "seed"):
-            _check_at_least(name, getattr(self, name), 0)
-        for name in ("momentum", "weight_decay"):
-            _check_at_least(name, getattr(self, name), 0.0)
+        check_choice("precision", self.precision, PRECISIONS)
+        for name in self.at_least_1:
+            check_at_least(name, getattr(self, name), 1)
+        for name in self.at_least_0:
+            check_at_least(name, getattr(self, name), 0)
         for name in ("lr", "clip", "timeout"):
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -93,6 +77,23 @@ class Config:
                 f"warmup_steps is {self.warmup_steps} and warmup_epochs is {self.warmup_epochs}; "
                 "pass one of the two"
             )
+        self._check_batch()
+        schedule_named(self.schedule)
+        if isinstance(self.in_flight, str) and self.in_flight != "auto":
+            raise ValueError(
+                f"in_flight is {self.in_flight!r}; pass a number of microbatches, or auto"
+            )
+        if isinstance(self.in_flight, int):
+            check_at_least("in_flight", self.in_flight, 1)
+        if not self.act or not self.grad:
+            raise ValueError(
+                "act and grad need at least one spec each; pass none for no compression"
+            )
+        for spec in (*self.act, *self.grad):
+            mpcomp.parse(spec)  # fails here, before any work, with the nearest name
+
+    def _check_batch(self) -> None:
+        """Raises ValueError if a batch cannot be shared by the replicas and their microbatches."""
         share, rest = divmod(self.batch_size, self.replicas)
         if rest:
             raise ValueError(
@@ -103,23 +104,19 @@ class Config:
             whose = "" if self.replicas == 1 else f", {share} for each of {self.replicas} replicas"
             raise ValueError(
                 f"chunks is {self.chunks}, batch_size is {self.batch_size}{whose}; a microbatch "
-                "holds at least one image, so pass at most as many chunks as the batch has images"
+                f"holds at least one {self.sample}, so pass at most as many chunks as the batch "
+                f"has {self.sample}s"
             )
-        schedule_named(self.schedule)
-        if isinstance(self.in_flight, str) and self.in_flight != "auto":
-            raise ValueError(
-                f"in_flight is {self.in_flight!r}; pass a number of microbatches, or auto"
-            )
-        if isinstance(self.in_flight, int):
-            _check_at_least("in_flight", self.in_flight, 1)
-        if not self.act or not self.grad:
-            raise ValueError(
-                "act and grad need at least one spec each; pass none for no compression"
-            )
-        for spec in (*self.act, *self.grad):
-            mpcomp.parse(spec)  # fails here, before any work, with the nearest name
 
-    def uncompressed(self) -> Config:
+    @property
+    def label(self) -> str:
+        """How plots and tables call the run: ``act / grad``, or once where both are the same."""
+        act, grad = " ".join(self.act), " ".join(self.grad)
+        if act == grad:
+            return "uncompressed" if act == "none" else act
+        return f"act {act} / grad {grad}"
+
+    def uncompressed(self: AnyConfig) -> AnyConfig:
         """The same training without compression, to compare with."""
         return dataclasses.replace(
             self, act=("none",), grad=("none",), warmup_steps=0, warmup_epochs=0
@@ -130,7 +127,7 @@ class Config:
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Config:
+    def from_json(cls: type[AnyConfig], values: Mapping[str, Any]) -> AnyConfig:
         """A configuration as it was written by `to_json`."""
         known = {field.name for field in dataclasses.fields(cls)}
         if unknown := sorted(set(values) - known):
@@ -141,21 +138,14 @@ class Config:
         lists = {key: tuple(values[key]) for key in ("act", "grad") if key in values}
         return cls(**{**values, **lists})
 
-    @classmethod
-    def for_data(cls, data: str, **chosen: Any) -> Config:
-        """The defaults that suit the data set, with `chosen` on top."""
-        defaults = DIGITS_DEFAULTS if data == "digits" else {}
-        config = cls(data=data, **{**defaults, **chosen})
-        if data == "digits" and "epochs" in chosen and "schedule_epochs" not in chosen:
-            config = dataclasses.replace(config, schedule_epochs=config.epochs)
-        return config
 
-
-def _check_choice(name: str, value: str, accepted: tuple[str, ...]) -> None:
+def check_choice(name: str, value: str, accepted: tuple[str, ...]) -> None:
+    """Raises ValueError for what is not accepted."""
     if value not in accepted:
         raise ValueError(f"{name} is {value!r}; pass one of {', '.join(accepted)}")
 
 
-def _check_at_least(name: str, value: float | None, least: float) -> None:
+def check_at_least(name: str, value: float | None, least: float) -> None:
+    """Raises ValueError for a number that is too small, or none."""
     if value is not None and not value >= least:
         raise ValueError(f"{name} is {value}; pass at least {least}")

@@ -15,7 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-COLUMNS: Final = ("img", "label")
+from recipes.hub import Form, load_splits
+
+FORM: Final = Form(
+    columns=("img", "label"),
+    splits=("train", "test"),
+    example="uoft-cs/cifar10",
+    local="digits",
+)
 IMAGE_SIZE: Final = 32
 CIFAR_MEAN_STD: Final = ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))
 DIGITS_MEAN_STD: Final = ((0.3055,) * 3, (0.3237,) * 3)
@@ -65,13 +72,7 @@ def load(data: str, *, train_limit: int | None = None, test_limit: int | None = 
         return dataclasses.replace(
             digits, train=digits.train.head(train_limit), test=digits.test.head(test_limit)
         )
-    splits = _load_splits(data)
-    for name in ("train", "test"):
-        if name not in splits:
-            raise ValueError(
-                f"{data} has the splits {sorted(splits)}; expected train and test: name the "
-                "parquet files train-*.parquet and test-*.parquet"
-            )
+    splits = load_splits(data, FORM)
     mean, std = CIFAR_MEAN_STD
     return Dataset(
         train=_decode(splits["train"], data, train_limit),
@@ -107,57 +108,11 @@ def _load_digits() -> Dataset:
     )
 
 
-def _load_splits(data: str) -> Mapping[str, Any]:
-    import datasets
-    from huggingface_hub import constants
-
-    is_folder = Path(data).is_dir()
-    looks_like_path = data.startswith((".", "/", "~")) or data.count("/") > 1
-    if not is_folder and looks_like_path:
-        raise ValueError(
-            f"there is no folder {data}; pass --data a folder of parquet files with the columns "
-            f"{' and '.join(COLUMNS)}, a hub name as in uoft-cs/cifar10, or digits"
-        )
-    offline = constants.HF_HUB_OFFLINE
-    if not is_folder:
-        # Without a network the client would try for half a minute before it looks into its cache.
-        constants.HF_HUB_OFFLINE = offline or not _hub_answers(data)
-    try:
-        splits: Mapping[str, Any] = datasets.load_dataset(data)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"cannot load the data set {data} ({_first_line(error)}); pass --data digits, which "
-            "needs no download, or --data a folder of parquet files with the columns "
-            f"{' and '.join(COLUMNS)}"
-        ) from error
-    finally:
-        constants.HF_HUB_OFFLINE = offline
-    return splits
-
-
-def _hub_answers(name: str) -> bool:
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
-
-    try:
-        HfApi().dataset_info(name, timeout=10)
-    except HfHubHTTPError:
-        return True  # it answered, if only to say no: let the loader report that
-    except Exception:  # which connection errors there are depends on the client's HTTP library
-        return False
-    return True
-
-
 def _decode(split: Any, data: str, limit: int | None) -> Images:
     """The first `limit` images of a split, decoded once; Pillow decodes outside Python's lock."""
     import datasets
     from PIL import Image
 
-    if missing := [column for column in COLUMNS if column not in split.column_names]:
-        raise ValueError(
-            f"{data} has the columns {split.column_names}, without {missing}; expected "
-            f"{list(COLUMNS)}: rename them, or pass another --data"
-        )
     if isinstance(split.features["img"], datasets.Image):
         split = split.cast_column("img", datasets.Image(decode=False))
     if limit is not None:
@@ -187,7 +142,3 @@ def _decode(split: Any, data: str, limit: int | None) -> Images:
         pixels = np.stack(list(pool.map(decode, rows["img"])))  # [n, 32, 32, 3]
     images = torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous()
     return Images(images, torch.tensor(rows["label"], dtype=torch.int64))
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import mpcomp
-from recipes.config import Config
 from recipes.data import Dataset, Images
+from recipes.image_config import ImageConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +114,9 @@ class Loader:
         return ((images.float() - mean) / std).contiguous(memory_format=layout)
 
 
-def loaders_of(config: Config, dataset: Dataset, device: torch.device) -> tuple[Loader, Loader]:
+def loaders_of(
+    config: ImageConfig, dataset: Dataset, device: torch.device
+) -> tuple[Loader, Loader]:
     """For training and for evaluation.
 
     Raises:

@@ -9,7 +9,7 @@ from torch import nn
 
 import stages
 from mpcomp.engines.schedules import schedule_named
-from recipes.config import Config
+from recipes.config import RunConfig
 from recipes.ranks import Ranks
 
 Split: TypeAlias = Literal["paper"] | int | list[int] | list[str]
@@ -31,7 +31,7 @@ def parse_split(text: str) -> Split:
     return parts
 
 
-def check_ranks(config: Config, model: nn.Module, num_ranks: int) -> None:
+def check_ranks(config: RunConfig, model: nn.Module, num_ranks: int) -> None:
     """Whether the stages fit the processes; one process takes any number.
 
     Raises:
@@ -60,7 +60,7 @@ def check_ranks(config: Config, model: nn.Module, num_ranks: int) -> None:
         ) from error
 
 
-def devices_of(config: Config, ranks: Ranks) -> list[torch.device]:
+def devices_of(config: RunConfig, ranks: Ranks) -> list[torch.device]:
     """The device of all stages, or one for each; under torchrun that of this process.
 
     Raises:

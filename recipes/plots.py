@@ -1,10 +1,12 @@
-"""The curves of one or several runs: loss and both accuracies over epochs, and over bytes sent."""
+"""The curves of runs: loss and the metric, on and off, over epochs, and over bytes sent."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from recipes.metric import Metric
 
 History = Sequence[Mapping[str, Any]]
 
@@ -19,7 +21,7 @@ COLOURS = (
 )
 
 
-def plot_curves(runs: Mapping[str, History], path: Path) -> None:
+def plot_curves(runs: Mapping[str, History], path: Path, metric: Metric) -> None:
     """Draws the histories, keyed by what the legend calls them, into a PNG file."""
     from matplotlib.figure import Figure  # without pyplot: no window, no global state
     from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
@@ -34,12 +36,12 @@ def plot_curves(runs: Mapping[str, History], path: Path) -> None:
         for column in (0, 1):
             x = [row["epoch"] if column == 0 else row["wire_bytes"] / scale for row in rows]
             axes[0, column].plot(x, [row["loss"] for row in rows], ".-", color=colour, label=name)
-            kinds = (("compressed", "-", "on"), ("uncompressed", "--", "off"))
-            for kind, style, word in kinds[:1] if name == "uncompressed" else kinds:
+            kinds = ((metric.on, "-", "on"), (metric.off, "--", "off"))
+            for key, style, word in kinds[:1] if name == "uncompressed" else kinds:
                 points = [
-                    (at, 100 * row[f"accuracy_{kind}"])
+                    (at, metric.scale * row[key])
                     for at, row in zip(x, rows, strict=True)
-                    if row[f"accuracy_{kind}"] is not None
+                    if row[key] is not None
                 ]
                 text = name if name == "uncompressed" else f"{name}, {word} at inference"
                 axes[1, column].plot(
@@ -63,9 +65,16 @@ def plot_curves(runs: Mapping[str, History], path: Path) -> None:
                 axis.set_major_formatter("{x:g}")
                 axis.set_minor_formatter(NullFormatter())
     axes[0, 0].set_ylabel("training loss [nats]")
-    axes[1, 0].set_ylabel("test accuracy [%]")
-    axes[0, 0].legend(frameon=False)
-    axes[1, 0].legend(frameon=False)
+    axes[1, 0].set_ylabel(metric.axis)
+    if metric.logarithmic:
+        axes[1, 0].set_yscale("log")  # the other shares it
+        axis = axes[1, 0].yaxis
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter("{x:g}")
+    # Names may be longer than an axis.
+    figure.legend(
+        *axes[1, 0].get_legend_handles_labels(), loc="outside upper center", frameon=False
+    )
     figure.savefig(path)
 
 

@@ -38,6 +38,11 @@ class RunFolder:
         return self.path / "checkpoint"
 
     @property
+    def model(self) -> Path:
+        """What others load, where a recipe leaves it."""
+        return self.path / "model"
+
+    @property
     def baseline(self) -> RunFolder:
         """The uncompressed run beside this one."""
         return RunFolder(self.path / "uncompressed")

@@ -1,6 +1,6 @@
-"""From the results of the study to its table and to a verdict on each claim of the paper.
+"""From the results of a study to its table and to a verdict on each claim of the papers.
 
-Runs are compared in pairs of one seed, which share initial weights and the order of images.
+Runs are compared in pairs of one seed, which share initial weights and the order of samples.
 """
 
 from __future__ import annotations
@@ -8,37 +8,32 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-#: More points than this is severe harm, or a significant degradation.
-SEVERE_POINTS: Final = 3.0
-#: Fewer points than this is nearly as good.
-NEAR_POINTS: Final = 1.0
+from recipes.metric import Metric
+
 #: The verdict's rule: a mean is beyond a bound if it is so by this many standard errors.
 NUM_ERRORS: Final = 2.0
 
-RULE: Final = (
-    "Differences are taken seed by seed, in points of accuracy, as mean ± standard deviation (n). "
-    "A claim is confirmed where the mean lies on the claimed side of its bound by more than "
-    f"{NUM_ERRORS:g} standard errors, not confirmed where it lies on the other side by as much, "
-    "and undecided in between or with fewer than two seeds. Severe harm is more than "
-    f"{SEVERE_POINTS:g} points, nearly as good is within {NEAR_POINTS:g}."
-)
+# How a row is judged, and how a formula says so; most are with compression on at inference.
+AT: Final = {"on": "", "off": ", off at inference", "training": ", in training"}
+
+Run = Mapping[str, Any]  # a line of the results file
 
 
 @dataclass(frozen=True)
 class Results:
     """The finished runs: row -> seed -> line of the results file; rows in the table's order."""
 
-    runs: Mapping[str, Mapping[int, Mapping[str, Any]]]
+    runs: Mapping[str, Mapping[int, Run]]
     diverged: Mapping[str, int]  # row -> runs that ended in NaN or Inf, which are not in `runs`
 
     @classmethod
-    def of(cls, lines: Iterable[Mapping[str, Any]], order: Sequence[str]) -> Results:
+    def of(cls, lines: Iterable[Run], order: Sequence[str]) -> Results:
         """Groups the lines; rows that `order` does not name come last."""
-        runs: dict[str, dict[int, Mapping[str, Any]]] = {}
+        runs: dict[str, dict[int, Run]] = {}
         diverged: Counter[str] = Counter()
         for line in lines:
             finished = runs.setdefault(line["row"], {})
@@ -50,42 +45,90 @@ class Results:
         rows = sorted(runs, key=lambda row: rank.get(row, len(rank)))
         return cls({row: runs[row] for row in rows}, diverged)
 
-    def points(self, row: str, at_inference: str) -> dict[int, float]:
-        """Seed -> accuracy in percent, with compression ``on`` or ``off`` at inference."""
-        key = {"on": "accuracy_compressed", "off": "accuracy_uncompressed"}[at_inference]
-        return {seed: 100 * run[key] for seed, run in self.runs.get(row, {}).items()}
+    def values(self, row: str, value: Callable[[Run], float]) -> dict[int, float]:
+        """Seed -> what `value` says of its run."""
+        return {seed: value(run) for seed, run in self.runs.get(row, {}).items()}
 
 
 @dataclass(frozen=True)
 class Claim:
-    """``mean(first − second) > bound`` (or ``<``), in points, paired by seed.
+    """``mean(first − second) > bound`` (or ``<``), in the table's effects, paired by seed.
 
-    Both rows with compression on at inference, unless `second_off`.
+    Each row as `first_at` and `second_at` say (`AT`).
     """
 
-    number: int  # the direction it belongs to
+    number: int | str  # the direction it belongs to
     text: str
     first: str
     second: str
     above: bool  # which side of the bound is claimed
     bound: float = 0.0
-    second_off: bool = False
+    first_at: str = "on"
+    second_at: str = "on"
 
     @property
     def formula(self) -> str:
         """What is measured and claimed, for the table."""
-        second = f"{self.second}{', off at inference' if self.second_off else ''}"
-        return f"({self.first}) − ({second}) {'>' if self.above else '<'} {self.bound:g}"
+        first = f"({self.first}{AT[self.first_at]})"
+        second = f"({self.second}{AT[self.second_at]})"
+        return f"{first} − {second} {'>' if self.above else '<'} {self.bound:g}"
 
-    def differences(self, results: Results) -> list[float]:
+    def differences(self, results: Results, table: Table) -> list[float]:
         """One number for each seed that both rows have."""
-        first = results.points(self.first, "on")
-        second = results.points(self.second, "off" if self.second_off else "on")
+        first = results.values(self.first, table.effects[self.first_at])
+        second = results.values(self.second, table.effects[self.second_at])
         return [first[seed] - second[seed] for seed in sorted(first.keys() & second.keys())]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """A column with the mean of a number of the runs."""
+
+    title: str
+    value: Callable[[Run], float]
+    digits: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """What the tables of a study show.
+
+    Attributes:
+        metric: that the runs are judged by.
+        effects: the numbers whose differences are taken, of a run, by the words of `AT`.
+        unit: of the effects, in words; `short_unit` in a column's head.
+        severe: bound on an effect; more is severe harm.
+        near: bound on an effect; less is nearly as good.
+        columns: after the metric's.
+        claims: in the order of the table.
+        notes: sentences below the rows, from the results.
+    """
+
+    metric: Metric
+    effects: Mapping[str, Callable[[Run], float]]
+    unit: str
+    short_unit: str
+    severe: float
+    near: float
+    columns: Sequence[Column]
+    claims: Sequence[Claim]
+    notes: Callable[[Results], Sequence[str]] = lambda results: ()
+
+    @property
+    def rule(self) -> str:
+        """How verdicts are found."""
+        return (
+            f"Differences are taken seed by seed, in {self.unit}, as mean ± standard "
+            "deviation (n). A claim is confirmed where the mean lies on the claimed side of its "
+            f"bound by more than {NUM_ERRORS:g} standard errors, not confirmed where it lies on "
+            "the other side by as much, and undecided in between or with fewer than two seeds. "
+            f"Severe harm is more than {self.severe:g} {self.short_unit}, nearly as good is "
+            f"within {self.near:g}."
+        )
+
+
 def verdict(differences: Sequence[float], *, above: bool, bound: float) -> str:
-    """``confirmed``, ``not confirmed`` or ``undecided``, by `RULE`."""
+    """``confirmed``, ``not confirmed`` or ``undecided``, by `Table.rule`."""
     if len(differences) < 2:
         return "undecided"
     error = statistics.stdev(differences) / math.sqrt(len(differences))
@@ -97,96 +140,55 @@ def verdict(differences: Sequence[float], *, above: bool, bound: float) -> str:
     return "not confirmed" if excess < -NUM_ERRORS * error else "undecided"
 
 
-def _harm(number: int, row: str, *, severe: bool) -> Claim:
-    text = f"{row}: {'' if severe else 'no '}severe harm"
-    return Claim(number, text, "none", row, above=severe, bound=SEVERE_POINTS)
-
-
-def _needs_compression(row: str) -> Claim:
-    text = f"{row}: needs compression at inference"
-    return Claim(3, text, row, row, above=True, bound=NEAR_POINTS, second_off=True)
-
-
-def _feedback(name: str) -> tuple[Claim, Claim]:
-    plain, row = "top 10 %, after warm-up", f"top 10 %, {name}"
-    return (
-        Claim(4, f"{name}: no better than plain", row, plain, above=False, bound=NEAR_POINTS),
-        Claim(
-            4,
-            f"{name}: nearly as good without compression at inference",
-            row,
-            row,
-            above=False,
-            bound=NEAR_POINTS,
-            second_off=True,
-        ),
-    )
-
-
-CLAIMS: Final[tuple[Claim, ...]] = (
-    Claim(
-        1,
-        "Top-5 % harms gradients more than activations",
-        "top act 5 % grad 20 %",
-        "top act 20 % grad 5 %",
-        above=True,
-    ),
-    Claim(1, "4 bits harm gradients", "quant fw4-bw8", "quant fw4-bw4", above=True),
-    _harm(2, "top 10 %", severe=False),
-    _harm(2, "top 5 %", severe=True),
-    _needs_compression("top 10 %"),
-    _needs_compression("top 5 %"),
-    _needs_compression("top 2 %"),
-    *_feedback("EF"),
-    *_feedback("EF on gradients"),
-    *_feedback("EF21"),
-    *_feedback("EFMixed"),
-    _harm(5, "top 10 %, AQ-SGD", severe=True),
-    _harm(5, "top 30 %, AQ-SGD", severe=False),
-)
-
-
-def render(results: Results) -> str:
+def render(results: Results, table: Table) -> str:
     """Both tables as Markdown."""
-    return f"{render_rows(results)}\n\n{render_claims(results)}"
+    return f"{render_rows(results, table)}\n\n{render_claims(results, table)}"
 
 
-def render_rows(results: Results) -> str:
-    """A line for each row: accuracies on and off, megabytes of an epoch, ratio to dense."""
-    lines = [
-        "| compression | accuracy, on % | accuracy, off % | n | MB/epoch | sent/dense |",
-        "|---|---|---|---|---|---|",
-    ]
+def render_rows(results: Results, table: Table) -> str:
+    """A line for each row: the metric on and off, the number of runs, and the columns."""
+    metric = table.metric
+    on_off = [f"{metric.name}, {word} {metric.unit}".rstrip() for word in ("on", "off")]
+    titles = ["compression", *on_off, "n", *(one.title for one in table.columns)]
+    lines = [_cells(titles), "|" + "---|" * len(titles)]
     for row, runs in results.runs.items():
         if num_diverged := results.diverged.get(row, 0):
             row_name = f"{row} ({num_diverged} diverged)"
         else:
             row_name = row
         if not runs:
-            lines.append(f"| {row_name} | | | 0 | | |")
+            lines.append(f"| {row_name} | | | 0 |" + " |" * len(table.columns))
             continue
-        on, off = (spread(list(results.points(row, word).values())) for word in ("on", "off"))
-        epoch_bytes = statistics.fmean(run["wire_bytes"] / run["epochs"] for run in runs.values())
-        ratio = statistics.fmean(run["wire_ratio"] for run in runs.values())
-        lines.append(
-            f"| {row_name} | {on} | {off} | {len(runs)} | {epoch_bytes / 1e6:.1f} | {ratio:.3f} |"
+        on, off = (
+            spread([metric.scale * run[key] for run in runs.values()])
+            for key in (metric.on, metric.off)
         )
-    return "\n".join(lines)
+        means = [
+            f"{statistics.fmean(results.values(row, one.value).values()):.{one.digits}f}"
+            for one in table.columns
+        ]
+        lines.append(_cells([row_name, on, off, str(len(runs)), *means]))
+    notes = table.notes(results)
+    return "\n".join([*lines, "", *notes] if notes else lines)
 
 
-def render_claims(results: Results) -> str:
+def render_claims(results: Results, table: Table) -> str:
     """A line for each claim that the results can speak to, and the rule."""
-    lines = ["| direction | claim | measured, points | effect | verdict |", "|---|---|---|---|---|"]
-    for claim in CLAIMS:
-        if differences := claim.differences(results):
+    measured = f"measured, {table.short_unit}"
+    lines = [_cells(["direction", "claim", measured, "effect", "verdict"]), "|---|---|---|---|---|"]
+    for claim in table.claims:
+        if differences := claim.differences(results, table):
             found = verdict(differences, above=claim.above, bound=claim.bound)
             effect = f"{spread(differences, sign=True)} ({len(differences)})"
-            cells = (str(claim.number), claim.text, claim.formula, effect, found)
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", RULE])
+            lines.append(_cells([str(claim.number), claim.text, claim.formula, effect, found]))
+    return "\n".join([*lines, "", table.rule])
 
 
 def spread(values: Sequence[float], *, sign: bool = False) -> str:
     """Mean ± standard deviation; the mean alone of one value."""
     mean = f"{statistics.fmean(values):{'+' if sign else ''}.2f}"
     return f"{mean} ± {statistics.stdev(values):.2f}" if len(values) > 1 else mean
+
+
+def _cells(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"

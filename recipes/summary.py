@@ -9,24 +9,27 @@ from typing import Any
 
 from tabulate import tabulate
 
-from recipes.config import Config
+from recipes.config import RunConfig
+from recipes.metric import Metric
 
 History = list[dict[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """What a run came to: accuracies as fractions of the test images, bytes sent in training."""
+    """What a run came to: the metric on the evaluation data, bytes sent in training."""
 
-    accuracy_compressed: float  # with compression at inference, as trained
-    accuracy_uncompressed: float  # the same weights without
-    best_accuracy_compressed: float
-    best_accuracy_uncompressed: float
+    metric: Metric
+    on: float  # with compression at inference, as trained
+    off: float  # the same weights without
+    best_on: float
+    best_off: float
     loss: float  # of training, mean of the last epoch
     wire_bytes: int
     dense_bytes: int  # what the same messages are as plain tensors
     wire_ratio: float  # wire / dense: lower is better
     skipped_steps: int
+    steps: int  # of the optimizer
     epochs: int
     seconds: float  # training and evaluation, over all resumptions
     seed: int
@@ -35,26 +38,34 @@ class Summary:
     history: History = dataclasses.field(repr=False)  # one entry for each epoch
 
     def to_json(self) -> dict[str, Any]:
-        """Without the history, which stands in metrics.jsonl."""
+        """Without the history, which stands in metrics.jsonl; the metric by its name."""
         values = dataclasses.asdict(self)
-        del values["history"]
-        return values
+        metrics = {
+            self.metric.on: values.pop("on"),
+            self.metric.off: values.pop("off"),
+            f"best_{self.metric.on}": values.pop("best_on"),
+            f"best_{self.metric.off}": values.pop("best_off"),
+        }
+        del values["history"], values["metric"]
+        return {**metrics, **values}
 
     @classmethod
-    def of(cls, config: Config, history: History) -> Summary:
+    def of(cls, config: RunConfig, metric: Metric, history: History, *, steps: int) -> Summary:
         """The summary of the epochs so far; the last of them must be an evaluated one."""
         last = history[-1]
-        evaluated = [row for row in history if row["accuracy_compressed"] is not None]
+        evaluated = [row for row in history if row[metric.on] is not None]
         return cls(
-            accuracy_compressed=last["accuracy_compressed"],
-            accuracy_uncompressed=last["accuracy_uncompressed"],
-            best_accuracy_compressed=max(row["accuracy_compressed"] for row in evaluated),
-            best_accuracy_uncompressed=max(row["accuracy_uncompressed"] for row in evaluated),
+            metric=metric,
+            on=last[metric.on],
+            off=last[metric.off],
+            best_on=metric.best([row[metric.on] for row in evaluated]),
+            best_off=metric.best([row[metric.off] for row in evaluated]),
             loss=last["loss"],
             wire_bytes=last["wire_bytes"],
             dense_bytes=last["dense_bytes"],
             wire_ratio=last["wire_bytes"] / last["dense_bytes"],
             skipped_steps=sum(row["skipped_steps"] for row in history),
+            steps=steps,
             epochs=last["epoch"],
             seconds=last["seconds"],
             seed=config.seed,
@@ -64,31 +75,32 @@ class Summary:
         )
 
 
-def label(config: Config) -> str:
-    """How plots and tables call a run: ``act / grad``, or once where both are the same."""
-    act, grad = " ".join(config.act), " ".join(config.grad)
-    if act == grad:
-        return "uncompressed" if act == "none" else act
-    return f"act {act} / grad {grad}"
+def table(runs: Mapping[str, Summary], *, per_step: bool = False) -> str:
+    """One row for each run: the metric with compression on and off at inference, and bytes.
 
-
-def table(runs: Mapping[str, Summary]) -> str:
-    """One row for each run: accuracies with compression on and off at inference, and bytes."""
+    Args:
+        runs: by what the table calls them; all of one metric.
+        per_step: with a column of the megabytes that one step of the optimizer sends.
+    """
+    metric = next(iter(runs.values())).metric
     rows = [
         (
             name,
-            100 * one.accuracy_compressed,
-            100 * one.accuracy_uncompressed,
+            metric.scale * one.on,
+            metric.scale * one.off,
             one.wire_bytes / 1e6,
             one.dense_bytes / 1e6,
             one.wire_ratio,
+            *((one.wire_bytes / 1e6 / one.steps,) if per_step else ()),
             one.epochs,
             one.seconds,
         )
         for name, one in runs.items()
     ]
     headers = (
-        "compression", "accuracy on %", "accuracy off %", "MB sent", "MB dense", "sent/dense",
-        "epochs", "seconds",
-    )  # fmt: skip
-    return tabulate(rows, headers, floatfmt=("", ".2f", ".2f", ".1f", ".1f", ".3f", "d", ".0f"))
+        *("compression", metric.title("on"), metric.title("off")),
+        *("MB sent", "MB dense", "sent/dense", *(("MB a step",) if per_step else ())),
+        *("epochs", "seconds"),
+    )
+    formats = ("", ".2f", ".2f", ".1f", ".1f", ".3f", *((".3f",) if per_step else ()), "d", ".0f")
+    return tabulate(rows, headers, floatfmt=formats)

@@ -1,97 +1,133 @@
-"""Trains a compressed pipeline on images: epochs, both evaluations, checkpoints, resumption."""
+"""Trains a compressed pipeline: epochs, both evaluations, checkpoints, resumption, a run folder.
+
+What is trained on, and how a batch of it is taken, is a subclass's: `recipes.image_training`,
+`recipes.text_training`.
+"""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, ClassVar, Generic
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 import mpcomp
-import stages
-from recipes import data, plots
-from recipes.config import Config
-from recipes.loader import loaders_of
+from recipes import plots
+from recipes.config import AnyConfig
+from recipes.metric import Metric
 from recipes.placement import check_ranks, common_dtype, devices_of, parse_split
 from recipes.ranks import Ranks
 from recipes.run_folder import RunFolder, write_json
-from recipes.summary import History, Summary, label
+from recipes.summary import History, Summary
 
 
-def run(config: Config, *, dataset: data.Dataset | None = None, progress: bool = True) -> Summary:
-    """One training run that leaves no files; `Trainer` is for runs with a folder.
-
-    Args:
-        dataset: the images, where they are loaded already.
-
-    Raises:
-        ValueError: an option does not fit the data, the model or the machine.
-    """
-    return Trainer(config, dataset or load_data(config)).fit(progress=progress)
-
-
-def load_data(config: Config) -> data.Dataset:
-    """The images that a configuration names."""
-    return data.load(config.data, train_limit=config.train_limit, test_limit=config.test_limit)
-
-
-class Trainer:
+class Trainer(ABC, Generic[AnyConfig]):
     """A pipeline with its optimizer, schedule and data; `history` has an entry for each epoch.
 
-    Under torchrun there is one on every rank, and all are told the same.
+    Under torchrun there is one on every rank, and all are told the same. A subclass's constructor
+    calls `cut`, and sets the optimizer and the scheduler.
+
+    Attributes:
+        num_batches: batches of an epoch.
+        accumulate: batches of one step of the optimizer; the last one of an epoch may have fewer.
     """
 
-    def __init__(self, config: Config, dataset: data.Dataset, ranks: Ranks | None = None) -> None:
+    metric: ClassVar[Metric]
+    pipe: mpcomp.Pipeline
+    optimizer: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.LRScheduler
+    num_batches: int
+    accumulate: int = 1
+
+    def __init__(self, config: AnyConfig, ranks: Ranks | None = None) -> None:
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         self.config = config
         self.ranks = ranks = ranks or Ranks()
-        devices = ranks.together(lambda: devices_of(config, ranks))
-        self.device = devices[0]
+        self.devices = ranks.together(lambda: devices_of(config, ranks))
+        self.device = self.devices[0]
         self.dtype = common_dtype(config.precision, self.device, ranks)
-        train_loader, test_loader = loaders_of(config, dataset, self.device)
-        model = _model(config, dataset.num_classes)
-        check_ranks(config, model, ranks.size)
         # Only fp16 has so small a range that gradients underflow without a loss scale.
         self.scaler = (
             torch.amp.GradScaler(self.device.type) if self.dtype is torch.float16 else None
         )
-        self.loss = LossWithAccuracy()
+        self.history: History = []
+
+    def cut(self, model: nn.Module, num_batches: int, **choices: Any) -> None:
+        """Makes the pipeline.
+
+        Args:
+            model: on the CPU.
+            num_batches: of an epoch.
+            **choices: of `mpcomp.pipeline`, beyond what the configuration says.
+
+        Raises:
+            ValueError: the model cannot be cut like this, or not for these processes.
+        """
+        config = self.config
+        check_ranks(config, model, self.ranks.size)
+        self.num_batches = num_batches
+        warmup_batches = config.warmup_steps * self.accumulate or config.warmup_epochs * num_batches
         self.pipe = mpcomp.pipeline(
             model,
             chunks=config.chunks,
             split=parse_split(config.split),
             act_comp=_one_or_each(config.act),
             grad_comp=_one_or_each(config.grad),
-            loss_fn=self.loss,
-            warmup_steps=config.warmup_steps or config.warmup_epochs * len(train_loader),
+            warmup_steps=warmup_batches,
             recompute=config.recompute,
             seed=config.seed,
-            devices=devices if len(devices) > 1 else devices[0],
+            devices=self.devices if len(self.devices) > 1 else self.device,
             replicas=config.replicas,
             schedule=config.schedule,
             in_flight=config.in_flight,
             timeout=config.timeout,
             scaler=self.scaler,
+            **choices,
         )
-        self.train_loader, self.test_loader = train_loader.of(self.pipe), test_loader.of(self.pipe)
-        self.optimizer = torch.optim.SGD(
-            self.pipe.parameters(),
-            lr=config.lr,
-            momentum=config.momentum,
-            weight_decay=config.weight_decay,
-        )
-        self.pipe.follow_lr(self.optimizer)
-        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(
-            self.optimizer, T_max=config.schedule_epochs
-        )
-        self.history: History = []
+
+    # -- what a subclass adds -----------------------------------------------------------------
+
+    @abstractmethod
+    def batches(self, epoch: int) -> Iterator[Any]:
+        """The training batches of an epoch, counted from 0."""
+
+    @abstractmethod
+    def forward_backward(self, batch: Any) -> Tensor:
+        """The loss of a batch, 0-d, whose gradients have been added up."""
+
+    @abstractmethod
+    def judge(self) -> float:
+        """The metric on all evaluation data, with compression as it is now."""
+
+    def start_epoch(self) -> None:
+        """Called before the first batch of an epoch."""
+
+    def end_step(self) -> None:
+        """Called after each step of the optimizer."""
+
+    def end_epoch(self) -> dict[str, Any]:
+        """Called after the last step of an epoch; what else its entry of the history holds."""
+        return {}
+
+    def shown(self) -> dict[str, str]:
+        """What else the progress bar shows."""
+        return {}
+
+    def notes(self) -> list[str]:
+        """What is worth knowing before the run, a line each."""
+        return []
+
+    def finish(self, folder: RunFolder) -> None:
+        """Called after the last epoch, on every rank."""
+
+    # -- the run ------------------------------------------------------------------------------
 
     def placement(self) -> str:
         """How many stages there are, and where, in words."""
@@ -99,6 +135,11 @@ class Trainer:
         if self.pipe.num_replicas > 1:
             text += f" x {self.pipe.num_replicas} replicas"
         return text + (f" on {self.ranks.size} processes" if self.ranks.size > 1 else "")
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps of the optimizer in an epoch."""
+        return -(-self.num_batches // self.accumulate)
 
     def fit(
         self,
@@ -118,10 +159,11 @@ class Trainer:
         """
         if resume and folder is not None and any(self.pipe.collect(folder.checkpoint.exists())):
             self.load(folder)
-        last_epoch = min(self.config.epochs, stop_after or self.config.epochs)
+        config = self.config
+        last_epoch = min(config.epochs, stop_after or config.epochs)
         with tqdm(
-            total=last_epoch * len(self.train_loader),
-            initial=len(self.history) * len(self.train_loader),
+            total=last_epoch * self.steps_per_epoch,
+            initial=len(self.history) * self.steps_per_epoch,
             disable=not (progress and self.ranks.speaks),
             unit="step",
             mininterval=0.5 if sys.stderr.isatty() else 10,
@@ -130,13 +172,17 @@ class Trainer:
                 self.train_epoch(bar, evaluate_after=len(self.history) + 1 == last_epoch)
                 if folder is not None:
                     self.save(folder)
-        summary = Summary.of(self.config, self.history)
+        steps = len(self.history) * self.steps_per_epoch
+        summary = Summary.of(config, self.metric, self.history, steps=steps)
+        finished = summary.epochs == config.epochs
+        if folder is not None and finished:
+            self.finish(folder)
         if folder is not None and self.ranks.writes:
             folder.write_metrics(self.history)
-            if summary.epochs == self.config.epochs:
+            if finished:
                 write_json(folder.summary, summary.to_json())
         if folder is not None and self.ranks.speaks:
-            plots.plot_curves({label(self.config): summary.history}, folder.curves)
+            plots.plot_curves({config.label: summary.history}, folder.curves, self.metric)
         return summary
 
     def train_epoch(self, bar: tqdm[Any], *, evaluate_after: bool) -> None:
@@ -148,52 +194,51 @@ class Trainer:
         dense_before = previous.get("dense_bytes", 0) - self.pipe.dense_bytes
         lr, skipped_steps = self.scheduler.get_last_lr()[0], 0
         loss_sum = torch.zeros((), device=self.device)
-        self.loss.reset()
+        self.start_epoch()
         self.pipe.train()
         bar.set_description(f"epoch {epoch + 1}/{self.config.epochs}")
-        for step, (x, y, ids) in enumerate(self.train_loader.epoch(epoch), start=1):
-            loss_sum += self._step(x, y, ids).to(self.device)
+        for step, batches in enumerate(self._steps(epoch), start=1):
+            loss_sum += self._step(batches).to(self.device)
             skipped_steps += self.pipe.step_skipped
+            self.end_step()
             bar.update()
-            if step % 10 == 0 or step == len(self.train_loader):  # reading a loss waits for a GPU
+            if step % 10 == 0 or step == self.steps_per_epoch:  # reading a loss waits for a GPU
+                seen = min(step * self.accumulate, self.num_batches)
                 shown = {
-                    "loss": f"{loss_sum.item() / step:.3f}",
+                    "loss": f"{loss_sum.item() / seen:.3f}",
                     "MB": f"{(wire_before + self.pipe.wire_bytes) / 1e6:.1f}",
                 }
-                if self.loss.num_seen:  # on the rank with the last stage
-                    shown["accuracy"] = f"{self.loss.num_right / self.loss.num_seen:.3f}"
-                bar.set_postfix(shown, refresh=False)
-        self.scheduler.step()
-        compressed: float | None = None
-        uncompressed: float | None = None
+                bar.set_postfix({**shown, **self.shown()}, refresh=False)
+        more = self.end_epoch()
+        on: float | None = None
+        off: float | None = None
         if evaluate_after or (epoch + 1) % self.config.eval_every == 0:
-            compressed, uncompressed = self.evaluate()
-        counts = int(self.loss.num_right), self.loss.num_seen, time.perf_counter() - start
-        right, seen, seconds = zip(*self.pipe.collect(counts), strict=True)
+            on, off = self.evaluate()
+        seconds = self.pipe.collect(time.perf_counter() - start)[0]
         self.history.append(
             {
                 "epoch": epoch + 1,
                 "lr": lr,
-                "loss": loss_sum.item() / len(self.train_loader),
-                "train_accuracy": sum(right) / sum(seen),
-                "accuracy_compressed": compressed,
-                "accuracy_uncompressed": uncompressed,
+                "loss": loss_sum.item() / self.num_batches,
+                **more,
+                self.metric.on: on,
+                self.metric.off: off,
                 "wire_bytes": wire_before + self.pipe.wire_bytes,
                 "dense_bytes": dense_before + self.pipe.dense_bytes,
                 "skipped_steps": skipped_steps,
-                "seconds": previous.get("seconds", 0.0) + seconds[0],
+                "seconds": previous.get("seconds", 0.0) + seconds,
             }
         )
 
     def evaluate(self) -> tuple[float, float]:
-        """Accuracy on all test images with compression on, and off."""
+        """The metric on all evaluation data with compression on, and off."""
         with self._autocast():
-            compressed = self.pipe.evaluate(self.test_loader, accuracy)
+            on = self.judge()
             if set(self.config.act) == {"none"}:
-                return compressed, compressed  # nothing to turn off
+                return on, on  # nothing to turn off
             with self.pipe.uncompressed():
-                uncompressed = self.pipe.evaluate(self.test_loader, accuracy)
-        return compressed, uncompressed
+                off = self.judge()
+        return on, off
 
     def save(self, folder: RunFolder) -> None:
         """Everything that a later `load` needs to go on as if never stopped."""
@@ -213,9 +258,28 @@ class Trainer:
         )
         self.history = extra["history"]
 
-    def _step(self, x: Tensor, y: Tensor, ids: Tensor) -> Tensor:
-        with self._autocast():
-            loss: Tensor = self.pipe.forward_backward(x, y, sample_ids=ids)
+    def _steps(self, epoch: int) -> Iterator[list[Any]]:
+        """The batches of each step of the optimizer."""
+        waiting: list[Any] = []
+        for batch in self.batches(epoch):
+            waiting.append(batch)
+            if len(waiting) == self.accumulate:
+                yield waiting
+                waiting = []
+        if waiting:
+            yield waiting
+
+    def _step(self, batches: Sequence[Any]) -> Tensor:
+        """One step of the optimizer; gives the sum of the batches' losses."""
+        losses = []
+        for number, batch in enumerate(batches, start=1):
+            is_last = number == len(batches)  # replicas need to agree only on the sum
+            with self._autocast(), nullcontext() if is_last else self.pipe.no_sync():
+                losses.append(self.forward_backward(batch))
+        if len(batches) > 1:
+            for parameter in self.pipe.parameters():
+                if parameter.grad is not None:
+                    parameter.grad /= len(batches)
         if self.config.clip is not None:
             if self.scaler is not None:
                 self.scaler.unscale_(self.optimizer)
@@ -226,46 +290,12 @@ class Trainer:
             self.scaler.step(self.optimizer)
             self.scaler.update()
         self.optimizer.zero_grad()
-        return loss
+        return torch.stack(losses).sum() if len(losses) > 1 else losses[0]
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.dtype is None:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self.dtype)
-
-
-class LossWithAccuracy:
-    """Cross-entropy that also counts how many of the training images were right."""
-
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        """Starts the count anew."""
-        self.num_right: Tensor | int = 0
-        self.num_seen = 0
-
-    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
-        """[b, classes] and [b] to the mean loss."""
-        self.num_right = self.num_right + (output.detach().argmax(1) == target).sum()
-        self.num_seen += len(target)
-        return F.cross_entropy(output, target)
-
-
-def accuracy(output: Tensor, target: Tensor) -> Tensor:
-    """The fraction of a batch that is right; [b, classes] and [b]."""
-    return (output.argmax(1) == target).double().mean()
-
-
-def _model(config: Config, num_classes: int) -> torch.nn.Module:
-    """The freshly initialised model, a function of the seed alone."""
-    make: Callable[..., torch.nn.Module] = getattr(stages, config.model)
-    with torch.random.fork_rng(devices=[]):  # leave the caller's random state alone
-        torch.manual_seed(config.seed)
-        model = make(num_classes=num_classes, width=config.width)
-    if config.channels_last:
-        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return model
 
 
 def _one_or_each(specs: tuple[str, ...]) -> str | list[str]:

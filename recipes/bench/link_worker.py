@@ -7,21 +7,19 @@ that nothing but the steps themselves goes over the measured link.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, Final, TextIO
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import mpcomp
 from recipes.bench.decoder import decoder, equal_stages, token_batch, token_loss
+from recipes.bench.workers import begin_together, joined, own_stdout, say
 
 REFERENCE: Final = "torch fp32"
 # Name -> (method of both directions, microbatches in flight as a function of stages and chunks).
@@ -75,48 +73,31 @@ class Variant:
 
 def work(job: Job) -> None:
     """Joins the others, then carries out commands until standard input ends."""
-    answers = _own_stdout()
-    torch.set_num_threads(job.num_threads)
-    os.environ["GLOO_SOCKET_IFNAME"] = job.device
-    dist.init_process_group(
-        "gloo",
-        init_method=f"tcp://{job.address}:{job.port}",
+    answers = own_stdout()
+    with joined(
         rank=job.rank,
-        world_size=job.num_stages,
-        timeout=timedelta(seconds=job.timeout_s),
-    )
-    try:
+        size=job.num_stages,
+        address=job.address,
+        port=job.port,
+        device=job.device,
+        num_threads=job.num_threads,
+        timeout_s=job.timeout_s,
+    ):
         variants = _variants(job)
-        _say(answers, {"joined": job.rank})
+        say(answers, {"joined": job.rank})
         for line in sys.stdin:
             name = json.loads(line)
             if name == "compute":
-                _say(answers, _compute(job))
+                say(answers, _compute(job))
             else:
-                _say(answers, _timed(variants[name], answers))
-    finally:
-        dist.destroy_process_group()
-
-
-def _own_stdout() -> TextIO:
-    """The answers' way out; whatever else is printed goes to standard error."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    return answers
-
-
-def _say(answers: TextIO, value: Any) -> None:
-    answers.write(json.dumps(value) + "\n")
-    answers.flush()
+                say(answers, _timed(variants[name], answers))
 
 
 def _timed(variant: Variant, answers: TextIO) -> dict[str, Any]:
     """One step, begun at the moment that all ranks are told; the clock is the machine's."""
     variant.zero_grad()
     before = variant.metered_bytes()
-    _say(answers, "ready")
-    begin = json.loads(sys.stdin.readline())
-    time.sleep(max(0.0, begin - time.perf_counter()))
+    begin = begin_together(answers)
     loss = variant.step()
     end = time.perf_counter()
     return {

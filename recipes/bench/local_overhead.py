@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 import mpcomp
 import stages
-from recipes.config import MODELS
+from recipes.image_config import MODELS
 
 REFERENCE: Final = "torchgpipe"
 # What mpcomp adds at a cut, least first.

@@ -17,9 +17,7 @@ import argparse
 import contextlib
 import json
 import math
-import os
 import platform
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -31,9 +29,10 @@ import torch
 from tqdm import tqdm
 
 from recipes.bench.decoder import equal_stages
-from recipes.bench.hosts import HostsUnavailable, Loopback, open_hosts
+from recipes.bench.hosts import Loopback
 from recipes.bench.link_report import plot_steps, summarise, tables
 from recipes.bench.link_worker import REFERENCE, VARIANTS, Job, work
+from recipes.bench.workers import Worker, begin_all, choose_hosts, num_cores, start_workers
 
 # Late acknowledgements are still counted: Linux holds one back for 40 ms.
 SETTLE_S = 0.06
@@ -55,13 +54,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     compute: dict[str, list[dict[str, float]]] = {}
     for num_stages in options.stages:
         with contextlib.ExitStack() as stack:
-            hosts = _hosts(stack, num_stages, options)
+            hosts = choose_hosts(
+                stack, num_stages, latency_ms=options.latency_ms, loopback=options.loopback
+            )
             links = hosts.describe()
-            workers = _start(stack, hosts, num_stages, options)
+            workers = _start(hosts, num_stages, options)
             rates = options.rates if hosts.device != "lo" else [None]
             measured, compute[str(num_stages)] = _measure(hosts, workers, rates, options)
             steps += measured
-    figures = summarise(steps, compute, chunks=options.chunks, num_cores=_num_cores())
+    figures = summarise(steps, compute, chunks=options.chunks, num_cores=num_cores())
     print(tables(figures))
     print("links:", json.dumps(links))
     if options.out is not None:
@@ -143,55 +144,14 @@ def _problem(options: argparse.Namespace) -> str | None:
     return None
 
 
-def _hosts(stack: contextlib.ExitStack, num_stages: int, options: argparse.Namespace) -> Loopback:
-    if not options.loopback:
-        try:
-            return stack.enter_context(open_hosts(num_stages, latency_ms=options.latency_ms))
-        except HostsUnavailable as error:
-            print(f"No network namespaces ({error}): runs over loopback, unlimited.")
-    return stack.enter_context(open_hosts(num_stages, loopback=True))
-
-
-class _Worker:
-    """The process of one host, as its parent sees it."""
-
-    def __init__(self, rank: int, process: subprocess.Popen[str]) -> None:
-        self.rank, self._process = rank, process
-
-    def tell(self, value: Any) -> None:
-        """Sends it one JSON value."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(value) + "\n")
-        self._process.stdin.flush()
-
-    def hear(self) -> Any:
-        """Waits for its answer.
-
-        Raises:
-            RuntimeError: it ended instead; what it printed says why.
-        """
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            code = self._process.wait()
-            raise RuntimeError(f"the worker of stage {self.rank} ended with exit code {code}")
-        return json.loads(line)
-
-    def ask(self, value: Any) -> Any:
-        """Sends it one value and waits for its answer."""
-        self.tell(value)
-        return self.hear()
-
-
-def _start(
-    stack: contextlib.ExitStack, hosts: Loopback, num_stages: int, options: argparse.Namespace
-) -> list[_Worker]:
+def _start(hosts: Loopback, num_stages: int, options: argparse.Namespace) -> list[Worker]:
+    num_threads = options.threads or max(1, num_cores() // num_stages)
     common = {
         "num_stages": num_stages,
         "address": hosts.address(0),
         "port": hosts.free_port(),
         "device": hosts.device,
-        "num_threads": options.threads or max(1, _num_cores() // num_stages),
+        "num_threads": num_threads,
         "chunks": options.chunks,
         "microbatch": options.microbatch,
         "num_blocks": options.blocks,
@@ -202,30 +162,12 @@ def _start(
         "timeout_s": options.timeout,
         "variants": options.variants,
     }
-    environment = {
-        "OMP_NUM_THREADS": str(common["num_threads"]),
-        "TORCH_CPP_LOG_LEVEL": "ERROR",  # or torch warns that the hosts have no names
-    }
-    workers = []
-    for rank in range(num_stages):
-        job = Job(rank=rank, **common)
-        command = [sys.executable, "-m", "recipes.bench.slow_link", "--worker"]
-        process = hosts.start(
-            rank,
-            [*command, json.dumps(asdict(job))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, **environment},
-        )
-        workers.append(_Worker(rank, process))
-    for worker in workers:
-        worker.hear()
-    return workers
+    return start_workers(hosts, "recipes.bench.slow_link", common, num_threads)
 
 
 def _measure(
     hosts: Loopback,
-    workers: Sequence[_Worker],
+    workers: Sequence[Worker],
     rates: Sequence[float | None],
     options: argparse.Namespace,
 ) -> tuple[list[dict[str, Any]], list[dict[str, float]]]:
@@ -253,17 +195,10 @@ def _measure(
     return steps, fastest
 
 
-def _step(hosts: Loopback, workers: Sequence[_Worker], name: str) -> dict[str, Any]:
+def _step(hosts: Loopback, workers: Sequence[Worker], name: str) -> dict[str, Any]:
     """One step: how long until the last host was done, and what each sent and received."""
-    for worker in workers:
-        worker.tell(name)
-    for worker in workers:
-        worker.hear()
     before = hosts.counters()
-    begin = time.perf_counter() + NOTICE_S
-    for worker in workers:
-        worker.tell(begin)
-    answers = [worker.hear() for worker in workers]
+    answers = begin_all(workers, name, NOTICE_S)
     time.sleep(SETTLE_S)
     pairs = zip(hosts.counters(), before, strict=True)
     return {
@@ -281,15 +216,11 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
 
 def _machine() -> dict[str, Any]:
     return {
-        "cores": _num_cores(),
+        "cores": num_cores(),
         "kernel": platform.release(),
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0))
 
 
 if __name__ == "__main__":

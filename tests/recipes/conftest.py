@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from recipes.config import Config
+from recipes.image_config import ImageConfig
 
 WriteParquet = Callable[..., Path]
 
@@ -57,10 +57,10 @@ def png(pixels: np.ndarray) -> dict[str, bytes | None]:
 
 
 @pytest.fixture
-def tiny() -> Callable[..., Config]:
+def tiny() -> Callable[..., ImageConfig]:
     """A run of seconds: few digits, a narrow model."""
 
-    def config(**chosen: object) -> Config:
+    def config(**chosen: object) -> ImageConfig:
         defaults = {
             "width": 4,
             "epochs": 2,
@@ -71,6 +71,6 @@ def tiny() -> Callable[..., Config]:
             "precision": "fp32",
             "device": "cpu",
         }
-        return Config.for_data("digits", **{**defaults, **chosen})
+        return ImageConfig.for_data("digits", **{**defaults, **chosen})
 
     return config

@@ -1,19 +1,15 @@
 """The main recipe in several processes: the run of one process, told once, with one end for all."""
 
-import contextlib
-import io
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+from endings import End, check_error, check_success, end_of, history, weights
 
 from recipes import cifar10, cifar10_study
 from recipes import ranks as recipe_ranks
@@ -26,27 +22,9 @@ TINY = [
 FEEDBACK = ["--act", "ef21+topk:0.1", "--grad", "ef+randomk:0.2", "--clip", "1.0"]
 
 
-class End(NamedTuple):
-    """How the recipe ended in one process."""
-
-    code: object
-    out: str
-    err: str
-
-
 def recipe(*commands: list[str], main=cifar10.main) -> list[End]:
     """In each process: runs the recipe with each of the commands, one after another."""
-    ends = []
-    for command in commands:
-        code: object = 0
-        out, err = io.StringIO(), io.StringIO()
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            try:
-                main(command)
-            except SystemExit as error:
-                code = error.code
-        ends.append(End(code, out.getvalue(), err.getvalue()))
-    return ends
+    return [end_of(main, command) for command in commands]
 
 
 def different(*commands: list[list[str]]) -> list[End]:
@@ -70,33 +48,6 @@ def failing(command: list[str]) -> End:
         Trainer.train_epoch = refuse  # type: ignore[method-assign]
         recipe_ranks.GRACE_S = 1.0  # type: ignore[misc]
     return recipe(command)[0]
-
-
-def check_error(ends: Sequence[End], message: str) -> None:
-    """The first process says it in one line; the others end without a word."""
-    assert [end.code for end in ends] == [1] * len(ends), ends
-    first, *others = ends
-    assert first.err.startswith("error: ") and first.err.count("\n") == 1, first.err
-    assert message in first.err
-    assert [(end.out, end.err) for end in others] == [("", "")] * len(others)
-
-
-def check_success(ends: Sequence[End]) -> None:
-    """The first process shows the run."""
-    assert [end.code for end in ends] == [0] * len(ends), ends
-    first, *others = ends
-    assert first.out.count("run folder: ") == 1 and "error" not in first.err
-    assert [(end.out, end.err) for end in others] == [("", "")] * len(others)
-
-
-def history(folder: Path, without: tuple[str, ...] = ("seconds",)) -> list[dict[str, object]]:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if k not in without} for row in rows]
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    files = sorted((folder / "checkpoint").rglob("weights.safetensors"))
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 def check_same_run(one: Path, other: Path) -> None:

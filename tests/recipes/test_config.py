@@ -2,7 +2,7 @@
 
 import pytest
 
-from recipes.config import Config
+from recipes.image_config import ImageConfig
 
 
 @pytest.mark.parametrize(
@@ -35,33 +35,35 @@ from recipes.config import Config
 )
 def test_bad_options(options, message):
     with pytest.raises(ValueError, match=message):
-        Config(**options)
+        ImageConfig(**options)
 
 
 def test_paper_defaults():
-    config = Config()
+    config = ImageConfig()
     assert (config.lr, config.momentum, config.weight_decay) == (0.01, 0.9, 5e-4)
     assert (config.epochs, config.schedule_epochs, config.batch_size) == (100, 200, 128)
     assert config.drop_last and config.flip and config.crop_padding == 4
 
 
 def test_digits_have_their_own_defaults_and_schedule():
-    assert Config.for_data("digits").flip is False
-    assert Config.for_data("digits", epochs=3).schedule_epochs == 3
-    assert Config.for_data("digits", epochs=3, schedule_epochs=5).schedule_epochs == 5
-    assert Config.for_data("somewhere/cifar") == Config(data="somewhere/cifar")
+    assert ImageConfig.for_data("digits").flip is False
+    assert ImageConfig.for_data("digits", epochs=3).schedule_epochs == 3
+    assert ImageConfig.for_data("digits", epochs=3, schedule_epochs=5).schedule_epochs == 5
+    assert ImageConfig.for_data("somewhere/cifar") == ImageConfig(data="somewhere/cifar")
 
 
 def test_json_round_trip():
-    config = Config(act=("topk:0.1", "none", "quant:4"), clip=1.0, replicas=2, in_flight="auto")
-    assert Config.from_json(config.to_json()) == config
+    config = ImageConfig(
+        act=("topk:0.1", "none", "quant:4"), clip=1.0, replicas=2, in_flight="auto"
+    )
+    assert ImageConfig.from_json(config.to_json()) == config
 
 
 def test_configuration_of_another_version():
     with pytest.raises(ValueError, match=r"unknown options \['colour'\]"):
-        Config.from_json({"colour": "red"})
+        ImageConfig.from_json({"colour": "red"})
 
 
 def test_uncompressed_changes_nothing_else():
-    config = Config(act=("topk:0.1",), grad=("quant:4",), warmup_steps=3, seed=5)
-    assert config.uncompressed() == Config(act=("none",), grad=("none",), seed=5)
+    config = ImageConfig(act=("topk:0.1",), grad=("quant:4",), warmup_steps=3, seed=5)
+    assert config.uncompressed() == ImageConfig(act=("none",), grad=("none",), seed=5)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from recipes import data
+from recipes import data, hub
 
 CIFAR = Path(__file__).parents[3] / "shared" / "data" / "cifar10"
 
@@ -74,7 +74,7 @@ def test_empty_folder(tmp_path):
 
 
 def test_hub_name_without_network_says_what_to_pass(monkeypatch):
-    monkeypatch.setattr(data, "_hub_answers", lambda name: False)
+    monkeypatch.setattr(hub, "_answers", lambda name, kind: False)
     with pytest.raises(ValueError) as caught:
         data.load("nobody/there-is-no-such-data-set")
     assert "\n" not in str(caught.value)

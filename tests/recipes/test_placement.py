@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import stages
-from recipes.config import Config
+from recipes.image_config import ImageConfig
 from recipes.placement import check_ranks, common_dtype, compute_dtype, devices_of, parse_split
 from recipes.ranks import Ranks
 
@@ -30,12 +30,12 @@ def test_bad_split(text):
 
 
 def test_devices():
-    assert devices_of(Config(device="cpu,cpu"), Ranks()) == [torch.device("cpu")] * 2
+    assert devices_of(ImageConfig(device="cpu,cpu"), Ranks()) == [torch.device("cpu")] * 2
     with pytest.raises(ValueError, match="device is 'gpu'; pass auto, cpu, cuda"):
-        devices_of(Config(device="gpu"), Ranks())
+        devices_of(ImageConfig(device="gpu"), Ranks())
     too_many = f"cuda:{torch.cuda.device_count()}"
     with pytest.raises(ValueError, match=f"torch sees {torch.cuda.device_count()} GPUs"):
-        devices_of(Config(device=too_many), Ranks())
+        devices_of(ImageConfig(device=too_many), Ranks())
 
 
 @pytest.mark.parametrize(
@@ -65,16 +65,16 @@ def test_devices_under_torchrun(monkeypatch):
     """Each process has its own, by its number on the machine."""
     ranks = Ranks(rank=3, size=4, local_rank=1, local_size=2)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert devices_of(Config(), ranks) == [torch.device("cpu")]
+    assert devices_of(ImageConfig(), ranks) == [torch.device("cpu")]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     for name in ("auto", "cuda", "cuda:0,cuda:1,cuda:0,cuda:1"):
-        assert devices_of(Config(device=name), ranks) == [torch.device("cuda", 1)]
-    assert devices_of(Config(device="cpu"), ranks) == [torch.device("cpu")]
+        assert devices_of(ImageConfig(device=name), ranks) == [torch.device("cuda", 1)]
+    assert devices_of(ImageConfig(device="cpu"), ranks) == [torch.device("cpu")]
     with pytest.raises(ValueError, match="names 3 for 4 processes"):
-        devices_of(Config(device="cpu,cpu,cpu"), ranks)
+        devices_of(ImageConfig(device="cpu,cpu,cpu"), ranks)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ValueError, match="2 processes on this machine, but torch sees 1 GPUs"):
-        devices_of(Config(), ranks)
+        devices_of(ImageConfig(), ranks)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_devices_under_torchrun(monkeypatch):
     ],
 )
 def test_stages_that_fit_the_processes(chosen, num_ranks):
-    check_ranks(Config(**chosen), stages.resnet18(width=4), num_ranks)
+    check_ranks(ImageConfig(**chosen), stages.resnet18(width=4), num_ranks)
 
 
 @pytest.mark.parametrize(
@@ -104,4 +104,4 @@ def test_stages_that_fit_the_processes(chosen, num_ranks):
 )
 def test_stages_that_do_not(chosen, num_ranks, message):
     with pytest.raises(ValueError, match=message):
-        check_ranks(Config(**chosen), stages.resnet18(width=4), num_ranks)
+        check_ranks(ImageConfig(**chosen), stages.resnet18(width=4), num_ranks)

@@ -2,8 +2,9 @@
 
 import pytest
 
-from recipes.cifar10_study import ROWS
-from recipes.study_table import CLAIMS, Claim, Results, render, spread, verdict
+from recipes import wikitext_study
+from recipes.cifar10_study import ROWS, TABLE
+from recipes.study_table import Claim, Results, render, spread, verdict
 
 
 def line(row, seed, on, off=0.0, **more):
@@ -19,21 +20,34 @@ def line(row, seed, on, off=0.0, **more):
     }
 
 
-def test_every_claim_is_about_rows_of_the_grid():
-    assert {claim.first for claim in CLAIMS} | {claim.second for claim in CLAIMS} <= set(ROWS)
-    assert {claim.number for claim in CLAIMS} == {1, 2, 3, 4, 5}
+@pytest.mark.parametrize(
+    ("rows", "table", "numbers"),
+    [
+        (ROWS, TABLE, {1, 2, 3, 4, 5}),
+        (wikitext_study.ROWS, wikitext_study.TABLE, {1, 2, 3, 4, 5, 6, "AQ-SGD"}),
+    ],
+    ids=["cifar10", "wikitext"],
+)
+def test_every_claim_is_about_rows_of_the_grid(rows, table, numbers):
+    assert {one for claim in table.claims for one in (claim.first, claim.second)} <= set(rows)
+    assert {at for claim in table.claims for at in (claim.first_at, claim.second_at)} <= set(
+        table.effects
+    )
+    assert {claim.number for claim in table.claims} == numbers
+    formulas = [claim.formula for claim in table.claims]
+    assert len(set(formulas)) == len(formulas)
 
 
 def test_differences_are_paired_by_seed():
     lines = [line("a", 0, 0.5), line("a", 1, 0.6), line("b", 1, 0.55), line("b", 2, 0.9)]
     claim = Claim(1, "", "a", "b", above=True)
-    assert claim.differences(Results.of(lines, order=[])) == pytest.approx([5.0])
+    assert claim.differences(Results.of(lines, order=[]), TABLE) == pytest.approx([5.0])
 
 
 def test_second_may_be_off_at_inference():
-    claim = Claim(3, "", "a", "a", above=True, second_off=True)
+    claim = Claim(3, "", "a", "a", above=True, second_at="off")
     results = Results.of([line("a", 0, 0.5, 0.2)], order=[])
-    assert claim.differences(results) == pytest.approx([30.0])
+    assert claim.differences(results, TABLE) == pytest.approx([30.0])
 
 
 # Standard error of these three: 1/√3 = 0.577.
@@ -71,7 +85,7 @@ def test_table_keeps_the_order_and_counts_divergence():
         line("none", 0, 0.7, 0.7),
         {"row": "top 2 %", "seed": 0, "diverged": "NaN at boundary 0"},
     ]
-    text = render(Results.of(lines, order=list(ROWS)))
+    text = render(Results.of(lines, order=list(ROWS)), TABLE)
     rows = [one for one in text.splitlines() if one.startswith("| ")]
     assert rows[1] == "| none | 70.00 | 70.00 | 1 | 2.0 | 0.125 |"
     assert rows[2] == "| top 10 % | 55.00 ± 7.07 | 30.00 ± 7.07 | 2 | 2.0 | 0.125 |"

@@ -1,0 +1,203 @@
+"""The command line that recipes share: options, a new or a resumed run, and a run to compare with.
+
+    if __name__ == "__main__":
+        run_recipe(RECIPE)
+
+A mistake ends with one line on every rank, and leaves no folder behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Generic, NoReturn, TypeVar
+
+from recipes import plots
+from recipes.config import PRECISIONS, AnyConfig
+from recipes.ranks import Ranks, joined
+from recipes.run_folder import RunFolder, write_json
+from recipes.summary import Summary, table
+from recipes.training import Trainer
+
+AnyData = TypeVar("AnyData")
+
+# Not part of a run's configuration.
+OWN_OPTIONS: Final = ("out", "resume", "compare", "stop_after")
+# May differ from machine to machine.
+MACHINE_OPTIONS: Final = ("data", "device", "threads")
+
+
+class Parser(argparse.ArgumentParser):
+    """Options that were not given are absent; a mistake is an error in one line, like any other."""
+
+    def __init__(self, recipe: str, description: str) -> None:
+        super().__init__(
+            prog=f"python -m recipes.{recipe}",
+            description=description,
+            argument_default=argparse.SUPPRESS,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message}; see {self.prog} --help")
+
+    def add_common(self) -> None:
+        """The options that every recipe has."""
+        add = self.add_argument
+        add("--split", help="paper, a number of stages, block counts 3,2,2,3, or names a,b,c")
+        add("--chunks", type=int, help="microbatches of a batch")
+        for name, what in (("--act", "activations"), ("--grad", "gradients")):
+            add(name, nargs="+", metavar="SPEC", help=f"{what}: one spec, or one for each boundary")
+        add("--warmup-steps", type=int, help="steps without compression")
+        add("--warmup-epochs", type=int, help="epochs without compression")
+        add("--epochs", type=int)
+        add("--eval-every", type=int, help="epochs between evaluations")
+        add("--batch-size", type=int, help="of all replicas together")
+        add("--lr", type=float)
+        add("--weight-decay", type=float)
+        add("--clip", type=float, metavar="NORM", help="largest global gradient norm")
+        add("--precision", choices=PRECISIONS, help="auto: bf16 where the device computes in it")
+        add("--recompute", action=argparse.BooleanOptionalAction, help="activations, for memory")
+        add("--device", help="auto, cpu, cuda, or one for each stage (or process): cuda:0,cuda:1")
+        add("--threads", type=int, help="of torch on the CPU")
+        add("--seed", type=int)
+        add("--out", type=Path, metavar="FOLDER", help="run folder (default runs/<time>-<data>)")
+        add("--resume", type=Path, metavar="FOLDER", help="go on with the run in this folder")
+        add("--stop-after", type=int, metavar="EPOCHS", help="stop early, to be resumed later")
+        add("--compare", action="store_true", help="train without compression first, to compare")
+        several = self.add_argument_group("several processes, under torchrun").add_argument
+        several("--replicas", type=int, help="copies of the pipeline, each with part of a batch")
+        several("--schedule", help="GPipe, 1F1B, Interleaved1F1B, ... (default: the engine's own)")
+        several(
+            "--in-flight",
+            type=lambda text: int(text) if text.isdecimal() else text,
+            metavar="N",
+            help="microbatches that the first stage has under way, or auto",
+        )
+        several("--timeout", type=float, metavar="S", help="seconds to wait for another process")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe(Generic[AnyConfig, AnyData]):
+    """What a recipe trains, and on what.
+
+    Attributes:
+        parser: with its own options and the common ones.
+        config: of its runs.
+        configure: makes one from the options that were given.
+        load: what the runs of a configuration are trained and evaluated on.
+        trainer: makes that of a run.
+        describe: the data in words.
+        per_step: whether the table has the bytes of a step.
+    """
+
+    parser: Parser
+    config: type[AnyConfig]
+    configure: Callable[[Mapping[str, Any]], AnyConfig]
+    load: Callable[[AnyConfig], AnyData]
+    trainer: Callable[[AnyConfig, AnyData, Ranks], Trainer[AnyConfig]]
+    describe: Callable[[AnyData], str]
+    per_step: bool = False
+
+
+def run_recipe(recipe: Recipe[AnyConfig, AnyData], argv: Sequence[str] | None = None) -> None:
+    """Runs the recipe; a mistake in the input ends it with one line."""
+    with joined() as ranks:
+        options = vars(recipe.parser.parse_args(argv))
+        now = ranks.gather(time.strftime("%Y%m%d-%H%M%S"))[0]
+        folder, config, compare = ranks.together(
+            lambda: (
+                _resumed(recipe, options) if "resume" in options else _started(recipe, options, now)
+            )
+        )
+        stop_after = options.get("stop_after")
+        _check_same(ranks, {**config.to_json(), "compare": compare, "stop_after": stop_after})
+        runs = _train(recipe, config, folder, ranks, compare=compare, stop_after=stop_after)
+        print(f"\n{table(runs, per_step=recipe.per_step)}\n\nrun folder: {folder.path}")
+
+
+def _started(
+    recipe: Recipe[AnyConfig, AnyData], options: Mapping[str, Any], now: str
+) -> tuple[RunFolder, AnyConfig, bool]:
+    """A new run: its folder, its configuration, and whether to compare."""
+    chosen = {key: value for key, value in options.items() if key not in OWN_OPTIONS}
+    chosen |= {key: tuple(chosen[key]) for key in ("act", "grad") if key in chosen}
+    config = recipe.configure(chosen)
+    compare = options.get("compare", False)
+    if compare and config == config.uncompressed():
+        raise ValueError(
+            "--compare with act none and grad none compares a run with itself; pass --act or --grad"
+        )
+    name = re.sub(r"[^\w.]+", "-", Path(config.data).name)  # of a glob, or with a configuration
+    folder = RunFolder(options.get("out", Path("runs") / f"{now}-{name}"))
+    folder.check()
+    return folder, config, compare
+
+
+def _resumed(
+    recipe: Recipe[AnyConfig, AnyData], options: Mapping[str, Any]
+) -> tuple[RunFolder, AnyConfig, bool]:
+    """The run to go on with, which keeps its configuration."""
+    if extra := sorted(set(options) - {"resume", "stop_after"}):
+        given = ", ".join("--" + name.replace("_", "-") for name in extra)
+        raise ValueError(
+            f"--resume goes on with the configuration of {options['resume']}; drop {given}, or "
+            "start a new run with --out"
+        )
+    folder = RunFolder(options["resume"])
+    config = recipe.config.from_json(folder.read_config())
+    return folder, config, folder.baseline.config.exists()
+
+
+def _check_same(ranks: Ranks, options: Mapping[str, Any]) -> None:
+    """Raises ValueError if ranks were given different runs, to go on with for example."""
+    said = ranks.gather(options)
+    for rank, other in enumerate(said):
+        for name in sorted(set(options) - set(MACHINE_OPTIONS)):
+            if other[name] != said[0][name]:
+                raise ValueError(
+                    f"{name} is {other[name]} on rank {rank}, {said[0][name]} on rank 0; start "
+                    "every rank with the same options"
+                )
+
+
+def _train(
+    recipe: Recipe[AnyConfig, AnyData],
+    config: AnyConfig,
+    folder: RunFolder,
+    ranks: Ranks,
+    *,
+    compare: bool,
+    stop_after: int | None,
+) -> dict[str, Summary]:
+    """The compressed run, after the uncompressed one where both are to be compared."""
+    loaded = ranks.together(lambda: recipe.load(config))
+    jobs = [(config.uncompressed(), folder.baseline)] if compare else []
+    jobs.append((config, folder))
+    # All pipelines stand before a folder is made: a mistake in the last leaves nothing behind.
+    trainers = [recipe.trainer(job, loaded, ranks) for job, _ in jobs]
+
+    def create_folders() -> None:
+        for job, job_folder in jobs if ranks.writes else ():
+            job_folder.create(job.to_json())
+
+    ranks.together(create_folders)
+    print(f"{recipe.describe(loaded)}; {trainers[-1].placement()}")
+    for note in trainers[-1].notes():
+        print(note)
+    runs: dict[str, Summary] = {}
+    for trainer, (job, job_folder) in zip(trainers, jobs, strict=True):
+        print(f"training with {job.label} -> {job_folder.path}", flush=True)
+        runs[job.label] = trainer.fit(job_folder, resume=True, stop_after=stop_after)
+    print()
+    trainers[-1].pipe.report(show=True)
+    if compare and ranks.speaks:
+        histories = {name: one.history for name, one in runs.items()}
+        plots.plot_curves(histories, folder.curves, trainers[-1].metric)
+    if compare and ranks.writes and folder.summary.exists():
+        baseline, own = (one.to_json() for one in runs.values())
+        write_json(folder.summary, {**own, "uncompressed_run": baseline})
+    return runs

@@ -1,0 +1,75 @@
+"""What a training run on images is told."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final
+
+from recipes.config import RunConfig, check_choice
+
+MODELS: Final = ("resnet18", "resnet34", "resnet50", "resnet101")
+
+# 1,257 small images: more, smaller steps, and a cosine that ends with the training.
+DIGITS_DEFAULTS: Final[Mapping[str, Any]] = {
+    "width": 16,
+    "epochs": 10,
+    "schedule_epochs": 10,
+    "batch_size": 64,
+    "lr": 0.05,
+    "precision": "auto",
+    "crop_padding": 2,
+    "flip": False,  # a mirrored digit is another shape
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageConfig(RunConfig):
+    """One training run of a ResNet. The defaults are those of Rudakov et al. on CIFAR-10.
+
+    Their cosine has a half period of 200 epochs and training stops after 100, at half of the first
+    learning rate.
+
+    Raises:
+        ValueError: an option is out of range; the message names it, what is accepted, and the fix.
+    """
+
+    sample: ClassVar[str] = "image"
+    at_least_0: ClassVar[tuple[str, ...]] = (
+        *(*RunConfig.at_least_0, "momentum", "crop_padding", "aug_seeds"),
+    )
+    at_least_1: ClassVar[tuple[str, ...]] = (
+        *(*RunConfig.at_least_1, "width", "schedule_epochs", "test_limit"),
+    )
+
+    data: str = "uoft-cs/cifar10"  # hub name, folder of parquet files, or "digits"
+    model: str = "resnet18"
+    width: int = 64
+    split: str = "paper"
+    epochs: int = 100
+    schedule_epochs: int = 200  # T_max of the cosine
+    batch_size: int = 128
+    drop_last: bool = True  # in training; every test image is evaluated
+    lr: float = 0.01
+    momentum: float = 0.9
+    weight_decay: float = 5e-4
+    precision: str = "fp32"
+    channels_last: bool = True
+    crop_padding: int = 4
+    flip: bool = True
+    aug_seeds: int = 0  # fixed augmentations of each image; 0 draws a fresh one on each visit
+    test_limit: int | None = None  # images, as is train_limit
+
+    def __post_init__(self) -> None:
+        check_choice("model", self.model, MODELS)
+        super().__post_init__()
+
+    @classmethod
+    def for_data(cls, data: str, **chosen: Any) -> ImageConfig:
+        """The defaults that suit the data set, with `chosen` on top."""
+        defaults = DIGITS_DEFAULTS if data == "digits" else {}
+        config = cls(data=data, **{**defaults, **chosen})
+        if data == "digits" and "epochs" in chosen and "schedule_epochs" not in chosen:
+            config = dataclasses.replace(config, schedule_epochs=config.epochs)
+        return config

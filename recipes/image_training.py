@@ -1,0 +1,128 @@
+"""Trains a ResNet on images: SGD, a cosine schedule, accuracy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import stages
+from recipes import data
+from recipes.image_config import ImageConfig
+from recipes.loader import loaders_of
+from recipes.metric import ACCURACY
+from recipes.ranks import Ranks
+from recipes.summary import Summary
+from recipes.training import Trainer
+
+
+def run(
+    config: ImageConfig, *, dataset: data.Dataset | None = None, progress: bool = True
+) -> Summary:
+    """One training run that leaves no files; `ImageTrainer` is for runs with a folder.
+
+    Args:
+        dataset: the images, where they are loaded already.
+
+    Raises:
+        ValueError: an option does not fit the data, the model or the machine.
+    """
+    return ImageTrainer(config, dataset or load_data(config)).fit(progress=progress)
+
+
+def load_data(config: ImageConfig) -> data.Dataset:
+    """The images that a configuration names."""
+    return data.load(config.data, train_limit=config.train_limit, test_limit=config.test_limit)
+
+
+class ImageTrainer(Trainer[ImageConfig]):
+    """The trainer of a ResNet."""
+
+    metric = ACCURACY
+
+    def __init__(
+        self, config: ImageConfig, dataset: data.Dataset, ranks: Ranks | None = None
+    ) -> None:
+        super().__init__(config, ranks)
+        train_loader, test_loader = loaders_of(config, dataset, self.device)
+        self.loss = LossWithAccuracy()
+        self.cut(_model(config, dataset.num_classes), len(train_loader), loss_fn=self.loss)
+        self.train_loader, self.test_loader = train_loader.of(self.pipe), test_loader.of(self.pipe)
+        self.optimizer = torch.optim.SGD(
+            self.pipe.parameters(),
+            lr=config.lr,
+            momentum=config.momentum,
+            weight_decay=config.weight_decay,
+        )
+        self.pipe.follow_lr(self.optimizer)
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(
+            self.optimizer, T_max=config.schedule_epochs
+        )
+
+    def start_epoch(self) -> None:
+        """Accuracy is counted anew."""
+        self.loss.reset()
+
+    def batches(self, epoch: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """(x, y, ids)."""
+        return self.train_loader.epoch(epoch)
+
+    def forward_backward(self, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        """The mean loss over the images."""
+        x, y, ids = batch
+        return self.pipe.forward_backward(x, y, sample_ids=ids)
+
+    def judge(self) -> float:
+        """Accuracy on all test images."""
+        mean: float = self.pipe.evaluate(self.test_loader, accuracy)
+        return mean
+
+    def end_epoch(self) -> dict[str, Any]:
+        """The schedule goes by epochs."""
+        self.scheduler.step()
+        counts = self.pipe.collect((int(self.loss.num_right), self.loss.num_seen))
+        right, seen = zip(*counts, strict=True)
+        return {"train_accuracy": sum(right) / sum(seen)}
+
+    def shown(self) -> dict[str, str]:
+        """Accuracy in training, on the rank with the last stage."""
+        if not self.loss.num_seen:
+            return {}
+        return {"accuracy": f"{self.loss.num_right / self.loss.num_seen:.3f}"}
+
+
+class LossWithAccuracy:
+    """Cross-entropy that also counts how many of the training images were right."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Starts the count anew."""
+        self.num_right: Tensor | int = 0
+        self.num_seen = 0
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        """[b, classes] and [b] to the mean loss."""
+        self.num_right = self.num_right + (output.detach().argmax(1) == target).sum()
+        self.num_seen += len(target)
+        return F.cross_entropy(output, target)
+
+
+def accuracy(output: Tensor, target: Tensor) -> Tensor:
+    """The fraction of a batch that is right; [b, classes] and [b]."""
+    return (output.argmax(1) == target).double().mean()
+
+
+def _model(config: ImageConfig, num_classes: int) -> torch.nn.Module:
+    """The freshly initialised model, a function of the seed alone."""
+    make: Callable[..., torch.nn.Module] = getattr(stages, config.model)
+    with torch.random.fork_rng(devices=[]):  # leave the caller's random state alone
+        torch.manual_seed(config.seed)
+        model = make(num_classes=num_classes, width=config.width)
+    if config.channels_last:
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return model

@@ -1,0 +1,314 @@
+"""What compression at the cuts costs a pretrained language model that never trained with it.
+
+    python -m recipes.lm_inference --model FOLDER --data FOLDER --split 3 --eval-limit 16
+    python -m recipes.lm_inference --model model.gguf --data python-docs --methods quant:8 topk:0.1
+
+Loads the model once, cuts it, and evaluates the perplexity with one method after another at all
+cuts, in fp32. The first row is without compression, and says how far its logits are from those of
+the model in one piece: 0, as they are the same bits. Bytes are those that forward passes send.
+With --out each method is a line of a file as soon as it is evaluated; given again, the command
+goes on with those that are missing.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from tabulate import tabulate
+from torch import Tensor, nn
+from tqdm import tqdm
+
+import mpcomp
+from recipes.command import Parser
+from recipes.placement import devices_of, parse_split
+from recipes.ranks import Ranks, joined
+from recipes.run_folder import append_json_line, read_json_lines
+from recipes.text import load_text
+from recipes.text_config import EVAL_SPLITS, TextConfig
+from recipes.text_model import make_model, model_config, split_of
+from recipes.tokens import BPE, Blocks, TokenLoader, blocks_of, check_vocabulary, tokenizer_of
+
+METHODS: Final = (
+    "bf16", "fp8", "quant:8", "quant:4", "quant:4:scale=128", "quant:2:scale=128", "sign",
+    "topk:0.5", "topk:0.3", "topk:0.2", "topk:0.1", "topk:0.1:scope=row",
+)  # fmt: skip
+UNCOMPRESSED: Final = mpcomp.Identity()
+# Options that are not of `TextConfig`.
+OWN_OPTIONS: Final = ("methods", "out")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Prints the table; a mistake in the input ends it with one line."""
+    with joined() as ranks:
+        if ranks.size > 1:
+            raise ValueError(
+                "all stages are in one process here, which gives the numbers that several would; "
+                "start it with python, not with torchrun"
+            )
+        options = vars(_parser().parse_args(argv))
+        methods = methods_of(options.get("methods", METHODS))
+        chosen = {key: value for key, value in options.items() if key not in OWN_OPTIONS}
+        config = TextConfig(**{"batch_size": 1, **chosen}, chunks=1)
+        out = options.get("out")
+        rows = {} if out is None else _finished(out, settings_of(config))
+        if missing := [method for method in methods if str(method) not in rows]:
+            first = rows.get(str(UNCOMPRESSED))
+            uncompressed = None if first is None else first["perplexity"]
+            for row in evaluate(config, missing, uncompressed=uncompressed):
+                rows[row["method"]] = row
+                if out is not None:
+                    append_json_line(out, row)
+        wanted = [rows[str(method)] for method in methods]
+        print(f"\n{table(wanted)}\n\n{notes(wanted)}")
+
+
+def _parser() -> Parser:
+    parser = Parser("lm_inference", "Perplexity of a pretrained model with compression at cuts.")
+    add = parser.add_argument
+    add("--model", help=f"hub name (default {TextConfig.model}), folder, or GGUF file")
+    add("--data", help=f"hub name (default {TextConfig.data}), folder, text file, or python-docs")
+    add("--tokenizer", help="hub name, folder or GGUF file (default: the model's own)")
+    add("--split", help="paper, a number of stages, block counts 3,2,2,3, or names a,b,c")
+    add(
+        "--methods",
+        nargs="+",
+        metavar="SPEC",
+        help=f"at all cuts, one after another (default {' '.join(METHODS)})",
+    )
+    add("--eval-split", choices=EVAL_SPLITS)
+    add("--eval-limit", type=int, metavar="BLOCKS", help="only the first blocks of the text")
+    add("--seq-len", type=int, metavar="TOKENS", help=f"of a block (default {TextConfig.seq_len})")
+    add("--batch-size", type=int, metavar="BLOCKS", help="of a message at a cut (default 1)")
+    add("--device", help="auto, cpu, cuda, or one for each stage: cuda:0,cuda:1")
+    add("--threads", type=int, help="of torch on the CPU")
+    add("--seed", type=int, help="of methods that draw")
+    add("--out", type=Path, metavar="FILE", help="lines of JSON, to be continued")
+    return parser
+
+
+def settings_of(config: TextConfig) -> dict[str, Any]:
+    """What all rows of one results file share."""
+    names = ("split", "eval_split", "eval_limit", "seq_len", "batch_size", "seed")
+    return {
+        "model": Path(config.model).name,
+        "tokenizer": None if config.tokenizer is None else Path(config.tokenizer).name,
+        "data": Path(config.data).name,
+        **{name: getattr(config, name) for name in names},
+    }
+
+
+def _finished(out: Path, here: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The rows in the results file, by method.
+
+    Raises:
+        ValueError: the file cannot be written, or has rows that must not share a table with these.
+    """
+    existing = out.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    fits = out.is_file() if existing == out.absolute() else existing.is_dir()
+    if not fits or not os.access(existing, os.W_OK):
+        what = "not writable" if fits else "not a file" if out.exists() else "not a folder"
+        raise ValueError(
+            f"{out} cannot be written ({existing} is {what}); pass --out a file that can"
+        )
+    rows = read_json_lines(out)
+    for row in rows:
+        if (there := row.get("settings")) != here:
+            raise ValueError(
+                f"{out} holds results of other settings ({there}), while this command has {here}; "
+                "pass the same options, or another --out"
+            )
+    return {row["method"]: row for row in rows}
+
+
+def methods_of(specs: Sequence[str]) -> list[mpcomp.Compressor]:
+    """What is to be evaluated: no compression first, then each method once.
+
+    Raises:
+        ValueError: a spec that is none, or whose method does something in training only.
+    """
+    methods: list[mpcomp.Compressor] = [UNCOMPRESSED]
+    for spec in specs:
+        method = mpcomp.parse(spec)
+        if isinstance(method, mpcomp.Feedback):
+            raise ValueError(
+                f"{spec} remembers from step to step of a training, and in evaluation sends what "
+                f"{method.inner} sends; pass that"
+            )
+        if not isinstance(method, mpcomp.Compressor):
+            raise ValueError(f"{spec} is for gradients; pass a compressor, as in topk:0.1")
+        methods.append(method)
+    return list(dict.fromkeys(methods))
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """A model in one piece, and the text to evaluate it on."""
+
+    model: nn.Module
+    loader: TokenLoader
+    split: str
+    devices: list[torch.device]
+
+
+def evaluate(
+    config: TextConfig,
+    methods: Sequence[mpcomp.Compressor],
+    *,
+    uncompressed: float | None = None,
+    progress: bool = True,
+) -> Iterator[dict[str, Any]]:
+    """One row of the results for each method.
+
+    Args:
+        config: model, text, cut, and place; what is for training does not matter.
+        methods: what is done to activations at all cuts, one after another.
+        uncompressed: perplexity without compression; None if the first method is `Identity`.
+        progress: show a progress bar.
+
+    Raises:
+        ValueError: there is no such model, text or device, or they do not fit.
+    """
+    assert uncompressed is not None or methods[0] == UNCOMPRESSED
+    loaded = _load(config)
+    blocks = loaded.loader.blocks
+    num_batches = -(-len(blocks) // config.batch_size)
+    first = next(iter(loaded.loader))
+    logits = _plain_logits(loaded, first)  # before stages may go to several devices
+    with tqdm(total=len(methods) * num_batches, unit="batch", disable=not progress) as bar:
+        for method in methods:
+            bar.set_description(str(method))
+            begin = time.perf_counter()
+            # Pipelines share the model's weights, so that each costs next to nothing.
+            pipe = mpcomp.pipeline(
+                loaded.model,
+                chunks=1,  # a message is a batch
+                split=parse_split(loaded.split),
+                act_comp=method,
+                devices=loaded.devices if len(loaded.devices) > 1 else loaded.devices[0],
+                seed=config.seed,
+            )
+            row = _row(pipe, method, pipe.evaluate(_counted(loaded.loader, bar)), blocks)
+            if uncompressed is None:
+                uncompressed = row["perplexity"]
+            row["times_uncompressed"] = row["perplexity"] / uncompressed
+            row["seconds"] = time.perf_counter() - begin
+            if method == UNCOMPRESSED:
+                with torch.no_grad():
+                    difference = (pipe.eval()(first).cpu() - logits).abs().max()
+                row["largest_logit_difference"] = float(difference)
+            yield {
+                **row,
+                "settings": settings_of(config),
+                "device": _device_name(loaded.devices[0]),
+                "torch": torch.__version__,
+            }
+
+
+def _load(config: TextConfig) -> _Loaded:
+    if config.is_new:
+        raise ValueError(
+            f"model is {config.model}, which has random weights; pass --model a pretrained one, or "
+            "a folder that another recipe has left"
+        )
+    if config.tokenizer == BPE:
+        raise ValueError(f"tokenizer is {BPE}, a new one; a pretrained model needs its own")
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    devices = devices_of(config, Ranks())
+    chosen = model_config(config)
+    text = load_text(config.data)
+    name = config.tokenizer or config.model
+    tokenizer = tokenizer_of(name, text.train, vocab_size=config.vocab_size)
+    check_vocabulary(tokenizer, chosen.vocab_size)
+    blocks = blocks_of(
+        getattr(text, config.eval_split),
+        tokenizer,
+        config.seq_len,
+        keep_tail=True,
+        limit=config.eval_limit,
+    )
+    loader = TokenLoader(blocks=blocks, batch_size=config.batch_size)
+    model = make_model(config, tokenizer).eval()
+    return _Loaded(model, loader, split_of(config, chosen), devices)
+
+
+def _plain_logits(loaded: _Loaded, batch: Mapping[str, Tensor]) -> Tensor:
+    """What the model in one piece says to a batch, [b, s, vocabulary] on the CPU."""
+    device = loaded.devices[0]
+    inputs = {name: value.to(device) for name, value in batch.items() if name != "labels"}
+    with torch.no_grad():
+        logits: Tensor = loaded.model.to(device)(**inputs, use_cache=False).logits
+    return logits.cpu()
+
+
+def _counted(loader: TokenLoader, bar: tqdm[Any]) -> Iterator[dict[str, Tensor]]:
+    for batch in loader:
+        yield batch
+        bar.update()
+
+
+def _row(
+    pipe: mpcomp.Pipeline, method: mpcomp.Compressor, loss: float, blocks: Blocks
+) -> dict[str, Any]:
+    """The line of a method, without what relates it to others; an evaluation has just ended."""
+    cuts = [
+        {"after": link["after"], **link["eval"]}
+        for link in pipe.report(show=False)["boundaries"]
+        if link["direction"] == "act"
+    ]
+    wire_bytes = sum(cut["wire_bytes"] for cut in cuts)
+    return {
+        "method": str(method),
+        "perplexity": float(torch.tensor(loss, dtype=torch.float64).exp()),  # math.exp would raise
+        "loss": loss,
+        "bytes_per_token_and_cut": wire_bytes / len(cuts) / blocks.input_ids.numel(),
+        "wire_ratio": wire_bytes / sum(cut["dense_bytes"] for cut in cuts),
+        "relative_error": sum(cut["relative_error"] for cut in cuts) / len(cuts),
+        "cuts": cuts,
+        "blocks": len(blocks),
+        "predicted_tokens": blocks.num_predicted,
+    }
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """One row for each method."""
+    headers = (
+        *("method", "perplexity", "x uncompressed", "bytes a token and cut", "sent/dense"),
+        "relative error",
+    )
+    keys = (
+        *("method", "perplexity", "times_uncompressed", "bytes_per_token_and_cut", "wire_ratio"),
+        "relative_error",
+    )
+    formats = ("", ".2f", ".3f", ".1f", ".4f", ".4f")
+    return tabulate([[row[key] for key in keys] for row in rows], headers, floatfmt=formats)
+
+
+def notes(rows: Sequence[Mapping[str, Any]]) -> str:
+    """What the table is of, and what its first row was compared with."""
+    first = rows[0]
+    settings = first["settings"]
+    after = ", ".join(cut["after"] for cut in first["cuts"])
+    return (
+        f"{settings['model']}, cut after {after}; {first['predicted_tokens']} tokens of "
+        f"{settings['data']} ({settings['eval_split']}) predicted in {first['blocks']} blocks\n"
+        "largest difference of uncompressed logits from those of the model in one piece: "
+        f"{first['largest_logit_difference']:g}"
+    )
+
+
+if __name__ == "__main__":
+    main()

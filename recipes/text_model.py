@@ -1,0 +1,102 @@
+"""The language models of the text recipe: loaded, or made anew, perhaps with adapters."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from recipes.hub import cache_only_if_unreachable, first_line
+from recipes.pretrained import source_of
+from recipes.text_config import AUTO_SPLIT, TextConfig
+
+# Embeddings of a new model are as many as its tokens, rounded up to this.
+VOCAB_MULTIPLE: Final = 64
+NO_DROPOUT: Final = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+#: What new models have otherwise than GPT-2.
+ARCHITECTURES: Final[Mapping[str, Mapping[str, Any]]] = {
+    "tiny": {"n_layer": 4, "n_embd": 128, "n_head": 4, "n_positions": 128, **NO_DROPOUT},
+    "small": {"n_layer": 8, "n_embd": 128, "n_head": 4, "n_positions": 256, **NO_DROPOUT},
+    "gpt2": {},
+}
+
+
+def model_config(config: TextConfig) -> Any:
+    """The transformers configuration of a run's model; the vocabulary of a new one is not set.
+
+    Raises:
+        ValueError: there is no such model, it is no causal language model, or it has fewer
+            positions than a block has tokens.
+    """
+    from transformers import AutoConfig, GPT2Config
+
+    if config.lora is not None and importlib.util.find_spec("peft") is None:
+        raise ValueError(f"lora is {config.lora}, but peft is not installed: pip install peft")
+    if config.is_new:
+        chosen = GPT2Config(**ARCHITECTURES[config.model])
+    else:
+        chosen = _load(AutoConfig, config.model)
+    if chosen.is_encoder_decoder:
+        raise ValueError(
+            f"the model {config.model} is an encoder-decoder ({chosen.model_type}); pass --model a "
+            "causal language model"
+        )
+    positions = getattr(chosen, "max_position_embeddings", None)
+    if positions is not None and config.seq_len > positions:
+        raise ValueError(
+            f"seq_len is {config.seq_len}, but the model {config.model} has {positions} positions; "
+            f"pass --seq-len {positions} or less"
+        )
+    return chosen
+
+
+def make_model(config: TextConfig, tokenizer: Any) -> nn.Module:
+    """The model to train, in fp32 on the CPU; a new one is a function of the seed alone.
+
+    Raises:
+        ValueError: it cannot be loaded, or it cannot have adapters.
+    """
+    from transformers import AutoModelForCausalLM, GPT2LMHeadModel
+
+    with torch.random.fork_rng(devices=[]):  # leave the caller's random state alone
+        torch.manual_seed(config.seed)
+        if config.is_new:
+            chosen = model_config(config)
+            chosen.vocab_size = -(-len(tokenizer) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+            chosen.bos_token_id = chosen.eos_token_id = tokenizer.eos_token_id
+            model: nn.Module = GPT2LMHeadModel(chosen)
+        else:
+            model = _load(AutoModelForCausalLM, config.model, weights=True).float()
+        return model if config.lora is None else _with_adapters(model, config.lora)
+
+
+def split_of(config: TextConfig, chosen: Any) -> str:
+    """How the model is cut: as the configuration says, or as suits it."""
+    if config.split != AUTO_SPLIT:
+        return config.split
+    if chosen.model_type == "gpt2" and chosen.num_hidden_layers % 4 == 0:
+        return "paper"
+    return "4"
+
+
+def _with_adapters(model: nn.Module, rank: int) -> nn.Module:
+    from peft import LoraConfig, TaskType, get_peft_model
+
+    # GPT-2's matrices are transposed.
+    transposed = model.config.model_type == "gpt2"  # type: ignore[union-attr]
+    lora = LoraConfig(r=rank, task_type=TaskType.CAUSAL_LM, fan_in_fan_out=transposed)
+    return get_peft_model(model, lora)
+
+
+def _load(source: Any, name: str, *, weights: bool = False) -> Any:
+    """What one of transformers' Auto classes loads from the hub, a folder or a GGUF file."""
+    fix = "pass --model a folder that save_pretrained has written, or tiny, which needs no download"
+    where, options = source_of(name, fix, weights=weights)
+    try:
+        with cache_only_if_unreachable(where, "model"):
+            return source.from_pretrained(where, **options)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot load the model {name} ({first_line(error)}); {fix}") from error

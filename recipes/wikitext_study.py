@@ -1,0 +1,232 @@
+"""Fine-tuning with compressed cuts, from one command that can be stopped and continued.
+
+    python -m recipes.wikitext_study --model FOLDER --data FOLDER --seeds 3
+    python -m recipes.wikitext_study --table
+
+The grids of Rudakov et al. (GPT-2, Top-K and quantization) and of Wang et al. (AQ-SGD) on a model
+that `recipes.wikitext` has trained on one half of the text (`--part 1/2`); the study takes the
+other. A run visits each of few training blocks several times, as AQ-SGD needs it. Seeds vary the
+order of the blocks, which all rows of a seed share; the weights at the start are the same for all.
+Each finished (row, seed) is one line of the results file; those are skipped when the command is
+given again.
+
+On a CPU with Linux, the environment variable THP_MEM_ALLOC_ENABLE=1 makes a step of a small model
+with a large vocabulary up to twice as fast: torch then asks for huge pages, for the logits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import math
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+
+from recipes.study import (
+    Line,
+    Row,
+    Study,
+    chosen_options,
+    line_of,
+    run_study,
+    shared_settings,
+    study_parser,
+)
+from recipes.summary import History
+from recipes.text_config import TextConfig
+from recipes.text_model import make_model
+from recipes.text_training import TextData, TextTrainer, load_data
+from recipes.tokens import Blocks
+from recipes.wikitext_claims import TABLE
+
+# Quantization fwA-bwB: A bits forward, B bits backward, one scale a tensor, or one a channel where
+# it says so (as in the authors' code of AQ-SGD). Methods with memory start from an uncompressed
+# warm-up, which fills AQ-SGD's memory; "after warm-up" is what they are to be compared with.
+ROWS: Final[dict[str, Row]] = {
+    "none": Row("none", "none"),
+    "top 50 %": Row("topk:0.5", "topk:0.5"),
+    "top 30 %": Row("topk:0.3", "topk:0.3"),
+    "top 20 %": Row("topk:0.2", "topk:0.2"),
+    "top 10 %": Row("topk:0.1", "topk:0.1"),
+    "top 5 %": Row("topk:0.05", "topk:0.05"),
+    "top 50 %, same indices": Row("topk:0.5", "same"),
+    "top 30 %, same indices": Row("topk:0.3", "same"),
+    "top 20 %, same indices": Row("topk:0.2", "same"),
+    "top 10 %, same indices": Row("topk:0.1", "same"),
+    "fw4-bw8": Row("quant:4", "quant:8"),
+    "fw8-bw4": Row("quant:8", "quant:4"),
+    "fw2-bw8": Row("quant:2", "quant:8"),
+    "fw2-bw6": Row("quant:2", "quant:6"),
+    "fw4-bw8, after warm-up": Row("quant:4", "quant:8", warmup=True),
+    "fw4-bw8, AQ-SGD": Row("aqsgd+quant:4", "quant:8", warmup=True),
+    "fw2-bw8, after warm-up": Row("quant:2", "quant:8", warmup=True),
+    "fw2-bw8, AQ-SGD": Row("aqsgd+quant:2", "quant:8", warmup=True),
+    "fw2 channels-bw8, after warm-up": Row("quant:2:scale=channel", "quant:8", warmup=True),
+    "fw2 channels-bw8, AQ-SGD": Row("aqsgd+quant:2:scale=channel", "quant:8", warmup=True),
+    "top 10 %, after warm-up": Row("topk:0.1", "topk:0.1", warmup=True),
+    "top 10 %, EF": Row("ef+topk:0.1", "ef+topk:0.1", warmup=True),
+    "top 10 %, EF21": Row("ef21+topk:0.1", "ef21+topk:0.1", warmup=True),
+    "top 10 %, AQ-SGD": Row("aqsgd+topk:0.1", "topk:0.1", warmup=True),
+    "top 30 %, AQ-SGD": Row("aqsgd+topk:0.3", "topk:0.3", warmup=True),
+}
+
+# What the findings rest on, for all seeds before the other rows.
+FIRST: Final = (
+    *("none", "top 20 %", "top 10 %", "top 10 %, same indices", "fw4-bw8"),
+    *("fw2-bw8, after warm-up", "fw2-bw8, AQ-SGD"),
+)
+
+COUNTS: Final = ("cut_bytes", "cut_dense_bytes", "tie_bytes", "tie_dense_bytes")
+
+_text: TextData | None = None  # of this worker process, loaded once for all its runs
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs what is missing, then prints the tables; `--table` prints only."""
+    study = Study(
+        name="wikitext_study",
+        rows=ROWS,
+        first=FIRST,
+        config=configuration,
+        settings=settings,
+        train_one=train_one,
+        table=TABLE,
+    )
+    run_study(study, lambda: parse_args(argv))
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of the study."""
+    parser = study_parser("wikitext_study", __doc__, ROWS)
+    parser.set_defaults(epochs=3, batch_size=8, chunks=4, lr=3e-4, workers=1)
+    add = parser.add_argument
+    add("--model", default=TextConfig.model, help="hub name or folder, to fine-tune")
+    add("--tokenizer", help="hub name or folder (default: the model's own)")
+    add("--data", default=TextConfig.data, help="hub name, folder, text file or python-docs")
+    add("--part", default="2/2", metavar="K/N", help="of the training articles (default 2/2)")
+    add("--seq-len", type=int, default=256, metavar="TOKENS", help="of a block")
+    add("--train-blocks", type=int, default=128, help="spread over the text; each run sees all")
+    add("--eval-blocks", type=int, default=96, help="the first of the validation text")
+    add("--lr-warmup-steps", type=int, default=0, help="in which the learning rate rises")
+    add("--split", default=TextConfig.split, help="paper, a number of stages, or block counts")
+    return parser.parse_args(argv)
+
+
+def configuration(options: argparse.Namespace, row: str, seed: int) -> TextConfig:
+    """The run of one row and seed."""
+    chosen = chosen_options(options, TextConfig, ROWS[row], seed)
+    if options.tokenizer is None:
+        del chosen["tokenizer"]  # the model's own, or a new one with a new model
+    return TextConfig.for_model(**chosen, eval_limit=options.eval_blocks)
+
+
+def settings(config: TextConfig, options: argparse.Namespace) -> Line:
+    """What all runs of one results file share; the model by its weights, wherever it lies."""
+    shared = shared_settings(config, options)
+    del shared["tokenizer"]
+    return {**shared, "model": identity(config), "train_blocks": options.train_blocks}
+
+
+def identity(config: TextConfig) -> str:
+    """A model by its weights; a new one by its name."""
+    if config.is_new:
+        return config.model
+    digest = hashlib.sha256()
+    weights = make_model(config, None).state_dict()
+    for name in sorted(weights):
+        digest.update(name.encode() + weights[name].contiguous().numpy().tobytes())
+    return f"weights {digest.hexdigest()[:16]}"
+
+
+def train_one(row: str, config: TextConfig, shared: Line) -> Line:
+    """Trains one (row, seed) and gives its line of the results file, with the shared settings."""
+    global _text
+    if _text is None:
+        _text = some_blocks(load_data(config), shared["train_blocks"])
+    text = _text
+    return line_of(row, config, shared, lambda: outcome_of(StudyTrainer(config, text)))
+
+
+def some_blocks(text: TextData, limit: int) -> TextData:
+    """The text with so many of its training blocks, spread evenly over it.
+
+    Raises:
+        ValueError: there are fewer.
+    """
+    if not 1 <= limit <= len(text.train):
+        raise ValueError(
+            f"train_blocks is {limit}, but {text.name} has {len(text.train)} training blocks; pass "
+            f"--train-blocks from 1 to {len(text.train)}, or more text"
+        )
+    assert text.train.attention_mask is None  # blocks to train on are full
+    chosen = torch.arange(limit) * len(text.train) // limit
+    train = Blocks(text.train.input_ids[chosen], text.train.labels[chosen])
+    return dataclasses.replace(text, train=train)
+
+
+class StudyTrainer(TextTrainer):
+    """A trainer whose history has the bytes of the cuts apart from those of a tied embedding."""
+
+    def end_epoch(self) -> dict[str, Any]:
+        """Bytes since the first epoch: what was sent, and what plain tensors would have been."""
+        counts = dict.fromkeys(COUNTS, 0)
+        for link in self.pipe.links:
+            where = "cut" if link.direction in ("act", "grad") else "tie"
+            counts[f"{where}_bytes"] += link.meter.train.wire_bytes
+            counts[f"{where}_dense_bytes"] += link.meter.train.dense_bytes
+        return {**super().end_epoch(), **counts}
+
+
+def outcome_of(trainer: StudyTrainer) -> Line:
+    """Trains, and says what came out.
+
+    The uncompressed run also says what the perplexity was before, which is the same for all rows.
+
+    Raises:
+        FloatingPointError: the training diverged, or its perplexity is not finite.
+    """
+    config, before = trainer.config, {}
+    if config == config.uncompressed():
+        before["perplexity_before"] = trainer.evaluate()[0]
+    summary = trainer.fit(progress=False)
+    for name, value in (("on", summary.on), ("off", summary.off)):
+        if not math.isfinite(value):
+            raise FloatingPointError(f"the perplexity, {name}, is {value}")
+    return {
+        **summary.to_json(),
+        **before,
+        "loss_compressed": math.log(summary.on),
+        "loss_uncompressed": math.log(summary.off),
+        "losses": [epoch["loss"] for epoch in summary.history],  # of training
+        **traffic_of(summary.history, config.warmup_epochs, trainer.steps_per_epoch),
+    }
+
+
+def traffic_of(history: History, warmup_epochs: int, steps_per_epoch: int) -> dict[str, float]:
+    """Bytes of a step of the optimizer, after the warm-up and (`overall`) with it.
+
+    Those of the cuts, and those of the tied embedding, each as sent and as plain tensors
+    (`dense`). A run that is all warm-up counts as a whole.
+
+    Args:
+        history: of a `StudyTrainer`.
+        warmup_epochs: the first epochs, which were uncompressed.
+        steps_per_epoch: of the optimizer.
+    """
+    last = history[-1]
+    begin = history[warmup_epochs - 1] if 0 < warmup_epochs < len(history) else None
+    num_epochs = len(history) - (0 if begin is None else warmup_epochs)
+    sums = {name: last[name] - (0 if begin is None else begin[name]) for name in COUNTS}
+    return {
+        **{f"{name}_per_step": sums[name] / (num_epochs * steps_per_epoch) for name in COUNTS},
+        "cut_bytes_per_step_overall": last["cut_bytes"] / (len(history) * steps_per_epoch),
+        "cut_ratio": sums["cut_bytes"] / sums["cut_dense_bytes"],
+        "cut_ratio_overall": last["cut_bytes"] / last["cut_dense_bytes"],
+    }
+
+
+if __name__ == "__main__":
+    main()

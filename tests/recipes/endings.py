@@ -1,0 +1,60 @@
+"""How a recipe ends in each of several processes, and what it leaves."""
+
+import contextlib
+import io
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors.torch import load_file
+
+
+class End(NamedTuple):
+    """How a recipe ended in one process."""
+
+    code: object
+    out: str
+    err: str
+
+
+def end_of(main: Callable[[list[str]], None], command: list[str]) -> End:
+    """In each process: runs a recipe with these options."""
+    code: object = 0
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main(command)
+        except SystemExit as error:
+            code = error.code
+    return End(code, out.getvalue(), err.getvalue())
+
+
+def check_error(ends: Sequence[End], message: str) -> None:
+    """The first process says it in one line; the others end without a word."""
+    assert [end.code for end in ends] == [1] * len(ends), ends
+    first, *others = ends
+    assert first.err.startswith("error: ") and first.err.count("\n") == 1, first.err
+    assert message in first.err
+    assert [(end.out, end.err) for end in others] == [("", "")] * len(others)
+
+
+def check_success(ends: Sequence[End]) -> None:
+    """The first process shows the run."""
+    assert [end.code for end in ends] == [0] * len(ends), ends
+    first, *others = ends
+    assert first.out.count("run folder: ") == 1 and "error" not in first.err
+    assert [(end.out, end.err) for end in others] == [("", "")] * len(others)
+
+
+def history(folder: Path, without: tuple[str, ...] = ("seconds",)) -> list[dict[str, object]]:
+    """The metrics, but not of these names."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if k not in without} for row in rows]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Those of the checkpoint, of all ranks."""
+    files = sorted((folder / "checkpoint").rglob("weights.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
