@@ -19,6 +19,7 @@ from mpcomp import checkpoint
 from mpcomp.boundary import Boundary
 from mpcomp.engines.base import Engine
 from mpcomp.evaluation import Metric, evaluating, mean_over
+from mpcomp.generation import generate
 from mpcomp.link import Link
 from mpcomp.loss import LossFn, StepLoss, num_terms, with_target
 from mpcomp.microbatch import gather, map_tensors, num_rows, rows_of_chunks, scatter
@@ -26,6 +27,7 @@ from mpcomp.original_names import OriginalNames
 from mpcomp.padding import valid_positions
 from mpcomp.report import print_report, report_of
 from mpcomp.sample_ids import ids_of_batch, split_sample_ids
+from mpcomp.scaling import check_without_gradients
 from mpcomp.settlement import bytes_sent, raise_if_nonfinite, settle
 from mpcomp.state_bytes import state_bytes
 from mpcomp.tie import Tie
@@ -223,21 +225,105 @@ class Pipeline(OriginalNames):
         if metric is None:
             raise ValueError("evaluate needs a metric: evaluate(loader, metric)")
 
-        def judge(output: Tensor, target: Any) -> Any:
-            with self.engine.together("metric"):  # the other ranks wait for its value
-                return metric(output, target)
-
         self.engine.align_replicas()
         with evaluating(self, *self.cut_stages), torch.no_grad():
             mean = mean_over(
                 lambda batch, target: self._infer(batch, (batch, target), target),
                 loader,
-                judge,
+                metric,
                 self.engine.device,
                 self.engine.collect,
+                self.engine.together,
             )
         raise_if_nonfinite(self.engine, self.links, self.num_steps)
         return mean
+
+    def generate(
+        self,
+        input_ids: Tensor,
+        *,
+        attention_mask: Tensor | None = None,
+        max_new_tokens: int = 20,
+        **options: Any,
+    ) -> Tensor:
+        """Continues token sequences with a causal language model, with a cache in each stage.
+
+        Greedy it gives the tokens of the model's own ``generate``, with compression off. Whether
+        cuts are compressed is as in evaluation: `uncompressed` is a context for it.
+
+        Args:
+            input_ids: prompts [b, s]; the same on every rank of a replica.
+            attention_mask: [b, s], 0 where a prompt is padded, on its left.
+            max_new_tokens: tokens to append at most.
+            options: ``do_sample`` (False is greedy) with ``temperature``, ``top_k``, ``top_p`` and
+                ``seed``; ``repetition_penalty``; ``logits_processor``, a list of functions of
+                (ids [b, s], scores [b, vocabulary]); ``eos_token_id`` and ``pad_token_id``, by
+                default those of the model's ``generation_config``; ``streamer``, of transformers.
+
+        Returns:
+            Prompts and what follows, [b, s + n], on every rank; a row that has ended is padded.
+
+        Raises:
+            ValueError: no language model, prompts padded on the right, or more tokens than the
+                model has positions.
+            FloatingPointError: NaN or Inf at a cut.
+        """
+        return generate(
+            self,
+            input_ids,
+            attention_mask=attention_mask,
+            max_new_tokens=max_new_tokens,
+            **options,
+        )
+
+    def next_tokens(
+        self, batch: Mapping[str, Any], choose: Callable[[Tensor], Tensor], *, same: Any = None
+    ) -> list[Tensor]:
+        """Runs one call of `generate`; ``choose`` gets the logits where the last stage is.
+
+        Args:
+            batch: what the first stage is called with.
+            choose: gives int64 [b].
+            same: in the first call, what else than the batch must be the same on all ranks.
+
+        Returns:
+            What it chose, int64 [b] of each replica, on every rank.
+
+        Raises:
+            FloatingPointError: NaN or Inf in the logits of one of the replicas; on every rank.
+        """
+        sizes = [num_rows(batch["input_ids"])]
+        step = self._step(sizes, batch, None, False)
+        with self._undone_on_error(False):
+            chosen = self.engine.next_tokens(batch, step, choose, same=same)
+        if any(bool((each < 0).any()) for each in chosen):  # there was no number to choose by
+            raise_if_nonfinite(self.engine, self.links, self.num_steps)
+            raise FloatingPointError("generate: NaN or Inf in the logits; the model has diverged")
+        return chosen
+
+    def save_pretrained(self, folder: str | Path, **options: Any) -> None:
+        """Writes a model of transformers as its own ``save_pretrained`` does; every rank calls it.
+
+        The folder is written by the first rank.
+
+        Args:
+            folder: to be made.
+            options: for the model's ``save_pretrained``.
+
+        Raises:
+            TypeError: the model has no ``save_pretrained``.
+        """
+        original: Any = self.cut_stages[0].original
+        if not hasattr(original, "save_pretrained"):
+            raise TypeError(
+                f"save_pretrained: {type(original).__name__} is no model of transformers; use "
+                "pipe.merge() and torch.save, or pipe.save"
+            )
+        model: Any = self.merge()
+        with self.engine.together("saving the model"):
+            if self.rank == 0:
+                model.save_pretrained(folder, **options)
+        self.collect(None)  # none goes on to read what is not there yet
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Within this context replicas add up their gradients and do not average them.
@@ -477,8 +563,10 @@ class Pipeline(OriginalNames):
             return None
         overflowed = self._overflowed(step)
         outcome = settle(self.engine, self.crossings, step, loss, overflowed)
-        if step.scaled and not outcome.finite and self.engine.num_ranks > 1:
-            self._overflow_gradients()
+        if self.scaler is not None and step.scaled and self.engine.num_ranks > 1:
+            if not outcome.finite:
+                self._overflow_gradients()
+            check_without_gradients(self.scaler, skipped=not outcome.finite)
         self._agreed_bytes = outcome.wire_bytes, outcome.dense_bytes
         self.step_skipped = not outcome.finite
         self.num_steps += 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
@@ -52,6 +52,27 @@ class Engine(ABC):
         """
 
     @abstractmethod
+    def next_tokens(
+        self,
+        batch: Mapping[str, Any],
+        step: Step,
+        choose: Callable[[Tensor], Tensor],
+        *,
+        same: Any = None,
+    ) -> list[Tensor]:
+        """What ``choose`` makes of the last stage's output [b, 1, n]: int64 [b] of each replica.
+
+        On every rank; negative numbers where that output has NaN or Inf.
+
+        Args:
+            batch: what the first stage is called with.
+            step: the pass of evaluation.
+            choose: called where the last stage is.
+            same: in the first call for a batch, what else must be the same on all ranks; None
+                afterwards, when nothing is compared.
+        """
+
+    @abstractmethod
     def forward_backward(
         self,
         microbatches: Sequence[Any],
@@ -77,6 +98,13 @@ class Engine(ABC):
 
     def forget_shapes(self) -> None:  # noqa: B027  (nothing is known ahead in one process)
         """Finds out anew what crosses the cuts, as dtypes have changed."""
+
+    @staticmethod
+    def choose_finite(output: Tensor, choose: Callable[[Tensor], Tensor]) -> Tensor:
+        """``choose``, or -1 for every row of an output that is not finite."""
+        if bool(output.isfinite().all()):
+            return choose(output)
+        return torch.full((output.shape[0],), -1, dtype=torch.int64)
 
     # -- agreement with other ranks; alone there is nothing to agree about ----------------------
 

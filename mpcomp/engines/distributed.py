@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -37,7 +39,7 @@ from mpcomp.network.handshake import fingerprint
 from mpcomp.network.probe import measure_link
 from mpcomp.network.world import World
 from mpcomp.replicas import GradientAverage
-from mpcomp.tie import Tie, apart
+from mpcomp.tie import Tie, apart, check_alike, trained_and_frozen
 from mpcomp.visit import Step
 
 __all__ = ["DistributedEngine"]
@@ -110,9 +112,11 @@ class DistributedEngine(Engine):
                 reduce=self._average_over_replicas(cut[i]),
             )
             self._stages.append(stage)
+        self._all_ties = list(ties)
         self._ties = [tie for tie in ties if self._attach(tie, cut)]
         self.schedule = schedule.make(self._stages, chunks, self._loss_of)
         self._loss: StepLoss | None = None
+        self._told_rows: list[int] = []
         self._depth: Depth | None = None
         if isinstance(self.schedule, InFlight1F1B):
             self._depth = Depth(
@@ -201,6 +205,36 @@ class DistributedEngine(Engine):
             self._finish()
         return outputs
 
+    def next_tokens(
+        self,
+        batch: Mapping[str, Any],
+        step: Step,
+        choose: Callable[[Tensor], Tensor],
+        *,
+        same: Any = None,
+    ) -> list[Tensor]:
+        chosen = torch.empty(batch["input_ids"].shape[0], dtype=torch.int64)
+        if same is not None:  # what follows is told to all ranks alike
+            tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+            self._check_same(step, (tensors,), 0, same)
+            with self.together():
+                said = self.world.gather([len(chosen)], "rows of all replicas")
+            self._told_rows = [rows for (rows,) in said[:: self.num_in_pipeline]]
+        with self.together(), torch.no_grad():
+            (part,) = self._begin([batch], step)
+            for stage in self._stages:
+                output = stage.infer(0, part[stage.stage_index])
+                if stage.is_last:
+                    chosen.copy_(self.choose_finite(output, choose))
+            self._finish()
+            self._faults.where = "next token"
+            told = [torch.empty(rows, dtype=torch.int64) for rows in self._told_rows]
+            told[self.replica] = chosen
+            for row, tokens in enumerate(told):
+                source = row * self.num_in_pipeline + self._places[-1]
+                self.world.tell(tokens, source, "next token")
+        return told
+
     def forward_backward(
         self,
         microbatches: Sequence[Any],
@@ -228,8 +262,10 @@ class DistributedEngine(Engine):
         self._loss = None
         self.waited_s += self._waited_in_all() - waited
 
-    def _check_same(self, step: Step, same: tuple[Any, ...], rows: int) -> tuple[int, int]:
-        """Compares what ranks are about to do.
+    def _check_same(
+        self, step: Step, same: tuple[Any, ...], rows: int, everywhere: Any = None
+    ) -> tuple[int, int]:
+        """Compares what ranks are about to do: ``everywhere`` on all, ``same`` in each replica.
 
         Returns:
             The rows of all replicas, and the first stage with something to train.
@@ -245,9 +281,10 @@ class DistributedEngine(Engine):
         training = [s.stage_index for s in self._stages if s.has_trainable]
         own = [
             fingerprint(*same),
-            fingerprint(settings, step.lr, autocast, rows > 0),
+            fingerprint(settings, step.lr, autocast, everywhere),
             rows,
             min(training, default=len(self._places)),
+            *trained_and_frozen(self._all_ties),
         ]
         with self.together():
             said = self.world.gather(own, f"start of step {step.index} ({kind})")
@@ -256,9 +293,9 @@ class DistributedEngine(Engine):
             if setting != said[0][1]:
                 raise ValueError(
                     f"rank {rank} and rank 0 do not take the same step: they differ in its number, "
-                    "training or evaluation, compression on or off, loss scale, learning rate or "
-                    f"autocast (on this rank: step {step.index}, {kind}). Run the same calls on "
-                    "every rank, in the same order"
+                    "training or evaluation, compression on or off, loss scale, learning rate, "
+                    f"autocast or arguments of generate (on this rank: step {step.index}, {kind}). "
+                    "Run the same calls on every rank, in the same order"
                 )
             if data != said[rank - rank % row][0]:
                 raise ValueError(
@@ -267,7 +304,10 @@ class DistributedEngine(Engine):
                     "loader's shuffle and augmentation alike on all ranks of a replica"
                 )
         own_row = said[row * self.replica : row * (self.replica + 1)]
-        return sum(rows for _, _, rows, _ in said[::row]), min(first for *_, first in own_row)
+        if step.train:
+            trained, frozen = (reduce(or_, found) for found in list(zip(*own_row, strict=True))[4:])
+            check_alike(self._all_ties, trained, frozen)
+        return sum(line[2] for line in said[::row]), min(line[3] for line in own_row)
 
     def _begin(
         self, microbatches: Sequence[Any], step: Step, trained: int = 0

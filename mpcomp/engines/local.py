@@ -17,7 +17,7 @@ order, which is the canonical order of accumulation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -85,6 +85,17 @@ class LocalEngine(Engine):
         ]
         _Schedule(batches, self._runners, self.devices, self.boundaries, step).run()
         return [cast(Tensor, batch.value) for batch in batches]
+
+    def next_tokens(
+        self,
+        batch: Mapping[str, Any],
+        step: Step,
+        choose: Callable[[Tensor], Tensor],
+        *,
+        same: Any = None,
+    ) -> list[Tensor]:
+        (output,) = self.forward([batch], step)
+        return [self.choose_finite(output, choose).cpu()]
 
     def forward_backward(
         self,

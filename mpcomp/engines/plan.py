@@ -118,9 +118,12 @@ def _attributes_kept(stage: staging.Stage) -> Iterator[None]:
 
 
 def _without_state(batch: Any) -> Any:
-    if not isinstance(batch, Mapping):
-        return batch
-    return {k: v for k, v in batch.items() if not isinstance(v, staging.StageState)}
+    """The batch as far as shapes depend on it."""
+    values = batch.values() if isinstance(batch, Mapping) else ()
+    for value in values:
+        if isinstance(value, staging.StageState):
+            return value.shaping(batch)
+    return batch
 
 
 def _signature(value: Any) -> Any:

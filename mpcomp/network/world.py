@@ -192,6 +192,11 @@ class World:
                 dist.broadcast(raw, src=source, group=self._control)
         return host.to(self.device)
 
+    def tell(self, x: Tensor, source: int, what: str) -> None:
+        """Overwrites ``x``, on the CPU and of the same shape on all ranks, by that of one rank."""
+        with self.waiting(what):
+            dist.broadcast(x, src=source, group=self._control)
+
     def waiting(self, what: str) -> AbstractContextManager[None]:
         """A context for a collective, in which this rank waits for all others."""
         return self.waits.on(None, what)
