@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ def mean_over(
     metric: Metric,
     device: torch.device,
     collect: Callable[[Any], list[Any]],
+    together: Callable[[str], AbstractContextManager[None]],
 ) -> float | dict[str, float]:
     """The mean of ``metric`` over the terms of a loader: rows, or what the metric says.
 
@@ -33,29 +34,35 @@ def mean_over(
         metric: the mean over a microbatch: a number, a 0-d tensor, or a mapping of those.
         device: where targets go.
         collect: gives what each rank has found; sums from ranks with outputs are added up.
+        together: a context for the metric, whose value other ranks wait for.
 
     Raises:
-        ValueError: the loader is empty.
+        ValueError: the loader is empty, or nothing in it counts.
     """
     totals: dict[str, float] = {}
     terms = 0
-    named = True
+    judged, named = False, True
     for item in loader:
         batch, target, *_ = (item, None) if isinstance(item, Mapping) else item
         outputs, targets = infer(*with_target(batch, target))
         for output, part in zip(outputs, targets, strict=bool(outputs)):
-            weight = num_terms(metric, part, output.shape[0])
-            value = metric(output, map_tensors(part, lambda t: t.to(device)))
+            judged = True
+            with together("metric"):
+                weight = num_terms(metric, part, output.shape[0])
+                if not weight:
+                    continue  # the mean over nothing is NaN
+                value = metric(output, map_tensors(part, lambda t: t.to(device)))
             named = isinstance(value, Mapping)
             terms += weight
             for key, mean in value.items() if isinstance(value, Mapping) else [("", value)]:
                 totals[key] = totals.get(key, 0.0) + float(mean) * weight
-    found = [sums for sums in collect([totals, terms, named] if totals else None) if sums]
+    found = [sums for sums in collect([totals, terms, named] if judged else None) if sums]
     if not found:
         raise ValueError("evaluate: the loader yielded no batch")
-    all_terms = sum(terms for _, terms, _ in found)
-    if not all_terms:
+    found = [sums for sums in found if sums[1]]
+    if not found:
         raise ValueError("evaluate: no token of the loader's batches has a label")
+    all_terms = sum(terms for _, terms, _ in found)
     means = {key: sum(totals[key] for totals, *_ in found) / all_terms for key in found[0][0]}
     return means if found[0][2] else means[""]
 

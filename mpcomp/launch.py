@@ -73,6 +73,7 @@ def distributed_pipeline(model: nn.Module, choices: Choices) -> Pipeline:
         if choices.weights is not None:
             load_weights(stage, choices.weights)
         stage.to(device)
+    staging.tie_names(model, cut)  # else its head keeps an embedding that another rank trains
     engine = DistributedEngine(
         cut,
         boundaries,

@@ -25,12 +25,28 @@ class CausalLMLoss:
     ignore_index = -100
 
     def num_terms(self, labels: Tensor) -> int:
-        """Number of tokens that the mean is over; ``labels`` are [b, s]."""
+        """Number of tokens that the mean is over; ``labels`` are [b, s].
+
+        Raises:
+            ValueError: they are not.
+        """
+        if not isinstance(labels, Tensor) or labels.dim() != 2 or labels.is_floating_point():
+            raise ValueError(f"labels are {_described(labels)}: expected whole numbers [b, s]")
         return int((labels[:, 1:] != self.ignore_index).sum())
 
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The loss, 0-d, of logits [b, s, vocabulary] for labels [b, s]; 0 without a label."""
-        if not self.num_terms(labels):
+        """The loss, 0-d, of logits [b, s, vocabulary] for labels [b, s]; 0 without a label.
+
+        Raises:
+            ValueError: the labels are others.
+        """
+        num_terms = self.num_terms(labels)
+        if labels.shape != logits.shape[:2]:
+            raise ValueError(
+                f"labels are {_described(labels)}, but the logits {list(logits.shape)}: expected "
+                "one label for each token, -100 where none counts"
+            )
+        if not num_terms:
             return (logits[:, :0] * 0).sum()  # a mean over nothing would be NaN
         following = F.pad(labels, (0, 1), value=self.ignore_index)[:, 1:].reshape(-1)
         flat = logits.float().view(-1, logits.shape[-1])
@@ -63,6 +79,12 @@ def _ignored_class(loss_fn: Callable[..., Any]) -> int | None:
     return None
 
 
+def _described(labels: object) -> str:
+    if isinstance(labels, Tensor):
+        return f"{list(labels.shape)} {labels.dtype}"
+    return f"a {type(labels).__name__}"
+
+
 def with_target(batch: Any, target: Any) -> tuple[Any, Any]:
     """Batch and target, where the target may be the batch's ``labels``, as transformers has it.
 
@@ -80,8 +102,8 @@ def with_target(batch: Any, target: Any) -> tuple[Any, Any]:
 class StepLoss:
     """Called with a microbatch's output and target, gives what is to be differentiated.
 
-    A mean is weighted by the microbatch's share of the terms that it is over, a sum is not.
-    Nothing is rescaled after backward.
+    A mean is weighted by the microbatch's share of the terms that it is over, a sum is not. The
+    mean over nothing, which is NaN, counts as 0. Nothing is rescaled after backward.
 
     Args:
         loss_fn: ``loss_fn(output, target)``.
@@ -108,14 +130,18 @@ class StepLoss:
 
     def share_with(self, all_terms: int, replicas: int) -> None:
         """Sets the factor for this many terms over all replicas."""
-        share = 1.0 if self._summed else self.terms / all_terms
+        share = 1.0 if self._summed else self.terms / max(all_terms, 1)
         self.factor = float(replicas * share)
 
     def __call__(self, output: Tensor, target: Any, microbatch: int) -> Tensor:
         """The weighted and scaled loss, 0-d with its graph."""
-        loss = self._loss_fn(output, target)
-        if not self._summed:
-            loss = loss * (self._terms[microbatch] / max(self.terms, 1))
+        terms = self._terms[microbatch]
+        if self._summed:
+            loss = self._loss_fn(output, target)
+        elif terms:
+            loss = self._loss_fn(output, target) * (terms / self.terms)
+        else:
+            loss = (output[:0] * 0).sum()  # of the output, as each microbatch goes backward
         if self.factor != 1:
             loss = loss * self.factor
         self.total = loss.detach() if self.total is None else self.total + loss.detach()

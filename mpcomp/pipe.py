@@ -252,21 +252,23 @@ class Pipeline(OriginalNames):
         cuts are compressed is as in evaluation: `uncompressed` is a context for it.
 
         Args:
-            input_ids: prompts [b, s]; the same on every rank of a replica.
+            input_ids: prompts [b, s]; the same on every rank of a replica. All else is the same on
+                all ranks; replicas whose rows end earlier than those of others keep pace with them.
             attention_mask: [b, s], 0 where a prompt is padded, on its left.
             max_new_tokens: tokens to append at most.
             options: ``do_sample`` (False is greedy) with ``temperature``, ``top_k``, ``top_p`` and
                 ``seed``; ``repetition_penalty``; ``logits_processor``, a list of functions of
                 (ids [b, s], scores [b, vocabulary]); ``eos_token_id`` and ``pad_token_id``, by
-                default those of the model's ``generation_config``; ``streamer``, of transformers.
+                default those of the model's ``generation_config``, of which nothing else is used;
+                ``streamer``, of transformers.
 
         Returns:
             Prompts and what follows, [b, s + n], on every rank; a row that has ended is padded.
 
         Raises:
-            ValueError: no language model, prompts padded on the right, or more tokens than the
-                model has positions.
-            FloatingPointError: NaN or Inf at a cut.
+            ValueError: no language model, prompts padded on the right, more tokens than the
+                model has positions, or ranks that were given different arguments.
+            FloatingPointError: NaN or Inf at a cut or in the logits.
         """
         return generate(
             self,
@@ -456,6 +458,8 @@ class Pipeline(OriginalNames):
         names = [name for stage in self.cut_stages for name, _ in stage.named_parameters()]
         if self.engine.num_ranks == 1:
             found = [values[name] for name in names if name in values]
+            if not found:
+                return torch.zeros(0, device=self.engine.device)
             return torch.stack([value.to(self.engine.device) for value in found])
         own = [values[name].item() if name in values else 0.0 for name in names]
         there = [float(name in values) for name in names]

@@ -29,7 +29,7 @@ from mpcomp.network.channels import Channel
 from mpcomp.tensor_meta import TensorMeta
 from mpcomp.visit import Step
 
-__all__ = ["DIRECTIONS", "Tie", "apart", "ties_of"]
+__all__ = ["DIRECTIONS", "Tie", "apart", "check_alike", "ties_of", "trained_and_frozen"]
 
 #: Which copy's gradient a link carries.
 DIRECTIONS = ("tie_first", "tie_last")
@@ -82,6 +82,11 @@ class Tie:
         """Whether there is a copy here that gathers gradients."""
         return any(copy.requires_grad for copy in self._here.values())
 
+    @property
+    def rests(self) -> bool:
+        """Whether there is a copy here that does not."""
+        return not all(copy.requires_grad for copy in self._here.values())
+
     def take_gradients(self) -> dict[int, Tensor | None]:
         """Takes away what the copies here have gathered in earlier steps."""
         before = {i: copy.grad for i, copy in self._here.items()}
@@ -114,7 +119,8 @@ class Tie:
             other = copy.device
             total = (parts[0].to(other) + parts[1].to(other)).reshape(copy.shape)
             former = before[i]
-            copy.grad = total if former is None else former.add_(total)
+            # Not in place: should a later tie fail, `apart` gives back what there was.
+            copy.grad = total if former is None else former + total
 
     def _part(
         self, i: int, messages: Mapping[int, tuple[Tensor, Tensor]], meta: TensorMeta, step: Step
@@ -142,12 +148,36 @@ class Tie:
         self.failed = False
 
 
+def trained_and_frozen(ties: Sequence[Tie]) -> tuple[int, int]:
+    """Two numbers: bit i says that tie i has a copy here that is trained, or one that is not."""
+    trained = sum(tie.trains << i for i, tie in enumerate(ties))
+    return trained, sum(tie.rests << i for i, tie in enumerate(ties))
+
+
+def check_alike(ties: Sequence[Tie], trained: int, frozen: int) -> None:
+    """Raises ValueError if a tie has a copy that is trained and one that is not.
+
+    Args:
+        ties: all of them.
+        trained: of `trained_and_frozen`, of all ranks that have copies.
+        frozen: likewise.
+    """
+    for i, tie in enumerate(ties):
+        if (trained & frozen) >> i & 1:
+            names = " and ".join(name for _, name in tie.copies)
+            raise ValueError(
+                f"{names} are one parameter in two stages, but only one of them requires a "
+                "gradient: freeze or train both, under both names, or before mpcomp.pipeline"
+            )
+
+
 @contextmanager
 def apart(ties: Sequence[Tie], step: Step) -> Iterator[None]:
     """Within it the copies of each tie gather their gradients apart; at its end they are added up.
 
     If it ends with an error, the copies have what they had before.
     """
+    check_alike(ties, *trained_and_frozen(ties))
     training = [tie for tie in ties if tie.trains]
     before = [tie.take_gradients() for tie in training]
     try:

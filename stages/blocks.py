@@ -47,6 +47,11 @@ def line_of(model: nn.Module, names: Sequence[str] = ()) -> Line:
         )
     if is_causal_lm(model):
         return Decoder(model)
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise ValueError(
+            f"{type(model).__name__} has an encoder, whose output all its decoder needs; "
+            "language models of decoders alone can be cut"
+        )
     return Chain(model) if is_plain(model) else Trace(model, names)
 
 

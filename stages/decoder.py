@@ -30,17 +30,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stages.buffers import fill_buffers
 from stages.hints import listing, nearest
 from stages.sharing import name_groups
 from stages.stage import Piece, Stage, StageState, ancestors
+from stages.tokens import check_tokens
 
 #: Values of `config.model_type` for which tests show that stages give the model's bits.
 FAMILIES = frozenset(
     {"gpt2", "llama", "mistral", "qwen2", "qwen3", "smollm3", "gemma2", "gpt_neox", "phi3", "olmo2"}
 )
-
-#: What a batch may hold for the model; labels are for the loss.
-INPUTS = ("input_ids", "attention_mask", "position_ids")
 
 
 def is_causal_lm(model: nn.Module) -> bool:
@@ -54,6 +53,7 @@ def is_causal_lm(model: nn.Module) -> bool:
         isinstance(inner, transformers.PreTrainedModel)
         and not inner.config.is_encoder_decoder
         and inner.get_output_embeddings() is not None
+        and inner.can_generate()  # a masked language model has a head as well
     )
 
 
@@ -142,6 +142,10 @@ class Decoder:
             for piece, names in zip(pieces, copied, strict=True)
         ]
 
+    def fill_buffers(self) -> None:
+        """Give a model on "meta" the buffers that its configuration says; no file has them."""
+        fill_buffers(_unwrapped(self._model)[1])
+
     def check(self, stages: Sequence[Stage]) -> None:
         """Raise ValueError if the stages of an untested family do not give the model's logits."""
         weights = next(self._model.parameters(), None)
@@ -156,19 +160,17 @@ class Decoder:
             for module, _ in modes + copies:
                 module.training = False
             with torch.no_grad():
-                value: Any = stages[0](**batch)
-                for stage in stages[1:]:
-                    value = stage(value, **stage.takes(batch))
                 expected = self._model(**batch, use_cache=False).logits
+                error = _difference(stages, batch, expected)
         finally:
             for module, mode in modes + copies:
                 module.training = mode
-        if not torch.equal(value, expected):
+        if error is not None:
             raise ValueError(
                 f"{type(self._model).__name__} cannot be cut like this: its stages do not give its "
                 "logits, so its forward does more between the blocks than the families that are "
                 f"known ({listing(sorted(FAMILIES))}); write it as an nn.Sequential"
-            )
+            ) from error
 
 
 @dataclass(frozen=True)
@@ -224,12 +226,12 @@ class DecoderRun:
 
     def check_batch(self, model: nn.Module, batch: object) -> None:
         """Raise for a batch that the model cannot take; the message says what it can."""
-        _check_batch(_unwrapped(model)[1], batch)
+        check_tokens(_unwrapped(model)[1], batch)
 
     def _config(self, stage: Stage) -> Any:
         """The configuration of a model with these blocks alone."""
         config: Any = copy.copy(stage.original.get_submodule(self.layout.holder).config)
-        if getattr(config, "layer_types", None) is not None:
+        if vars(config).get("layer_types") is not None:  # elsewhere it follows from the number
             config.layer_types = list(config.layer_types)[self.start : self.stop]
         config.num_hidden_layers = self.stop - self.start
         return config
@@ -274,6 +276,10 @@ class StageCaches(StageState):
     def __init__(self) -> None:
         self._caches: dict[int, Any] = {}
 
+    def shaping(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """The tokens of this call; the mask is of all tokens so far, and longer in each call."""
+        return {"input_ids": batch["input_ids"]}
+
     @property
     def length(self) -> int:
         """Number of tokens that the stages here have seen."""
@@ -293,6 +299,19 @@ class _Nothing(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         return torch.zeros(())
+
+
+def _difference(
+    stages: Sequence[Stage], batch: Mapping[str, Tensor], expected: Tensor
+) -> Exception | None:
+    """Why stages do not give the expected output for a batch; None if they do."""
+    try:
+        value = stages[0](**batch)
+        for stage in stages[1:]:
+            value = stage(value, **stage.takes(batch))
+    except Exception as error:  # anything at all: the code was not written to be run in parts
+        return error
+    return None if torch.equal(value, expected) else ValueError("other logits")
 
 
 def _shallow(
@@ -393,54 +412,3 @@ def _list(lm: nn.Module, name: str) -> nn.ModuleList:
 
 def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
-
-
-def _check_batch(lm: nn.Module, batch: object) -> None:
-    """What `DecoderRun.check_batch` does, for the model of transformers itself."""
-    config: Any = lm.config
-    given: Mapping[str, Any] = batch if isinstance(batch, Mapping) else {"input_ids": batch}
-    ids = given.get("input_ids")
-    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point():
-        raise ValueError(
-            f"input_ids is {_described(ids)}; a language model takes whole numbers [b, s], alone or "
-            "in a mapping under that name"
-        )
-    accepted = (*INPUTS, "past_key_values", "logits_to_keep")
-    if unknown := [name for name in given if name not in accepted]:
-        raise ValueError(
-            f"the batch has {listing(unknown)}; accepted are {listing(INPUTS)} and, for the loss, "
-            "'labels'"
-        )
-    past = given.get("past_key_values")
-    seen = past.length if past is not None else 0
-    rows, length = ids.shape
-    positions = getattr(config, "max_position_embeddings", None)
-    if positions is not None and seen + length > positions:
-        raise ValueError(
-            f"sequences of {seen + length} tokens are longer than the model's {positions} "
-            "positions; cut them, or take a model with more"
-        )
-    mask = given.get("attention_mask")
-    if mask is not None and mask.dim() != 4 and tuple(mask.shape) != (rows, seen + length):
-        raise ValueError(
-            f"attention_mask has shape {list(mask.shape)}; expected one number for each token, "
-            f"{[rows, seen + length]}, 0 where there is padding"
-        )
-    places = given.get("position_ids")
-    if places is not None and tuple(places.shape) != (rows, length):
-        raise ValueError(
-            f"position_ids has shape {list(places.shape)}; expected {[rows, length]}, as input_ids"
-        )
-    if ids.device.type == "cpu" and ids.numel():  # elsewhere looking would wait for the device
-        low, high = int(ids.min()), int(ids.max())
-        if low < 0 or high >= config.vocab_size:
-            raise ValueError(
-                f"input_ids holds {low if low < 0 else high}, but the model's vocabulary has the "
-                f"tokens 0 to {config.vocab_size - 1}; is the tokenizer another model's?"
-            )
-
-
-def _described(value: object) -> str:
-    if isinstance(value, Tensor):
-        return f"{list(value.shape)} {value.dtype}"
-    return "missing" if value is None else f"a {type(value).__name__}"

@@ -37,12 +37,14 @@ def split(model: nn.Module, where: Where) -> list[Stage]:
     if isinstance(where, int):
         check_num_stages(where, len(line.units))
         counts = partition(num_parameters(blocks(model)), where)
+    if isinstance(line, Decoder):
+        line.fill_buffers()
     places = _places_of_counts(line, counts) if counts else _places_of_names(line, names)
     pieces = line.pieces(places)
     check_not_shared(model, pieces)
     pieces = _with_unused(model, pieces)
     shared = shared_parameters(model)
-    origin = Origin(model, len(pieces), tuple(shared), tuple(_ties(shared, pieces)))
+    origin = Origin(model, len(pieces), _same(model, shared), tuple(_ties(shared, pieces)))
     stages = [Stage(origin, index, piece) for index, piece in enumerate(pieces)]
     if isinstance(line, Decoder):
         line.check(stages)
@@ -112,6 +114,16 @@ def _places_of_names(line: Line, names: Sequence[str]) -> list[int]:
                 "name the cuts in the model's order"
             )
     return places
+
+
+def _same(model: nn.Module, shared: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
+    """The groups whose parameters are one; others merely overlap in memory."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    groups = (
+        tuple(name for name in names if parameters[name] is parameters[names[0]])
+        for names in shared
+    )
+    return tuple(group for group in groups if len(group) > 1)
 
 
 def _ties(shared: Sequence[Sequence[str]], pieces: Sequence[Piece]) -> Iterator[Tie]:

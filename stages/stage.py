@@ -56,6 +56,10 @@ class StageState:
     It is no input: shapes do not depend on it, and finding them out must not touch it.
     """
 
+    def shaping(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """The part of a batch with this state on which the shapes at the cuts depend."""
+        return {name: value for name, value in batch.items() if value is not self}
+
 
 @dataclass(frozen=True, eq=False)
 class Origin:
@@ -90,7 +94,7 @@ class Stage(nn.Module):
         # see parameters in the order they would see in the model.
         for prefix, module in origin.model.named_modules(remove_duplicate=False):
             if prefix in piece.copied:
-                self._adopt_module(prefix, copy.deepcopy(module))
+                self._adopt_module(prefix, _copied(module, origin))
             elif prefix in piece.blocks:
                 self._adopt_module(prefix, module)
             for name in (*module._parameters, *module._buffers):
@@ -118,7 +122,7 @@ class Stage(nn.Module):
 
     @property
     def is_causal_lm(self) -> bool:
-        """Whether the model is a language model, from tokens [b, s] to logits [b, s, vocabulary]."""
+        """Whether the model is a language model: tokens [b, s] to logits [b, s, vocabulary]."""
         return hasattr(self._run, "check_batch")
 
     def takes(self, batch: object) -> dict[str, Any]:
@@ -235,6 +239,7 @@ def merge(stages: Sequence[Stage]) -> nn.Module:
                 )
     for stage in stages:
         _write_back(stage, origin.model)
+    tie_names(origin.model, stages)  # loading weights into a model on "meta" parts them
     return origin.model
 
 
@@ -247,7 +252,7 @@ def ties(stages: Sequence[Stage]) -> list[Tie]:
 
 
 def tie_names(model: nn.Module, stages: Sequence[Stage]) -> None:
-    """Make one parameter of those of `model`, a copy of the original, that were one there."""
+    """Make one parameter of those of `model`, the original or a copy, that were one there."""
     for first, *others in stages[0]._origin.shared:
         parameter = model.get_parameter(first)
         for name in others:
@@ -265,10 +270,12 @@ def _write_back(stage: Stage, model: nn.Module) -> None:
     """Bring what the stage's own containers hold up to date in the model.
 
     Blocks are shared and need nothing. A container's buffers and training flag are its own, and
-    moving a stage to another device replaces buffers (and parameters that were on "meta").
+    moving a stage to another device replaces buffers (and parameters that were on "meta"). Of a
+    copied block all is written; what other stages have too is tied again afterwards.
     """
+    only_copied = set(stage._copied).difference(stage.block_names)
     for name, ours in stage.named_modules(remove_duplicate=False):
-        if not set(ancestors(name)).isdisjoint(stage._copied):
+        if not set(ancestors(name)).isdisjoint(only_copied):
             continue
         theirs = model.get_submodule(name)
         if theirs is not ours:
@@ -284,6 +291,13 @@ def _add(parent: nn.Module, name: str, child: nn.Module) -> None:
         raise ValueError(
             f"a block of the model is called {name!r}, which a Stage uses itself; rename the block"
         ) from error
+
+
+def _copied(module: nn.Module, origin: Origin) -> nn.Module:
+    """A copy that shares all parameters but those that another stage has as well."""
+    tied = {id(origin.model.get_parameter(name)) for tie in origin.ties for _, name in tie}
+    memo = {id(p): p for p in module.parameters() if id(p) not in tied}
+    return copy.deepcopy(module, memo)
 
 
 def _begins_in_place(leaves: Iterable[nn.Module]) -> bool:

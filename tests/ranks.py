@@ -30,7 +30,17 @@ import torch
 import torch.distributed as dist
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "mpcomp", "models", "methods"])
+_PRELOADED = ["torch", "torch.distributed", "mpcomp", "models", "methods"]
+_CONTEXT.set_forkserver_preload(_PRELOADED)
+
+
+def preload(*modules: str) -> None:
+    """Lets the server import these as well: for what would take each process seconds.
+
+    To be called where a test's module is imported: the server starts with the first test.
+    """
+    _PRELOADED.extend(module for module in modules if module not in _PRELOADED)
+    _CONTEXT.set_forkserver_preload(_PRELOADED)
 
 
 class RankFailed(AssertionError):

@@ -53,3 +53,8 @@ def test_nonfinite_norms_can_be_errors():
     next(pipe.parameters()).grad.fill_(torch.nan)
     with pytest.raises(RuntimeError, match="non-finite"):
         mpcomp.clip_grad_norm_(pipe, 1.0, error_if_nonfinite=True)
+
+
+def test_without_gradients_the_norm_is_zero():
+    pipe = mpcomp.pipeline(mlp(), 2, split=2, loss_fn=F.cross_entropy)
+    assert float(mpcomp.clip_grad_norm_(pipe, 1.0)) == 0

@@ -280,7 +280,8 @@ def exploding(pipe: mpcomp.Pipeline, stage: int) -> Any:
     for module in pipe.stages:
         if module.index == stage:
             for parameter in module.parameters():
-                handles.append(parameter.register_hook(lambda g: g * torch.inf))
+                if parameter.requires_grad:
+                    handles.append(parameter.register_hook(lambda g: g * torch.inf))
     yield
     for handle in handles:
         handle.remove()

@@ -221,13 +221,15 @@ def test_the_examples_cover_feedback():
     assert sum(issubclass(c, Feedback) for c in EXAMPLES) == 4
 
 
-# -- what one process can do and several cannot yet -----------------------------------------------
+# -- nothing to train on a rank, and the whole model's state --------------------------------------
 
 
-@pytest.mark.xfail(strict=True, reason="GradScaler.step wants a gradient on every rank")
 def test_a_rank_with_nothing_to_train_under_a_loss_scaler(ranks):
-    """fp16 fine-tuning with the first stage frozen: its scaler has recorded no check."""
-    check(ranks, 2, [Run(frozen=("0.", "1.", "2.", "3."), scale=64.0, steps=2, **COMPRESSED)])
+    """fp16 fine-tuning with the first stage frozen: its scaler skips, and grows, as the other."""
+    frozen = {"frozen": ("0.", "1.", "2.", "3."), "scale": 64.0, "steps": 6, **COMPRESSED}
+    for outcomes in check(ranks, 2, [Run(**frozen), Run(**frozen, overflow=(3, 1), clip=0.2)]):
+        for outcome in outcomes:
+            assert len(set(outcome.scales)) > 1
 
 
 def load_the_whole_model():

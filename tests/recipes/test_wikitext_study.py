@@ -5,13 +5,14 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
 
 from recipes import wikitext_study
 from recipes.run_folder import read_json_lines
 from recipes.study import order_of_runs
 from recipes.study_table import Results, render
-from recipes.text_training import load_data, run
-from recipes.tokens import tokenizer_of
+from recipes.text_training import TextData, load_data, run
+from recipes.tokens import Blocks, tokenizer_of
 from recipes.wikitext_claims import TABLE
 
 WORDS = ["the", "a", "cut", "stage", "link", "model", "sends", "learns", "large", "small", "slow"]
@@ -132,6 +133,16 @@ def test_another_model_or_fewer_blocks_are_other_settings(command, tmp_path, bas
     with pytest.raises(SystemExit, match="other settings: {'model': 'weights "):
         wikitext_study.main(command(*one, "--model", tmp_path / "other"))
     assert len(read_json_lines(tmp_path / "study.jsonl")) == 1
+
+
+def test_blocks_are_spread_over_the_text():
+    ids = torch.arange(10)[:, None].expand(-1, 2)
+    text = TextData(train=Blocks(ids, ids), held_out=Blocks(ids, ids), tokenizer=None, name="")
+    for limit, expected in ((1, [0]), (4, [0, 2, 5, 7]), (10, list(range(10)))):
+        chosen = wikitext_study.some_blocks(text, limit)
+        assert chosen.train.input_ids[:, 0].tolist() == expected
+        assert chosen.train.labels[:, 1].tolist() == expected
+        assert len(chosen.held_out) == 10
 
 
 def test_more_blocks_than_there_are(command, tmp_path):

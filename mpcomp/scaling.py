@@ -1,0 +1,38 @@
+"""Loss scalers on several ranks: a rank without gradients skips a step as the others do."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["check_without_gradients"]
+
+
+def check_without_gradients(scaler: torch.amp.GradScaler, *, skipped: bool) -> None:
+    """Gives this step's check for Inf and NaN a result where this rank has nothing to train.
+
+    torch's ``step`` and ``update`` raise where an optimizer has no gradients, as that of a rank
+    whose stages are all frozen. The check is done in `_unscale_grads_`, which torch's scaler for
+    sharded models overrides likewise; what it finds in gradients stays as it is.
+
+    Args:
+        scaler: of this rank.
+        skipped: whether the other ranks' scalers skip this step.
+    """
+    scaler._unscale_grads_ = partial(_checked, scaler, skipped)  # type: ignore[method-assign]
+
+
+def _checked(
+    scaler: torch.amp.GradScaler,
+    skipped: bool,
+    optimizer: torch.optim.Optimizer,
+    inv_scale: Tensor,
+    found_inf: Tensor,
+    allow_fp16: bool,
+) -> dict[torch.device, Tensor]:
+    unscale: Any = type(scaler)._unscale_grads_
+    found: dict[torch.device, Tensor] = unscale(scaler, optimizer, inv_scale, found_inf, allow_fp16)
+    return found or {found_inf.device: found_inf.fill_(float(skipped))}

@@ -1,0 +1,167 @@
+"""Tiny language models of transformers, their batches, and the plain way to train them."""
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from mpcomp import CausalLMLoss
+
+transformers.logging.set_verbosity_error()
+
+VOCABULARY = 53
+POSITIONS = 16
+_SIZES = {
+    "num_hidden_layers": 4,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_attention_heads": 4,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": POSITIONS,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_GROUPED = {"num_key_value_heads": 2}  # heads share keys and values
+#: Of every family: what its configuration needs beside `_SIZES`.
+_OWN: dict[str, dict[str, Any]] = {
+    "gpt2": {},
+    "llama": _GROUPED,
+    "mistral": {**_GROUPED, "sliding_window": 4},
+    "qwen2": _GROUPED,
+    "qwen3": {**_GROUPED, "head_dim": 8},
+    "smollm3": _GROUPED,
+    "gemma2": {**_GROUPED, "head_dim": 8, "sliding_window": 4},
+    "gpt_neox": {},
+    "phi3": _GROUPED,
+    "olmo2": _GROUPED,
+    # not in `stages.decoder.FAMILIES`
+    "bloom": {},
+    "cohere": _GROUPED,
+    "falcon": {"alibi": False},
+    "gemma": {**_GROUPED, "head_dim": 8},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 4},
+    "granite": _GROUPED,
+    "mixtral": {**_GROUPED, "num_local_experts": 3},
+    "opt": {"ffn_dim": 40, "word_embed_proj_dim": 32},
+    "phi": {},
+    "stablelm": _GROUPED,
+    "starcoder2": _GROUPED,
+}
+
+
+def config_of(family: str, **settings: Any) -> Any:
+    """A configuration of 4 blocks, 32 features and no dropout."""
+    return transformers.AutoConfig.for_model(
+        family, **{**_SIZES, **NO_DROPOUT.get(family, {}), **_OWN[family], **settings}
+    )
+
+
+#: What is not 0 by default.
+NO_DROPOUT: dict[str, dict[str, float]] = {
+    "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "opt": {"dropout": 0.0},
+    "starcoder2": {"residual_dropout": 0.0, "embedding_dropout": 0.0},
+}
+
+
+def language_model(family: str, **settings: Any) -> Any:
+    """A model in training mode, as drawn from the test's seed."""
+    return transformers.AutoModelForCausalLM.from_config(config_of(family, **settings)).train()
+
+
+def gpt2(**settings: Any) -> Any:
+    """GPT-2, whose embedding is its head, without dropout."""
+    return language_model("gpt2", **settings)
+
+
+def llama(**settings: Any) -> Any:
+    """Llama: rotary embeddings and, unless told otherwise, a head of its own."""
+    return language_model("llama", **settings)
+
+
+def mask_of(lengths: Sequence[int], positions: int, side: str) -> Tensor:
+    """[b, s], 0 where sequences of these numbers of tokens are padded: "left" or "right"."""
+    mask = (torch.arange(positions) < torch.tensor(lengths)[:, None]).long()
+    return mask.flip(1) if side == "left" else mask
+
+
+def text(
+    rows: int, seed: int = 0, *, side: str | None = None, positions: int = 9
+) -> dict[str, Tensor]:
+    """A batch with labels; padded at a side, sequences differ much in length."""
+    drawn = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, VOCABULARY, (rows, positions), generator=drawn)
+    if side is None:
+        return {"input_ids": ids, "labels": ids.clone()}
+    lengths = [2 + (5 * i + seed) % (positions - 1) for i in range(rows)]
+    mask = mask_of(lengths, positions, side)
+    ids = ids * mask
+    labels = ids.masked_fill(mask == 0, -100)
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def without_labels(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value for name, value in batch.items() if name != "labels"}
+
+
+def parts_of(batch: Mapping[str, Tensor], sizes: Sequence[int]) -> list[dict[str, Tensor]]:
+    """Microbatches of these numbers of rows."""
+    columns = {name: value.split(list(sizes)) for name, value in batch.items()}
+    return [{name: values[i] for name, values in columns.items()} for i in range(len(sizes))]
+
+
+def plain_step(model: nn.Module, batch: Mapping[str, Tensor], sizes: Sequence[int]) -> Tensor:
+    """Law 1's right-hand side: transformers' own loss of each microbatch by its share of tokens."""
+    counts = [num_tokens(part["labels"]) for part in parts_of(batch, sizes)]
+    total = torch.zeros(())
+    for i, part in enumerate(parts_of(batch, sizes)):
+        # Without a label transformers' loss is NaN; nothing of it may arrive.
+        loss = model(**part, use_cache=False).loss * (counts[i] / sum(counts)) if counts[i] else 0
+        if isinstance(loss, Tensor):
+            loss.backward()
+            total = loss.detach() if i == 0 else total + loss.detach()
+    return total
+
+
+def num_tokens(labels: Tensor) -> int:
+    """Tokens that have a prediction and count."""
+    return int((labels[:, 1:] != CausalLMLoss.ignore_index).sum())
+
+
+def untied(model: Any) -> Any:
+    """A copy whose head is a parameter of its own, equal to the embedding."""
+    apart = copy.deepcopy(model)
+    head = apart.get_output_embeddings()
+    head.weight = nn.Parameter(head.weight.detach().clone())
+    assert apart.get_input_embeddings().weight is not head.weight
+    return apart
+
+
+def sum_tied(model: Any) -> None:
+    """Gives both copies of an `untied` model the sum of both gradients."""
+    first, last = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    total = first.grad + last.grad
+    first.grad, last.grad = total, total.clone()
+
+
+@contextmanager
+def evaluation(*models: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients, and then training mode."""
+    for model in models:
+        model.eval()
+    with torch.no_grad():
+        yield
+    for model in models:
+        model.train()
+
+
+def logits_of(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
+    """In evaluation mode, without gradients."""
+    with evaluation(model):
+        logits: Tensor = model(**without_labels(batch), use_cache=False).logits
+    return logits
