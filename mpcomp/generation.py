@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mpcomp.evaluation import evaluating
 from mpcomp.settlement import raise_if_nonfinite
-from stages.decoder import StageCaches
+from stages.language_models import StageCaches
 
 if TYPE_CHECKING:
     from mpcomp.pipe import Pipeline

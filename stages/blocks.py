@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from stages.chain import Chain, expand, has_hooks, is_plain
-from stages.decoder import Decoder, is_causal_lm
 from stages.graph import Trace
+from stages.language_models import Decoder, is_causal_lm
 from stages.stage import Origin, Piece, Stage
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from stages.balance import check_num_stages, num_parameters, partition
 from stages.blocks import Line, blocks, line_of
-from stages.decoder import Decoder, is_causal_lm
+from stages.language_models import Decoder, is_causal_lm
 from stages.sharing import check_not_shared, shared_parameters
 from stages.stage import Origin, Piece, Stage, Tie
 

@@ -39,7 +39,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "gpt_neox": {},
     "phi3": _GROUPED,
     "olmo2": _GROUPED,
-    # not in `stages.decoder.FAMILIES`
+    # not in `stages.language_models.FAMILIES`
     "bloom": {},
     "cohere": _GROUPED,
     "falcon": {"alibi": False},

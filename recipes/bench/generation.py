@@ -27,6 +27,7 @@ import torch
 from tabulate import tabulate
 from tqdm import tqdm
 
+import mpcomp
 from recipes.bench.generation_worker import TOLD_ALONE, Job, work
 from recipes.bench.hosts import Loopback
 from recipes.bench.link_bound import header_bytes
@@ -136,6 +137,11 @@ def _problem(options: argparse.Namespace) -> str | None:
         return f"hidden is {options.hidden}; pass a multiple of --heads {options.heads}"
     if not options.rate > 0:
         return f"rate is {options.rate:g}; pass Mbit/s above 0"
+    try:
+        for method in options.methods:
+            mpcomp.parse(method)
+    except ValueError as error:
+        return str(error)
     return None
 
 
@@ -221,7 +227,8 @@ def summarise(runs: Sequence[Record], *, num_stages: int, new_tokens: int) -> li
     reference = {batch: _reference(runs, batch) for batch, *_ in grouped}
     figures: list[dict[str, Any]] = []
     for (batch, rate, name), own in grouped.items():
-        figure = {"batch": batch, "rate_mbps": rate, "variant": name, "n": len(own)}
+        figure: dict[str, Any] = {"batch": batch, "rate_mbps": rate, "variant": name}
+        figure["n"] = len(own)
         # Told alone, all that is counted is that; else what is neither a message nor a header.
         if name == TOLD_ALONE:
             figure["told_s"] = _spread([run["seconds"] / new_tokens for run in own])
@@ -271,7 +278,8 @@ def _counted(
         statistics.mean(sum(host[name] for host in run["interfaces"]) for run in runs)
         for name in ("tx_packets", "tx_bytes")
     )
-    return (counted - message_bytes - header_bytes(round(packets), num_messages)) / steps
+    headers = header_bytes(round(packets), num_messages)
+    return float(counted - message_bytes - headers) / steps
 
 
 def _spread(values: Sequence[float]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from methods import same_bits
 from torch import nn
 
 from stages import balance, blocks, merge, seconds, shared_parameters, split, ties
-from stages.decoder import FAMILIES, is_causal_lm
+from stages.language_models import FAMILIES, is_causal_lm
 
 OTHERS = [
     "bloom",

@@ -70,6 +70,7 @@ def test_short_run(tmp_path, capsys):
         ("--batches 4 0", "batches has 0"),
         ("--hidden 12", "multiple of --heads 8"),
         ("--rate 0", "rate is 0"),
+        ("--methods none nosuch", "unknown method 'nosuch'"),
     ],
 )
 def test_bad_options(options, message):
