@@ -97,7 +97,8 @@ def generate(
                 "past_key_values": caches,
                 "logits_to_keep": 1,
             }
-            told = pipe.next_tokens(batch, choose, same=None if i else (*agreed, pad_token_id))
+            same = None if i else (*agreed, pad_token_id)
+            told = pipe.next_tokens(batch, choose, call=i, same=same)
             going = going or [torch.ones_like(tokens, dtype=torch.bool) for tokens in told]
             own = going[pipe.replica]
             chosen = torch.where(own, told[pipe.replica], pad_token_id)

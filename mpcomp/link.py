@@ -45,6 +45,7 @@ class Link:
         replica: number of the replica.
         warmup_steps: training steps that go dense at first.
         ends: the stages that send and receive; those on both sides of the cut by default.
+        name: for messages; by default of the form ``boundary 0 act``.
     """
 
     def __init__(
@@ -57,10 +58,12 @@ class Link:
         replica: int = 0,
         warmup_steps: int = 0,
         ends: tuple[int, int] | None = None,
+        name: str | None = None,
     ) -> None:
         self.method = method
         self.boundary = boundary
         self.direction = direction
+        self.name = name or f"boundary {boundary} {direction}"
         across = (boundary, boundary + 1)
         self.sender_stage, self.receiver_stage = ends or (
             across if direction == ACT else across[::-1]
@@ -75,11 +78,6 @@ class Link:
         self._seed = (seed, replica, boundary, direction)
         self._ends = Ends(method) if isinstance(method, Feedback) else None
         self._nonfinite: list[tuple[Traffic, Tensor]] = []
-
-    @property
-    def name(self) -> str:
-        """For messages: ``boundary 0 act``."""
-        return f"boundary {self.boundary} {self.direction}"
 
     @property
     def ends(self) -> dict[str, Sender | Receiver]:
@@ -344,7 +342,9 @@ class Link:
         return end.layout(meta, visit)
 
     def _visit(self, step: Step, microbatch: int) -> Visit:
-        seed = (*self._seed, "train" if step.train else "eval", step.index, microbatch)
+        kind = "train" if step.train else "eval"
+        again = ("call", step.call) if step.call else ()
+        seed = (*self._seed, kind, step.index, microbatch, *again)
         unit = 1.0 if self.direction == ACT else step.loss_scale
         if isinstance(self.method, Feedback) and self.method.lr_scaled and step.train:
             if not step.lr:

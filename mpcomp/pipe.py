@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import stages as staging
 from mpcomp import checkpoint
@@ -20,11 +20,10 @@ from mpcomp.boundary import Boundary
 from mpcomp.engines.base import Engine
 from mpcomp.evaluation import Metric, evaluating, mean_over
 from mpcomp.generation import generate
-from mpcomp.link import Link
 from mpcomp.loss import LossFn, StepLoss, num_terms, with_target
 from mpcomp.microbatch import gather, map_tensors, num_rows, rows_of_chunks, scatter
-from mpcomp.original_names import OriginalNames
 from mpcomp.padding import valid_positions
+from mpcomp.parts import Parts
 from mpcomp.report import print_report, report_of
 from mpcomp.sample_ids import ids_of_batch, split_sample_ids
 from mpcomp.scaling import check_without_gradients
@@ -36,7 +35,7 @@ from mpcomp.visit import Step
 __all__ = ["LossFn", "Metric", "Pipeline"]
 
 
-class Pipeline(OriginalNames):
+class Pipeline(Parts):
     """A model cut into stages, whose activations and gradients are compressed at every cut.
 
     Made by `mpcomp.pipeline`. Two ways to train:
@@ -71,27 +70,17 @@ class Pipeline(OriginalNames):
         scaler: torch.amp.GradScaler | None,
         ties: Sequence[Tie] = (),
     ) -> None:
-        super().__init__(stages, elsewhere=[s for s in cut if all(s is not o for o in stages)])
-        self.cut_stages = list(cut)
-        self.boundaries = list(boundaries)
-        self.ties = list(ties)
+        super().__init__(stages, cut, boundaries, ties, engine)
         self.chunks = chunks
         self.num_steps = 0
         self.step_skipped = False
-        self.engine: Engine = engine
         self._loss_fn = loss_fn
         self.scaler = scaler
         self._lr_of: torch.optim.Optimizer | None = None
         self._compress_act = self._compress_grad = True
         self._open: Step | None = None
-        self._agreed_bytes = (0, 0)
         #: Of the last steps on this rank: seconds, and of these waiting for messages.
         self.step_times: deque[tuple[float, float]] = deque(maxlen=100)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Pipeline:
-        self.engine.forget_shapes()  # dtypes may change
-        super()._apply(fn, recurse)
-        return self
 
     # -- training and inference ---------------------------------------------------------------
 
@@ -279,13 +268,19 @@ class Pipeline(OriginalNames):
         )
 
     def next_tokens(
-        self, batch: Mapping[str, Any], choose: Callable[[Tensor], Tensor], *, same: Any = None
+        self,
+        batch: Mapping[str, Any],
+        choose: Callable[[Tensor], Tensor],
+        *,
+        call: int,
+        same: Any = None,
     ) -> list[Tensor]:
         """Runs one call of `generate`; ``choose`` gets the logits where the last stage is.
 
         Args:
             batch: what the first stage is called with.
             choose: gives int64 [b].
+            call: number of the call, from 0.
             same: in the first call, what else than the batch must be the same on all ranks.
 
         Returns:
@@ -295,7 +290,7 @@ class Pipeline(OriginalNames):
             FloatingPointError: NaN or Inf in the logits of one of the replicas; on every rank.
         """
         sizes = [num_rows(batch["input_ids"])]
-        step = self._step(sizes, batch, None, False)
+        step = replace(self._step(sizes, batch, None, False), call=call)
         with self._undone_on_error(False):
             chosen = self.engine.next_tokens(batch, step, choose, same=same)
         if any(bool((each < 0).any()) for each in chosen):  # there was no number to choose by
@@ -303,60 +298,12 @@ class Pipeline(OriginalNames):
             raise FloatingPointError("generate: NaN or Inf in the logits; the model has diverged")
         return chosen
 
-    def save_pretrained(self, folder: str | Path, **options: Any) -> None:
-        """Writes a model of transformers as its own ``save_pretrained`` does; every rank calls it.
-
-        The folder is written by the first rank.
-
-        Args:
-            folder: to be made.
-            options: for the model's ``save_pretrained``.
-
-        Raises:
-            TypeError: the model has no ``save_pretrained``.
-        """
-        original: Any = self.cut_stages[0].original
-        if not hasattr(original, "save_pretrained"):
-            raise TypeError(
-                f"save_pretrained: {type(original).__name__} is no model of transformers; use "
-                "pipe.merge() and torch.save, or pipe.save"
-            )
-        model: Any = self.merge()
-        with self.engine.together("saving the model"):
-            if self.rank == 0:
-                model.save_pretrained(folder, **options)
-        self.collect(None)  # none goes on to read what is not there yet
-
     def no_sync(self) -> AbstractContextManager[None]:
         """Within this context replicas add up their gradients and do not average them.
 
         For accumulation: the last `forward_backward` before the optimizer's step goes outside.
         """
         return self.engine.without_reduction()
-
-    def collect(self, value: Any) -> list[Any]:
-        """A value that JSON can hold from every rank, by rank; every rank calls it."""
-        return self.engine.collect(value)
-
-    @property
-    def rank(self) -> int:
-        """Number of this process, 0 to `num_ranks` - 1."""
-        return self.engine.rank
-
-    @property
-    def num_ranks(self) -> int:
-        """Number of processes."""
-        return self.engine.num_ranks
-
-    @property
-    def replica(self) -> int:
-        """Which pipeline this rank is in, of `num_replicas`."""
-        return self.engine.replica
-
-    @property
-    def num_replicas(self) -> int:
-        """Number of pipelines."""
-        return self.engine.num_replicas
 
     # -- state of AQ-SGD ----------------------------------------------------------------------
 
@@ -408,29 +355,6 @@ class Pipeline(OriginalNames):
 
     # -- what happened ------------------------------------------------------------------------
 
-    @property
-    def crossings(self) -> list[Boundary | Tie]:
-        """All that sends messages: boundaries, then ties."""
-        return [*self.boundaries, *self.ties]
-
-    @property
-    def links(self) -> list[Link]:
-        """All links: of each cut that of activations, then that of gradients; those of ties."""
-        return [link for each in self.crossings for link in each.links]
-
-    @property
-    def wire_bytes(self) -> int:
-        """Bytes of all messages of training so far, headers included; of all ranks."""
-        return self._bytes_sent()[0]
-
-    @property
-    def dense_bytes(self) -> int:
-        """Bytes that training so far would have sent uncompressed, in the tensors' own dtypes."""
-        return self._bytes_sent()[1]
-
-    def _bytes_sent(self) -> tuple[int, int]:
-        return self._agreed_bytes if self.engine.num_ranks > 1 else bytes_sent(self.links)
-
     def report(self, *, show: bool = True) -> dict[str, Any]:
         """Bytes, ratio, fidelity, time and non-finite counts, per boundary and direction.
 
@@ -448,30 +372,6 @@ class Pipeline(OriginalNames):
         if show and self.engine.rank == 0:
             print_report(report)
         return report
-
-    def gather_scalars(self, values: Mapping[str, Tensor]) -> Tensor:
-        """One number for a parameter, from all ranks of a replica, in the model's order: [n].
-
-        Args:
-            values: 0-d tensors by the names of this rank's parameters; some may be left out.
-        """
-        names = [name for stage in self.cut_stages for name, _ in stage.named_parameters()]
-        if self.engine.num_ranks == 1:
-            found = [values[name] for name in names if name in values]
-            if not found:
-                return torch.zeros(0, device=self.engine.device)
-            return torch.stack([value.to(self.engine.device) for value in found])
-        own = [values[name].item() if name in values else 0.0 for name in names]
-        there = [float(name in values) for name in names]
-        sums = self.engine.agree([*own, *there])
-        replicas = self.engine.num_replicas
-        kept = [
-            total / replicas
-            for total, count in zip(sums[: len(names)], sums[len(names) :], strict=True)
-            if count
-        ]
-        dtype = next((value.dtype for value in values.values()), torch.float32)
-        return torch.tensor(kept, dtype=dtype, device=self.engine.device)
 
     # -- persistence --------------------------------------------------------------------------
 
@@ -511,21 +411,6 @@ class Pipeline(OriginalNames):
         wire_bytes, dense_bytes = self.engine.agree(bytes_sent(self.links))
         self._agreed_bytes = (int(wire_bytes), int(dense_bytes))
         return extra
-
-    def merge(self) -> nn.Module:
-        """The original model, with the trained weights, on the first stage's device.
-
-        With several processes a copy of it with all weights, on the CPU of every rank.
-        """
-        model = staging.merge(self.cut_stages)
-        if self.engine.num_ranks == 1:
-            return model.to(self.engine.device_of(0))
-        self.engine.align_replicas()
-        whole = copy.deepcopy(model)
-        state = self.engine.share_tensors(_on_cpu(self.state_dict()))
-        whole.load_state_dict(state, assign=True)
-        staging.tie_names(whole, self.cut_stages)
-        return whole.cpu()
 
     # -- inside -------------------------------------------------------------------------------
 
@@ -611,7 +496,3 @@ class Pipeline(OriginalNames):
             for link in self.links:
                 link.found_nonfinite(train)  # counts and clears
             raise
-
-
-def _on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().cpu() for name, tensor in tensors.items()}

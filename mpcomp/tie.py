@@ -225,6 +225,7 @@ def ties_of(
                 replica=replica,
                 warmup_steps=warmup_steps,
                 ends=(copies[i][0], copies[1 - i][0]),
+                name=f"tied {copies[0][1]}, copy of stage {copies[i][0]}",
             )
             for i, direction in enumerate(DIRECTIONS)
         )

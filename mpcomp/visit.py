@@ -52,6 +52,8 @@ class Step:
         scaled: whether a loss scaler will skip the step if it is not finite.
         loss_scale: factor on the loss, and so on all gradients.
         lr: learning rate, for methods that follow it.
+        call: number of this call, where one pass makes several (a token each, in generation): each
+            draws anew.
         valid: per microbatch which positions count, of `mpcomp.padding.valid_positions`.
     """
 
@@ -63,6 +65,7 @@ class Step:
     scaled: bool = False
     loss_scale: float = 1.0
     lr: float | None = None
+    call: int = 0
     valid: tuple[Tensor | None, ...] = ()
 
     def ids_of(self, microbatch: int) -> SampleIds:

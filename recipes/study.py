@@ -19,6 +19,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, Generic, NamedTuple
 
 import torch
@@ -40,11 +41,19 @@ FREE_OPTIONS: Final = (
 
 
 class Row(NamedTuple):
-    """Methods of a row, and whether it begins with uncompressed epochs (`--warmup-epochs`)."""
+    """What is special about a row.
+
+    Attributes:
+        act: method of activations.
+        grad: method of gradients.
+        warmup: whether it begins with uncompressed epochs (`--warmup-epochs`).
+        also: other options of the configuration.
+    """
 
     act: str
     grad: str
     warmup: bool = False
+    also: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +144,7 @@ def chosen_options(
         "act": (row.act,),
         "grad": (row.grad,),
         "seed": seed,
+        **row.also,
     }
 
 

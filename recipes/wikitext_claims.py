@@ -116,10 +116,10 @@ def notes(results: Results) -> list[str]:
     """What the columns mean, and what is the same for all rows."""
     finished = [run for runs in results.runs.values() for run in runs.values()]
     said = ["MB/step and sent/dense are of the cuts, after the warm-up where a row has one."]
-    if ties := [run["tie_bytes_per_step"] for run in finished if run["tie_bytes_per_step"]]:
+    if ties := [run["tie_dense_bytes_per_step"] for run in finished]:
         said.append(
-            f"The gradients of the tied embedding add {statistics.fmean(ties) / 1e6:.3f} MB to "
-            "each step, uncompressed; the last column is with them."
+            f"The gradients of the tied embedding add {max(ties) / 1e6:.3f} MB to each step, "
+            "uncompressed; the last column is with them."
         )
     if before := [run["perplexity_before"] for run in finished if "perplexity_before" in run]:
         said.append(f"Before fine-tuning the perplexity is {statistics.fmean(before):.2f}.")

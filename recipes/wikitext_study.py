@@ -44,7 +44,9 @@ from recipes.wikitext_claims import TABLE
 
 # Quantization fwA-bwB: A bits forward, B bits backward, one scale a tensor, or one a channel where
 # it says so (as in the authors' code of AQ-SGD). Methods with memory start from an uncompressed
-# warm-up, which fills AQ-SGD's memory; "after warm-up" is what they are to be compared with.
+# warm-up, which fills AQ-SGD's memory; "after warm-up" is what they are to be compared with. The
+# gradients of the tied embedding go whole where no method is named for the tie; with LoRA, of rank
+# 8, the embedding is not trained.
 ROWS: Final[dict[str, Row]] = {
     "none": Row("none", "none"),
     "top 50 %": Row("topk:0.5", "topk:0.5"),
@@ -71,6 +73,11 @@ ROWS: Final[dict[str, Row]] = {
     "top 10 %, EF21": Row("ef21+topk:0.1", "ef21+topk:0.1", warmup=True),
     "top 10 %, AQ-SGD": Row("aqsgd+topk:0.1", "topk:0.1", warmup=True),
     "top 30 %, AQ-SGD": Row("aqsgd+topk:0.3", "topk:0.3", warmup=True),
+    "fw4-bw8, tie 8 bits": Row("quant:4", "quant:8", also={"tie": "quant:8"}),
+    "fw4-bw8, tie EF top 1 %": Row("quant:4", "quant:8", also={"tie": "ef+topk:0.01"}),
+    "LoRA, none": Row("none", "none", also={"lora": 8}),
+    "LoRA, fw4-bw8": Row("quant:4", "quant:8", also={"lora": 8}),
+    "LoRA, top 20 %": Row("topk:0.2", "topk:0.2", also={"lora": 8}),
 }
 
 # What the findings rest on, for all seeds before the other rows.
@@ -126,7 +133,8 @@ def configuration(options: argparse.Namespace, row: str, seed: int) -> TextConfi
 def settings(config: TextConfig, options: argparse.Namespace) -> Line:
     """What all runs of one results file share; the model by its weights, wherever it lies."""
     shared = shared_settings(config, options)
-    del shared["tokenizer"]
+    for name in ("tokenizer", "tie", "lora"):
+        del shared[name]
     return {**shared, "model": identity(config), "train_blocks": options.train_blocks}
 
 
@@ -135,7 +143,7 @@ def identity(config: TextConfig) -> str:
     if config.is_new:
         return config.model
     digest = hashlib.sha256()
-    weights = make_model(config, None).state_dict()
+    weights = make_model(dataclasses.replace(config, lora=None), None).state_dict()
     for name in sorted(weights):
         digest.update(name.encode() + weights[name].contiguous().numpy().tobytes())
     return f"weights {digest.hexdigest()[:16]}"
@@ -189,7 +197,7 @@ def outcome_of(trainer: StudyTrainer) -> Line:
         FloatingPointError: the training diverged, or its perplexity is not finite.
     """
     config, before = trainer.config, {}
-    if config == config.uncompressed():
+    if config == config.uncompressed() and config.lora is None:
         before["perplexity_before"] = trainer.evaluate()[0]
     summary = trainer.fit(progress=False)
     for name, value in (("on", summary.on), ("off", summary.off)):
@@ -197,6 +205,8 @@ def outcome_of(trainer: StudyTrainer) -> Line:
             raise FloatingPointError(f"the perplexity, {name}, is {value}")
     return {
         **summary.to_json(),
+        "tie": config.tie or "none",
+        "lora": config.lora,
         **before,
         "loss_compressed": math.log(summary.on),
         "loss_uncompressed": math.log(summary.off),

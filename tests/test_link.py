@@ -394,3 +394,12 @@ def test_what_would_not_shrink_is_marked_dense():
 def test_steps_are_values():
     with pytest.raises(dataclasses.FrozenInstanceError):
         step_of().index = 3
+
+
+def test_every_call_of_a_pass_draws_anew():
+    """Generation makes a call for each token: the same positions each time would starve others."""
+    link, x = link_of(RandomK(0.1)), torch.randn(SHAPE)
+    steps = [Step(0, False, call=call) for call in (0, 1, 2, 1)]
+    kept = [carry(link, x, step) != 0 for step in steps]
+    assert torch.equal(kept[1], kept[3])
+    assert not torch.equal(kept[0], kept[1]) and not torch.equal(kept[1], kept[2])

@@ -44,7 +44,9 @@ def test_it_is_found_and_named():
     (tie,) = pipe.ties
     assert tie.name == "transformer.wte.weight" and tie.stages == (0, 2)
     assert [name for _, name in tie.copies] == ["transformer.wte.weight", "lm_head.weight"]
-    assert [link.name for link in tie.links] == ["boundary 2 tie_first", "boundary 2 tie_last"]
+    assert [link.name for link in tie.links] == [
+        f"tied transformer.wte.weight, copy of stage {stage}" for stage in (0, 2)
+    ]
     assert pipe.links[-2:] == list(tie.links)
     first, last = copies(pipe)
     assert first is not last and same_bits(first, last)

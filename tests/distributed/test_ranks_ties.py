@@ -24,6 +24,10 @@ pytest.importorskip("transformers")
 EMBEDDING, HEAD = "transformer.wte.weight", "lm_head.weight"
 
 
+# Links of the tied embedding of GPT-2 in two stages.
+FIRST, LAST = (f"tied transformer.wte.weight, copy of stage {stage}" for stage in (0, 1))
+
+
 def step(pipe, optimizer, batch, target=None, **kwargs):
     """One step of a loop that clips; its loss."""
     loss = pipe.forward_backward(batch, target, **kwargs)
@@ -84,12 +88,12 @@ def test_judged_as_in_one_process_and_one_parameter_again(ranks, tmp_path):
     assert messages == {
         "boundary 0 act": 8,
         "boundary 0 grad": 8,
-        "boundary 1 tie_first": 2,
-        "boundary 1 tie_last": 2,
+        FIRST: 2,
+        LAST: 2,
     }
     sent = [found[3] for found in results]
     assert {name: sum(part[name] for part in sent) for name in messages} == messages
-    assert sent[0]["boundary 1 tie_last"] == sent[1]["boundary 1 tie_first"] == 0
+    assert sent[0][LAST] == sent[1][FIRST] == 0
     for our_mean, our_logits, our_state, _ in results:
         assert our_mean == mean
         assert all(same_bits(a, b) for a, b in zip(our_logits, logits, strict=True))
@@ -249,7 +253,7 @@ FROZEN = {
     # name: (run, links that send nothing)
     "first stage": (
         lm_run("gpt2", frozen=("transformer.w", "transformer.h.0.", "transformer.h.1.")),
-        {"boundary 0 grad", "boundary 1 tie_first", "boundary 1 tie_last"},
+        {"boundary 0 grad", FIRST, LAST},
     ),
     "blocks": (lm_run("gpt2 left", frozen=("transformer.h.",)), set()),
     "llama": (
@@ -264,7 +268,7 @@ FROZEN = {
             scale=64.0,
             overflow=(1, 1),
         ),
-        {"boundary 0 grad", "boundary 1 tie_first", "boundary 1 tie_last"},
+        {"boundary 0 grad", FIRST, LAST},
     ),
 }
 
@@ -280,7 +284,8 @@ def test_adapters(ranks):
     """LoRA: the tied weight is frozen; where only late stages have adapters, nothing goes back."""
     pytest.importorskip("peft")
     methods = {"act": "topk:0.3", "grad": "ef+topk:0.3"}
-    ties = {"boundary 3 tie_first", "boundary 3 tie_last"}
+    wte = "base_model.model.transformer.wte.weight"
+    ties = {f"tied {wte}, copy of stage {stage}" for stage in (0, 3)}
     late = {"boundary 0 grad", "boundary 1 grad", *ties}
     some, all_ = {"frozen": not_adapted(lora_late)}, {"frozen": not_adapted(lora)}
     cases = [
