@@ -25,7 +25,10 @@ from mpcomp.visit import Step
 METHODS = [*COMPRESSORS, *FEEDBACK]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 SHAPE = (4, 120)
-pytestmark = pytest.mark.filterwarnings("ignore:.*would not shrink")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*would not shrink"),
+    pytest.mark.filterwarnings("ignore:.*what was kept of all samples is dropped"),
+]
 
 
 def link_of(method, direction="act", **kwargs) -> Link:
