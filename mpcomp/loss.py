@@ -30,8 +30,7 @@ class CausalLMLoss:
         Raises:
             ValueError: they are not.
         """
-        if not isinstance(labels, Tensor) or labels.dim() != 2 or labels.is_floating_point():
-            raise ValueError(f"labels are {_described(labels)}: expected whole numbers [b, s]")
+        _check_labels(labels)
         return int((labels[:, 1:] != self.ignore_index).sum())
 
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -40,17 +39,17 @@ class CausalLMLoss:
         Raises:
             ValueError: the labels are others.
         """
-        num_terms = self.num_terms(labels)
+        _check_labels(labels)
         if labels.shape != logits.shape[:2]:
             raise ValueError(
                 f"labels are {_described(labels)}, but the logits {list(logits.shape)}: expected "
                 "one label for each token, -100 where none counts"
             )
-        if not num_terms:
-            return (logits[:, :0] * 0).sum()  # a mean over nothing would be NaN
         following = F.pad(labels, (0, 1), value=self.ignore_index)[:, 1:].reshape(-1)
         flat = logits.float().view(-1, logits.shape[-1])
-        return F.cross_entropy(flat, following, ignore_index=self.ignore_index)
+        mean = F.cross_entropy(flat, following, ignore_index=self.ignore_index)
+        # A mean over nothing is NaN. Not asked on the host, which would wait for an accelerator.
+        return torch.where((following != self.ignore_index).any(), mean, 0.0)
 
 
 def num_terms(loss_fn: Callable[..., Any], target: Any, rows: int) -> int:
@@ -77,6 +76,11 @@ def _ignored_class(loss_fn: Callable[..., Any]) -> int | None:
     if isinstance(loss_fn, nn.CrossEntropyLoss | nn.NLLLoss) and loss_fn.weight is None:
         return loss_fn.ignore_index
     return None
+
+
+def _check_labels(labels: object) -> None:
+    if not isinstance(labels, Tensor) or labels.dim() != 2 or labels.is_floating_point():
+        raise ValueError(f"labels are {_described(labels)}: expected whole numbers [b, s]")
 
 
 def _described(labels: object) -> str:
