@@ -8,17 +8,32 @@ loss = pipe.forward_backward(x, y)
 from mpcomp.api import pipeline
 from mpcomp.boundary import Boundary
 from mpcomp.compressors import (
+    QSGD,
     Cast,
     Compressor,
     FixedPoint,
     Identity,
+    LowRank,
+    MeanValue,
+    MultiLevel,
+    OneBitColumns,
     Quantize,
     RandomBlock,
     RandomK,
+    RedSyncTopK,
     SameIndices,
+    SameSign,
+    SampledTopK,
     Sign,
     TopK,
 )
+from mpcomp.data_parallel.accordion import Accordion
+from mpcomp.data_parallel.dgc import DGC, RedSync
+from mpcomp.data_parallel.gravac import GraVAC
+from mpcomp.data_parallel.hook import CompressedGradients, compress_gradients
+from mpcomp.data_parallel.network import ReplicaNetwork
+from mpcomp.data_parallel.onebit import OneBit
+from mpcomp.data_parallel.powersgd import PowerSGD
 from mpcomp.feedback import AQSGD, EF21, EFMixed, ErrorFeedback, Feedback
 from mpcomp.link import Link
 from mpcomp.loss import CausalLMLoss
@@ -32,29 +47,46 @@ from mpcomp.version import __version__
 
 __all__ = [
     "AQSGD",
+    "DGC",
     "EF21",
+    "QSGD",
+    "Accordion",
     "Boundary",
     "Cast",
     "CausalLMLoss",
+    "CompressedGradients",
     "Compressor",
     "EFMixed",
     "ErrorFeedback",
     "Feedback",
     "FixedPoint",
+    "GraVAC",
     "Identity",
     "Link",
+    "LowRank",
+    "MeanValue",
+    "MultiLevel",
+    "OneBit",
+    "OneBitColumns",
     "PeerError",
     "Pipeline",
+    "PowerSGD",
     "Quantize",
     "RandomBlock",
     "RandomK",
+    "RedSync",
+    "RedSyncTopK",
+    "ReplicaNetwork",
     "ReplicaSampler",
     "SameIndices",
+    "SameSign",
+    "SampledTopK",
     "Sign",
     "TensorMeta",
     "TopK",
     "__version__",
     "clip_grad_norm_",
+    "compress_gradients",
     "parse",
     "pipeline",
 ]

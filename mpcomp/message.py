@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from mpcomp.compressors.base import Payload
+from mpcomp.packing import pack_into, packed_length, unpack
 from mpcomp.tensor_meta import TensorMeta
 
 __all__ = ["COMPRESSED", "DENSE", "HEADER_BYTES", "Header", "frame", "message_bytes", "unframe"]
@@ -69,32 +70,18 @@ class Header:
         return cls(kind, status, check, step, next_ratio, version)
 
 
-def _offsets(layout: tuple[TensorMeta, ...]) -> tuple[list[int], int]:
-    """Where each payload tensor begins, and the length of the message."""
-    offsets, end = [], HEADER_BYTES
-    for part in layout:
-        end += -end % part.dtype.itemsize
-        offsets.append(end)
-        end += part.dense_bytes
-    return offsets, end
-
-
 def message_bytes(layout: tuple[TensorMeta, ...]) -> int:
     """Length of a message with this layout, header included."""
-    return _offsets(layout)[1]
+    return packed_length(layout, HEADER_BYTES)
 
 
 def frame(header: Header, payload: Payload) -> Tensor:
     """Header and payload as one uint8 buffer on the payload's device."""
-    offsets, length = _offsets(tuple(TensorMeta.of(part) for part in payload))
     device = payload[0].device if payload else torch.device("cpu")
+    length = message_bytes(tuple(TensorMeta.of(part) for part in payload))
     message = torch.empty(length, dtype=torch.uint8, device=device)
     message[:HEADER_BYTES] = header.to_tensor().to(device, non_blocking=True)
-    end = HEADER_BYTES
-    for part, offset in zip(payload, offsets, strict=True):
-        message[end:offset] = 0  # padding, so that equal payloads are equal messages
-        end = offset + part.numel() * part.element_size()
-        message[offset:end].view(part.dtype).copy_(part.reshape(-1))
+    pack_into(message, payload, HEADER_BYTES)
     return message
 
 
@@ -104,10 +91,7 @@ def unframe(message: Tensor, layout: tuple[TensorMeta, ...]) -> Payload:
     Raises:
         RuntimeError: the message is not as long as the layout says.
     """
-    offsets, length = _offsets(layout)
+    length = message_bytes(layout)
     if message.numel() != length:
         raise RuntimeError(f"message of {message.numel()} bytes where {length} were expected")
-    return tuple(
-        message[offset : offset + part.dense_bytes].view(part.dtype).reshape(part.shape)
-        for part, offset in zip(layout, offsets, strict=True)
-    )
+    return unpack(message, layout, HEADER_BYTES)

@@ -6,8 +6,8 @@
 
 ``topk:0.1``, ``ef21+topk:0.1+quant:8``, ``aqsgd:storage=fp16+quant:4:scale=128``. A method that is
 itself a setting is written with ``/`` and ``,`` for ``:`` and ``+``, as in
-``aqsgd:first=quant/8+quant:4``. Nothing in them needs quoting in a shell. ``str(method)`` gives a
-spec back.
+``aqsgd:first=quant/8+quant:4``; two numbers as in ``gravac:cf=10-1000+topk:0.1``. Nothing in them
+needs quoting in a shell. ``str(method)`` gives a spec back.
 """
 
 from __future__ import annotations
@@ -100,7 +100,11 @@ def _part(part: str, inner: Any, spec: str) -> Any:
         and f.default_factory is dataclasses.MISSING
     ]
     if missing:
-        example = f"{name}+topk:0.1" if missing == [cls.spec_inner] else f"{name}:<{missing[0]}>"
+        if missing == [cls.spec_inner]:
+            example = f"{name}+topk:0.1"
+        else:  # only the first setting can be told by its place
+            key = "" if missing[0] == fields[0] else f"{missing[0]}="
+            example = f"{name}:{key}<{missing[0]}>"
         raise ValueError(f"spec {spec!r}: {name} needs {', '.join(missing)}; write {example}")
     try:
         return cls(**arguments)
@@ -125,7 +129,19 @@ def _convert(text: str, hint: Any, what: str) -> Any:
             return kind(text)
         except ValueError:
             continue
-    if Compressor in accepted:
+    for kind in accepted:
+        if typing.get_origin(kind) is tuple:
+            return _numbers(text, typing.get_args(kind), what)
+    if Compressor in accepted or SpecValue in accepted:
         return parse(text.translate(str.maketrans("/,", ":+")))
     expected = " or ".join(t.__name__ for t in accepted if t is not type(None))
     raise ValueError(f"{what}: {text!r} is not {expected}")
+
+
+def _numbers(text: str, kinds: tuple[Any, ...], what: str) -> tuple[Any, ...]:
+    """``10-1000`` as numbers of these types."""
+    words = text.split("-")
+    if len(words) != len(kinds):
+        example = "-".join(str(10 ** (index + 1)) for index in range(len(kinds)))
+        raise ValueError(f"{what}: {text!r} is not {len(kinds)} numbers; write {example}")
+    return tuple(_convert(word, kind, what) for word, kind in zip(words, kinds, strict=True))

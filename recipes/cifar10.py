@@ -1,4 +1,4 @@
-"""Trains a ResNet cut into compressed stages, and evaluates it with compression on and off.
+"""Trains a ResNet or VGG cut into compressed stages; evaluates it with compression on and off.
 
     python -m recipes.cifar10 --data digits --compare       # a minute, no download
     python -m recipes.cifar10 --act topk:0.1 --grad ef21+topk:0.1 --device cuda
@@ -36,15 +36,15 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _parser() -> Parser:
     parser = Parser(
-        "cifar10", "Train a ResNet cut into compressed stages; evaluate with and without them."
+        "cifar10",
+        "Train a ResNet or VGG cut into compressed stages; evaluate with and without them.",
     )
     add = parser.add_argument
     add("--data", help="hub name (default uoft-cs/cifar10), folder of parquet files, or digits")
     add("--model", choices=MODELS)
-    add("--width", type=int, help="channels of the first stage (64 is ResNet's own)")
+    add("--width", type=int, help="channels of the first layers (64 is the papers')")
     add("--schedule-epochs", type=int, help="half a period of the cosine schedule")
     add("--drop-last", action=argparse.BooleanOptionalAction, help="in training only")
-    add("--momentum", type=float)
     add("--channels-last", action=argparse.BooleanOptionalAction)
     add("--crop-padding", type=int, help="pixels of the random crop; 0 crops nothing")
     add("--flip", action=argparse.BooleanOptionalAction, help="random horizontal flip")

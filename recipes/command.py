@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final, Generic, NoReturn, TypeVar
 
 from recipes import plots
-from recipes.config import PRECISIONS, AnyConfig
+from recipes.config import OPTIMIZERS, PRECISIONS, AnyConfig
 from recipes.ranks import Ranks, joined
 from recipes.run_folder import RunFolder, write_json
 from recipes.summary import Summary, table
@@ -56,7 +56,12 @@ class Parser(argparse.ArgumentParser):
         add("--epochs", type=int)
         add("--eval-every", type=int, help="epochs between evaluations")
         add("--batch-size", type=int, help="of all replicas together")
+        add("--optimizer", choices=OPTIMIZERS, help="lars, lamb: for large batches; pass --lr too")
         add("--lr", type=float)
+        add("--base-batch", type=int, metavar="N", help="that lr is for: it is times batch / N")
+        add("--lr-warmup-epochs", type=int, help="in which the learning rate rises, step by step")
+        add("--momentum", type=float, help="of sgd and lars")
+        add("--nesterov", action=argparse.BooleanOptionalAction, help="of sgd and lars")
         add("--weight-decay", type=float)
         add("--clip", type=float, metavar="NORM", help="largest global gradient norm")
         add("--precision", choices=PRECISIONS, help="auto: bf16 where the device computes in it")

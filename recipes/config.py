@@ -11,6 +11,8 @@ import mpcomp
 from mpcomp.engines.schedules import schedule_named
 
 PRECISIONS: Final = ("fp32", "bf16", "fp16", "auto")
+OPTIMIZERS: Final = ("sgd", "adamw", "lars", "lamb")
+WITH_MOMENTUM: Final = ("sgd", "lars")
 
 AnyConfig = TypeVar("AnyConfig", bound="RunConfig")
 
@@ -29,11 +31,14 @@ class RunConfig:
     at_least_0: ClassVar[tuple[str, ...]] = (
         "warmup_steps",
         "warmup_epochs",
+        "lr_warmup_epochs",
+        "momentum",
         "weight_decay",
         "seed",
     )
     at_least_1: ClassVar[tuple[str, ...]] = (
         *("chunks", "epochs", "eval_every", "batch_size", "threads", "train_limit", "replicas"),
+        "base_batch",
     )
 
     data: str
@@ -47,7 +52,12 @@ class RunConfig:
     epochs: int
     eval_every: int = 1  # epochs; the last epoch is always evaluated
     batch_size: int  # of all replicas together
+    optimizer: str  # one of OPTIMIZERS
     lr: float
+    base_batch: int | None = None  # that `lr` is for: it grows as the batch of a step does
+    lr_warmup_epochs: int = 0  # in which the rate rises
+    momentum: float = 0.9  # of sgd and lars
+    nesterov: bool = False
     weight_decay: float
     clip: float | None = None  # largest global gradient norm
     precision: str  # "auto": bf16 where the device computes in it
@@ -78,6 +88,7 @@ class RunConfig:
                 "pass one of the two"
             )
         self._check_batch()
+        self._check_optimizer()
         schedule_named(self.schedule)
         if isinstance(self.in_flight, str) and self.in_flight != "auto":
             raise ValueError(
@@ -107,6 +118,34 @@ class RunConfig:
                 f"holds at least one {self.sample}, so pass at most as many chunks as the batch "
                 f"has {self.sample}s"
             )
+
+    def _check_optimizer(self) -> None:
+        """Raises ValueError for what the optimizer cannot do, or a warm-up that never ends."""
+        check_choice("optimizer", self.optimizer, OPTIMIZERS)
+        if not self.momentum < 1:
+            raise ValueError(f"momentum is {self.momentum}; pass at least 0 and less than 1")
+        if self.nesterov and not (self.optimizer in WITH_MOMENTUM and self.momentum):
+            raise ValueError(
+                f"nesterov is set, optimizer is {self.optimizer}, momentum is {self.momentum}; "
+                f"leave it out, or pass {' or '.join(WITH_MOMENTUM)} and a momentum above 0"
+            )
+        if self.lr_warmup_epochs >= self.epochs:
+            raise ValueError(
+                f"lr_warmup_epochs is {self.lr_warmup_epochs}, epochs is {self.epochs}; pass fewer "
+                "epochs of warm-up than of training"
+            )
+
+    @property
+    def step_batch(self) -> int:
+        """How many samples a step of the optimizer sees."""
+        return self.batch_size
+
+    @property
+    def peak_lr(self) -> float:
+        """The highest learning rate, by the linear scaling rule (Goyal et al. 2017)."""
+        if self.base_batch is None:
+            return self.lr
+        return self.lr * self.step_batch / self.base_batch
 
     @property
     def label(self) -> str:
@@ -143,6 +182,15 @@ def check_choice(name: str, value: str, accepted: tuple[str, ...]) -> None:
     """Raises ValueError for what is not accepted."""
     if value not in accepted:
         raise ValueError(f"{name} is {value!r}; pass one of {', '.join(accepted)}")
+
+
+def check_rate_chosen(default: str, chosen: Mapping[str, Any]) -> None:
+    """Raises ValueError for another optimizer than the default one, but at that one's rate."""
+    if chosen.get("optimizer", default) != default and "lr" not in chosen:
+        raise ValueError(
+            f"optimizer is {chosen['optimizer']!r}, and lr is not given; pass both: the default "
+            f"rate is for {default}"
+        )
 
 
 def check_at_least(name: str, value: float | None, least: float) -> None:

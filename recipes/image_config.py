@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
-from recipes.config import RunConfig, check_choice
+from recipes.config import RunConfig, check_choice, check_rate_chosen
 
-MODELS: Final = ("resnet18", "resnet34", "resnet50", "resnet101")
+MODELS: Final = ("resnet18", "resnet34", "resnet50", "resnet101", "vgg16")
 
 # 1,257 small images: more, smaller steps, and a cosine that ends with the training.
 DIGITS_DEFAULTS: Final[Mapping[str, Any]] = {
@@ -26,7 +26,9 @@ DIGITS_DEFAULTS: Final[Mapping[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ImageConfig(RunConfig):
-    """One training run of a ResNet. The defaults are those of Rudakov et al. on CIFAR-10.
+    """One training run of an image classifier.
+
+    The defaults are those of Rudakov et al. for ResNet-18 on CIFAR-10.
 
     Their cosine has a half period of 200 epochs and training stops after 100, at half of the first
     learning rate.
@@ -36,9 +38,7 @@ class ImageConfig(RunConfig):
     """
 
     sample: ClassVar[str] = "image"
-    at_least_0: ClassVar[tuple[str, ...]] = (
-        *(*RunConfig.at_least_0, "momentum", "crop_padding", "aug_seeds"),
-    )
+    at_least_0: ClassVar[tuple[str, ...]] = (*RunConfig.at_least_0, "crop_padding", "aug_seeds")
     at_least_1: ClassVar[tuple[str, ...]] = (
         *(*RunConfig.at_least_1, "width", "schedule_epochs", "test_limit"),
     )
@@ -51,8 +51,8 @@ class ImageConfig(RunConfig):
     schedule_epochs: int = 200  # T_max of the cosine
     batch_size: int = 128
     drop_last: bool = True  # in training; every test image is evaluated
+    optimizer: str = "sgd"
     lr: float = 0.01
-    momentum: float = 0.9
     weight_decay: float = 5e-4
     precision: str = "fp32"
     channels_last: bool = True
@@ -64,10 +64,16 @@ class ImageConfig(RunConfig):
     def __post_init__(self) -> None:
         check_choice("model", self.model, MODELS)
         super().__post_init__()
+        if self.lr_warmup_epochs >= self.schedule_epochs:
+            raise ValueError(
+                f"lr_warmup_epochs is {self.lr_warmup_epochs}, schedule_epochs is "
+                f"{self.schedule_epochs}; pass fewer epochs of warm-up than of the whole schedule"
+            )
 
     @classmethod
     def for_data(cls, data: str, **chosen: Any) -> ImageConfig:
         """The defaults that suit the data set, with `chosen` on top."""
+        check_rate_chosen(cls.optimizer, chosen)
         defaults = DIGITS_DEFAULTS if data == "digits" else {}
         config = cls(data=data, **{**defaults, **chosen})
         if data == "digits" and "epochs" in chosen and "schedule_epochs" not in chosen:

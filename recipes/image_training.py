@@ -1,7 +1,8 @@
-"""Trains a ResNet on images: SGD, a cosine schedule, accuracy."""
+"""Trains a ResNet or VGG on images: a cosine schedule, accuracy."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from recipes import data
 from recipes.image_config import ImageConfig
 from recipes.loader import loaders_of
 from recipes.metric import ACCURACY
+from recipes.optimizers import make_optimizer, warm_up
 from recipes.ranks import Ranks
 from recipes.summary import Summary
 from recipes.training import Trainer
@@ -39,7 +41,7 @@ def load_data(config: ImageConfig) -> data.Dataset:
 
 
 class ImageTrainer(Trainer[ImageConfig]):
-    """The trainer of a ResNet."""
+    """The trainer of an image classifier."""
 
     metric = ACCURACY
 
@@ -51,15 +53,13 @@ class ImageTrainer(Trainer[ImageConfig]):
         self.loss = LossWithAccuracy()
         self.cut(_model(config, dataset.num_classes), len(train_loader), loss_fn=self.loss)
         self.train_loader, self.test_loader = train_loader.of(self.pipe), test_loader.of(self.pipe)
-        self.optimizer = torch.optim.SGD(
-            self.pipe.parameters(),
-            lr=config.lr,
-            momentum=config.momentum,
-            weight_decay=config.weight_decay,
-        )
+        self.optimizer = make_optimizer(config, self.pipe.parameters(), decay_all=True)
         self.pipe.follow_lr(self.optimizer)
-        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(
-            self.optimizer, T_max=config.schedule_epochs
+        schedules = torch.optim.lr_scheduler
+        self.scheduler = (
+            schedules.LambdaLR(self.optimizer, self._rate)
+            if config.lr_warmup_epochs
+            else schedules.CosineAnnealingLR(self.optimizer, T_max=config.schedule_epochs)
         )
 
     def start_epoch(self) -> None:
@@ -75,14 +75,20 @@ class ImageTrainer(Trainer[ImageConfig]):
         x, y, ids = batch
         return self.pipe.forward_backward(x, y, sample_ids=ids)
 
+    def end_step(self) -> None:
+        """A schedule with a warm-up goes by steps of the optimizer."""
+        if self.config.lr_warmup_epochs:
+            self.scheduler.step()
+
     def judge(self) -> float:
         """Accuracy on all test images."""
         mean: float = self.pipe.evaluate(self.test_loader, accuracy)
         return mean
 
     def end_epoch(self) -> dict[str, Any]:
-        """The schedule goes by epochs."""
-        self.scheduler.step()
+        """The schedule goes by epochs, unless it has a warm-up."""
+        if not self.config.lr_warmup_epochs:
+            self.scheduler.step()
         counts = self.pipe.collect((int(self.loss.num_right), self.loss.num_seen))
         right, seen = zip(*counts, strict=True)
         return {"train_accuracy": sum(right) / sum(seen)}
@@ -92,6 +98,17 @@ class ImageTrainer(Trainer[ImageConfig]):
         if not self.loss.num_seen:
             return {}
         return {"accuracy": f"{self.loss.num_right / self.loss.num_seen:.3f}"}
+
+    def _rate(self, step: int) -> float:
+        """The learning rate of a step (from 0), as a part of the highest.
+
+        After the warm-up the cosine goes by epochs, and ends when it would without one.
+        """
+        warmup = self.config.lr_warmup_epochs
+        if step < warmup * self.steps_per_epoch:
+            return warm_up(self.config, step, warmup * self.steps_per_epoch)
+        part = (step // self.steps_per_epoch - warmup) / (self.config.schedule_epochs - warmup)
+        return (1.0 + math.cos(math.pi * part)) / 2.0
 
 
 class LossWithAccuracy:

@@ -37,6 +37,7 @@ Line = dict[str, Any]
 FREE_OPTIONS: Final = (
     *("act", "grad", "warmup_epochs", "seed", "data", "device", "threads"),
     *("replicas", "schedule", "in_flight", "timeout"),
+    *("optimizer", "nesterov", "base_batch", "lr_warmup_epochs"),
 )
 
 

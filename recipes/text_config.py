@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
 import mpcomp
-from recipes.config import RunConfig, check_choice
+from recipes.config import RunConfig, check_choice, check_rate_chosen
 from recipes.text import WIKITEXT
 from recipes.tokens import BPE
 
 EVAL_SPLITS: Final = ("validation", "test")
 AUTO_SPLIT: Final = "auto"
+LSTM: Final = "lstm"
 
 # What is made anew, with random weights, and what suits it; other models are loaded.
 SIZES: Final[Mapping[str, Mapping[str, Any]]] = {
@@ -31,6 +32,15 @@ SIZES: Final[Mapping[str, Mapping[str, Any]]] = {
     },
     "small": {"tokenizer": BPE, "seq_len": 256, "lr": 1e-3},
     "gpt2": {"tokenizer": BPE, "lr": 6e-4},
+    # As long as those that LSTMs are trained on by the authors of GraVAC, ConEF and Accordion.
+    LSTM: {
+        "tokenizer": BPE,
+        "seq_len": 35,
+        "batch_size": 20,
+        "lr": 1e-3,
+        "act": ("quant:4",),
+        "grad": ("quant:8",),
+    },
 }
 
 
@@ -48,6 +58,7 @@ class TextConfig(RunConfig):
     at_least_0: ClassVar[tuple[str, ...]] = (*RunConfig.at_least_0, "lr_warmup_steps")
     at_least_1: ClassVar[tuple[str, ...]] = (
         *(*RunConfig.at_least_1, "seq_len", "vocab_size", "accumulate", "eval_limit", "lora"),
+        "hidden",
     )
 
     data: str = WIKITEXT  # hub name, folder, text files, or python-docs
@@ -55,13 +66,16 @@ class TextConfig(RunConfig):
     model: str = "openai-community/gpt2"  # hub name, folder, or one of SIZES
     tokenizer: str | None = None  # hub name, folder, or "bpe"; None is the model's own
     vocab_size: int = 4096  # of a bpe, which is trained on the training articles
+    hidden: int | None = None  # units of a layer of an LSTM, the one model of any width
     seq_len: int = 1024  # tokens of a block
-    split: str = AUTO_SPLIT  # the paper's for GPT-2 of 4, 8, 12, ... blocks, else 4 stages
+    # The paper's for GPT-2 of 4, 8, 12, ... blocks, an LSTM's layers and head, else 4 stages.
+    split: str = AUTO_SPLIT
     tie: str | None = None  # spec for the message between copies of a tied embedding
     lora: int | None = None  # rank of the adapters that alone are trained; None trains all weights
     epochs: int = 4
     batch_size: int = 8
     accumulate: int = 1  # batches of one step of the optimizer
+    optimizer: str = "adamw"
     lr: float = 5e-5
     lr_warmup_steps: int = 0  # of the optimizer; then the rate falls linearly, to 0 at the end
     weight_decay: float = 0.0  # of matrices
@@ -75,6 +89,16 @@ class TextConfig(RunConfig):
         check_choice("eval_split", self.eval_split, EVAL_SPLITS)
         if self.seq_len == 1:
             raise ValueError("seq_len is 1; pass at least 2: a token is predicted from others")
+        if self.model != LSTM and self.hidden is not None:
+            raise ValueError(
+                f"hidden is {self.hidden}, but the model {self.model} has its own width; drop "
+                f"--hidden, or pass --model {LSTM}"
+            )
+        if self.model == LSTM and self.lora is not None:
+            raise ValueError(
+                f"lora is {self.lora}, but adapters are for models of transformers, which an "
+                f"{LSTM} is not; drop --lora"
+            )
         if self.part is not None and not re.fullmatch(r"\d+/\d+", self.part):
             raise ValueError(
                 f"part is {self.part!r}; pass K/N, as in 1/2 for the first of two parts of the "
@@ -83,6 +107,16 @@ class TextConfig(RunConfig):
         if self.tie is not None:
             mpcomp.parse(self.tie)
         super().__post_init__()
+        if self.lr_warmup_steps and self.lr_warmup_epochs:
+            raise ValueError(
+                f"lr_warmup_steps is {self.lr_warmup_steps} and lr_warmup_epochs is "
+                f"{self.lr_warmup_epochs}; pass one of the two"
+            )
+
+    @property
+    def step_batch(self) -> int:
+        """How many blocks a step of the optimizer sees."""
+        return self.batch_size * self.accumulate
 
     @property
     def is_new(self) -> bool:
@@ -114,6 +148,7 @@ class TextConfig(RunConfig):
         The method for a tied embedding is a default only where those for cuts are: with act and
         grad none nothing is compressed.
         """
+        check_rate_chosen(cls.optimizer, chosen)
         defaults = dict(SIZES.get(model, {}))
         if "act" in chosen or "grad" in chosen:
             defaults.pop("tie", None)

@@ -10,13 +10,14 @@ import torch
 from torch import nn
 
 from recipes.hub import cache_only_if_unreachable, first_line
+from recipes.lstm import LSTMConfig, TextLSTM
 from recipes.pretrained import source_of
-from recipes.text_config import AUTO_SPLIT, TextConfig
+from recipes.text_config import AUTO_SPLIT, LSTM, TextConfig
 
 # Embeddings of a new model are as many as its tokens, rounded up to this.
 VOCAB_MULTIPLE: Final = 64
 NO_DROPOUT: Final = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-#: What new models have otherwise than GPT-2.
+#: What new models of transformers have otherwise than GPT-2.
 ARCHITECTURES: Final[Mapping[str, Mapping[str, Any]]] = {
     "tiny": {"n_layer": 4, "n_embd": 128, "n_head": 4, "n_positions": 128, **NO_DROPOUT},
     "small": {"n_layer": 8, "n_embd": 128, "n_head": 4, "n_positions": 256, **NO_DROPOUT},
@@ -25,20 +26,17 @@ ARCHITECTURES: Final[Mapping[str, Mapping[str, Any]]] = {
 
 
 def model_config(config: TextConfig) -> Any:
-    """The transformers configuration of a run's model; the vocabulary of a new one is not set.
+    """The configuration of a run's model, as of transformers; a new one has no vocabulary yet.
 
     Raises:
         ValueError: there is no such model, it is no causal language model, or it has fewer
             positions than a block has tokens.
     """
-    from transformers import AutoConfig, GPT2Config
+    from transformers import AutoConfig
 
     if config.lora is not None and importlib.util.find_spec("peft") is None:
         raise ValueError(f"lora is {config.lora}, but peft is not installed: pip install peft")
-    if config.is_new:
-        chosen = GPT2Config(**ARCHITECTURES[config.model])
-    else:
-        chosen = _load(AutoConfig, config.model)
+    chosen = _new_config(config) if config.is_new else _load(AutoConfig, config.model)
     if chosen.is_encoder_decoder:
         raise ValueError(
             f"the model {config.model} is an encoder-decoder ({chosen.model_type}); pass --model a "
@@ -67,7 +65,7 @@ def make_model(config: TextConfig, tokenizer: Any) -> nn.Module:
             chosen = model_config(config)
             chosen.vocab_size = -(-len(tokenizer) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
             chosen.bos_token_id = chosen.eos_token_id = tokenizer.eos_token_id
-            model: nn.Module = GPT2LMHeadModel(chosen)
+            model: nn.Module = (TextLSTM if config.model == LSTM else GPT2LMHeadModel)(chosen)
         else:
             model = _load(AutoModelForCausalLM, config.model, weights=True).float()
         return model if config.lora is None else _with_adapters(model, config.lora)
@@ -79,7 +77,16 @@ def split_of(config: TextConfig, chosen: Any) -> str:
         return config.split
     if chosen.model_type == "gpt2" and chosen.num_hidden_layers % 4 == 0:
         return "paper"
-    return "4"
+    return "paper" if chosen.model_type == LSTM else "4"
+
+
+def _new_config(config: TextConfig) -> Any:
+    """That of a model with random weights."""
+    from transformers import GPT2Config
+
+    if config.model != LSTM:
+        return GPT2Config(**ARCHITECTURES[config.model])
+    return LSTMConfig() if config.hidden is None else LSTMConfig(hidden_size=config.hidden)
 
 
 def _with_adapters(model: nn.Module, rank: int) -> nn.Module:

@@ -1,17 +1,18 @@
-"""Trains a causal language model on text: AdamW, a linear schedule, perplexity."""
+"""Trains a causal language model on text: a linear schedule, perplexity."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 import mpcomp
 from recipes.metric import PERPLEXITY
+from recipes.optimizers import make_optimizer, warm_up
 from recipes.ranks import Ranks
 from recipes.run_folder import RunFolder
 from recipes.summary import Summary
@@ -73,15 +74,18 @@ def load_data(config: TextConfig) -> TextData:
     tokenizer = tokenizer_of(name, text.train, vocab_size=config.vocab_size)
     if not config.is_new:
         check_vocabulary(tokenizer, chosen.vocab_size)
+    held_out = blocks_of(
+        getattr(text, config.eval_split),
+        tokenizer,
+        config.seq_len,
+        keep_tail=True,
+        limit=config.eval_limit,
+    )
+    if not getattr(chosen, "takes_mask", True):
+        held_out = dataclasses.replace(held_out, attention_mask=None)
     return TextData(
         train=blocks_of(text.train, tokenizer, config.seq_len, keep_tail=False),
-        held_out=blocks_of(
-            getattr(text, config.eval_split),
-            tokenizer,
-            config.seq_len,
-            keep_tail=True,
-            limit=config.eval_limit,
-        ),
+        held_out=held_out,
         tokenizer=tokenizer,
         name=text.name,
     )
@@ -106,14 +110,12 @@ class TextTrainer(Trainer[TextConfig]):
         model = self.ranks.together(lambda: make_model(config, text.tokenizer))
         self.size = _size_of(model)
         self.config = dataclasses.replace(config, split=split_of(config, model.config))
-        self.cut(model, len(loader), tie_comp=config.tie)
+        self.cut(model, len(loader), tie_comp=config.tie, loss_fn=mpcomp.CausalLMLoss())
         self.train_loader = loader.of(self.pipe)
         held_out = dataclasses.replace(loader, blocks=text.held_out)
         next(iter(held_out))  # refuses here what replicas cannot share
         self.eval_loader = held_out.of(self.pipe)
-        self.optimizer = torch.optim.AdamW(
-            _groups(self.pipe, config.weight_decay), lr=config.lr, weight_decay=0.0
-        )
+        self.optimizer = make_optimizer(config, self.pipe.parameters())
         self.pipe.follow_lr(self.optimizer)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._rate)
 
@@ -155,27 +157,18 @@ class TextTrainer(Trainer[TextConfig]):
         return [*notes, f"AQ-SGD will keep up to {sum(each) / 1e6:.1f} MB ({where}){processes}"]
 
     def finish(self, folder: RunFolder) -> None:
-        """The model as transformers writes it, with its tokenizer."""
+        """The model as it writes itself, with its tokenizer."""
         self.pipe.save_pretrained(folder.model)
         if self.ranks.speaks:  # which has the model
             self.tokenizer.save_pretrained(folder.model)
 
     def _rate(self, step: int) -> float:
         """The learning rate of a step (from 0), as a part of the highest."""
-        warmup, total = self.config.lr_warmup_steps, self.config.epochs * self.steps_per_epoch
+        config, total = self.config, self.config.epochs * self.steps_per_epoch
+        warmup = config.lr_warmup_steps or config.lr_warmup_epochs * self.steps_per_epoch
         if step < warmup:
-            return (step + 1) / (warmup + 1)
+            return warm_up(config, step, warmup)
         return max(0.0, (total - step) / max(1, total - warmup))
-
-
-def _groups(pipe: mpcomp.Pipeline, weight_decay: float) -> list[dict[str, Any]]:
-    """What is trained, for the optimizer: biases and norms do not decay."""
-    trained = [parameter for parameter in pipe.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [one for one in trained if one.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [one for one in trained if one.dim() < 2], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
 
 
 def _size_of(model: nn.Module) -> str:

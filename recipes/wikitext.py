@@ -2,6 +2,7 @@
 
     python -m recipes.wikitext --model tiny --data python-docs --compare    # no download
     python -m recipes.wikitext --act aqsgd+quant:4 --grad quant:8 --device cuda
+    python -m recipes.wikitext --model lstm --data python-docs --hidden 256 --compare
     python -m recipes.wikitext --resume runs/<folder>
     torchrun --nproc-per-node 4 -m recipes.wikitext --model tiny --data python-docs
 
@@ -42,7 +43,7 @@ def _parser() -> Parser:
     add(
         "--model",
         help=f"hub name (default {TextConfig.model}) or folder, to fine-tune; or "
-        f"{' or '.join(SIZES)}, with random weights",
+        f"{', '.join(SIZES)}, with random weights",
     )
     add(
         "--data",
@@ -51,6 +52,7 @@ def _parser() -> Parser:
     add("--part", metavar="K/N", help="the k-th of n parts of the training articles")
     add("--tokenizer", help="hub name or folder (default: the model's own), or bpe: a new one")
     add("--vocab-size", type=int, metavar="TOKENS", help="of a new tokenizer (default 4096)")
+    add("--hidden", type=int, metavar="UNITS", help="of a layer of an lstm (default 1500)")
     add("--seq-len", type=int, metavar="TOKENS", help="of a block")
     add("--accumulate", type=int, metavar="BATCHES", help="of one step of the optimizer")
     add("--lr-warmup-steps", type=int, help="in which the learning rate rises")

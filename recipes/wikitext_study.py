@@ -133,7 +133,7 @@ def configuration(options: argparse.Namespace, row: str, seed: int) -> TextConfi
 def settings(config: TextConfig, options: argparse.Namespace) -> Line:
     """What all runs of one results file share; the model by its weights, wherever it lies."""
     shared = shared_settings(config, options)
-    for name in ("tokenizer", "tie", "lora"):
+    for name in ("tokenizer", "tie", "lora", "momentum", "hidden"):
         del shared[name]
     return {**shared, "model": identity(config), "train_blocks": options.train_blocks}
 

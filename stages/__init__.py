@@ -1,4 +1,4 @@
-"""From a model to a list of stage modules, and back: ResNets, balance, split, merge.
+"""From a model to a list of stage modules, and back: ResNets, VGG, LSTMs, balance, split, merge.
 
 This package knows nothing of communication. A stage is an ordinary `nn.Module` from one tensor
 to one tensor; it shares its parameters with the model and keeps the model's names for them.
@@ -12,12 +12,16 @@ to one tensor; it shares its parameters with the model and keeps the model's nam
 
 from stages.balance import balance, partition, seconds
 from stages.blocks import Block, blocks
+from stages.lstm import LSTMLM, lstm_lm
 from stages.resnet import ResNet, resnet18, resnet34, resnet50, resnet101
 from stages.sharing import shared_parameters
 from stages.split import split
 from stages.stage import Stage, StageState, Tie, merge, tie_names, ties
+from stages.vgg import VGG, vgg16
 
 __all__ = [
+    "LSTMLM",
+    "VGG",
     "Block",
     "ResNet",
     "Stage",
@@ -25,6 +29,7 @@ __all__ = [
     "Tie",
     "balance",
     "blocks",
+    "lstm_lm",
     "merge",
     "partition",
     "resnet18",
@@ -36,4 +41,5 @@ __all__ = [
     "split",
     "tie_names",
     "ties",
+    "vgg16",
 ]

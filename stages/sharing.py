@@ -6,10 +6,11 @@ would, on two devices, silently become two parameters.
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from torch import Tensor, nn
 
-from stages.stage import Piece
+from stages.stage import Piece, ancestors
 
 
 def shared_parameters(model: nn.Module) -> list[tuple[str, ...]]:
@@ -47,6 +48,21 @@ def check_not_shared(model: nn.Module, pieces: Sequence[Piece]) -> None:
                     "stage must own what it trains. Put both in the same stage: cut before the "
                     "first or after the last of them, or give each a tensor of its own"
                 )
+
+
+def with_tied_copies(model: nn.Module, pieces: Sequence[Piece]) -> list[Piece]:
+    """Let a stage have a copy of the block whose parameter an earlier stage has as well.
+
+    For models whose trainers are known to add up the gradients of such copies (`stages.ties`).
+    """
+    copied = [piece.copied for piece in pieces]
+    for names in name_groups(model):
+        homes = [(i, name) for name in names for i, p in enumerate(pieces) if p.holds(name)]
+        for i, name in homes:
+            if i != homes[0][0]:
+                block = next(b for b in pieces[i].blocks if b in ancestors(name))
+                copied[i] = (*copied[i], block)
+    return [replace(piece, copied=names) for piece, names in zip(pieces, copied, strict=True)]
 
 
 def name_groups(model: nn.Module) -> list[list[str]]:

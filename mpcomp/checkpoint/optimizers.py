@@ -55,7 +55,8 @@ def restored_optimizer(
             raise ValueError(
                 f"{folder} holds the state of {entry['class']}, not of {type(optimizer).__name__}"
             )
-    names = {id(p): name for name, p in pipe.named_parameters()}
+    parameters = dict(pipe.named_parameters())
+    names = {id(p): name for name, p in parameters.items()}
     own = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     here = set(names.values())
     settings: list[dict[str, Any]] = [group["settings"] for group in entries[0]["groups"]]
@@ -81,9 +82,16 @@ def restored_optimizer(
         for compound, value in {**tensors, **entry["plain"]}.items():
             key, _, name = compound.partition(".")
             if name in index:
-                state.setdefault(index[name], {})[key] = value
+                state.setdefault(index[name], {})[key] = _ordered_as(parameters[name], value)
     groups = [
         {**of_group, "params": [index[name] for name in names_of]}
         for of_group, names_of in zip(settings, own, strict=True)
     ]
     return {"state": state, "param_groups": groups}
+
+
+def _ordered_as(parameter: Tensor, value: Any) -> Any:
+    """A tensor of the parameter's shape in its memory order, in which a norm adds it up."""
+    if not isinstance(value, Tensor) or value.shape != parameter.shape:
+        return value
+    return torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)

@@ -4,22 +4,36 @@ from mpcomp.compressors.base import Compressor, Payload, Selecting
 from mpcomp.compressors.cast import Cast
 from mpcomp.compressors.fixedpoint import FixedPoint
 from mpcomp.compressors.identity import Identity
+from mpcomp.compressors.lowrank import LowRank
+from mpcomp.compressors.multi_level import MultiLevel
+from mpcomp.compressors.onebit import OneBitColumns
+from mpcomp.compressors.qsgd import QSGD
 from mpcomp.compressors.quantize import Quantize
 from mpcomp.compressors.random import RandomBlock, RandomK
 from mpcomp.compressors.same_indices import SameIndices
+from mpcomp.compressors.same_sign import MeanValue, SameSign
 from mpcomp.compressors.sign import Sign
+from mpcomp.compressors.threshold import RedSyncTopK, SampledTopK
 from mpcomp.compressors.topk import TopK
 
 __all__ = [
+    "QSGD",
     "Cast",
     "Compressor",
     "FixedPoint",
     "Identity",
+    "LowRank",
+    "MeanValue",
+    "MultiLevel",
+    "OneBitColumns",
     "Payload",
     "Quantize",
     "RandomBlock",
     "RandomK",
+    "RedSyncTopK",
     "SameIndices",
+    "SameSign",
+    "SampledTopK",
     "Selecting",
     "Sign",
     "TopK",

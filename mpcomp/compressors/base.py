@@ -21,7 +21,16 @@ from torch import Tensor
 
 from mpcomp.tensor_meta import TensorMeta
 
-__all__ = ["Compressor", "Payload", "Selecting", "SpecValue", "check_keep", "registered"]
+__all__ = [
+    "Compressor",
+    "Payload",
+    "Selecting",
+    "SpecValue",
+    "check_cf",
+    "check_keep",
+    "num_kept",
+    "registered",
+]
 
 Payload = tuple[Tensor, ...]
 
@@ -61,7 +70,12 @@ class SpecValue:
 
 
 def nested_spec(value: Any) -> str:
-    """A setting's text; a method as a setting has ``/`` and ``,`` for its ``:`` and ``+``."""
+    """A setting's text; a method as a setting has ``/`` and ``,`` for its ``:`` and ``+``.
+
+    Several numbers have a ``-`` between them.
+    """
+    if isinstance(value, tuple):
+        return "-".join(f"{x:.0f}" if float(x).is_integer() else str(x) for x in value)
     text = str(value)
     return text.translate(str.maketrans(":+", "/,")) if isinstance(value, SpecValue) else text
 
@@ -84,6 +98,11 @@ class Compressor(SpecValue, ABC):
 
     #: Whether payloads of the same layout may be added elementwise (all-reduce).
     summable: bool = False
+    #: Whether the method works on a matrix, not on elements one by one: between replicas it is
+    #: given [first dim, product of the rest], others one row of all elements.
+    by_matrix: bool = False
+    #: Whether `decompress` reads the generator, so that all ends must be given equal ones.
+    shares_choice: bool = False
 
     @abstractmethod
     def layout(self, meta: TensorMeta) -> tuple[TensorMeta, ...]:
@@ -112,6 +131,34 @@ class Compressor(SpecValue, ABC):
                 elements is shared rather than sent.
         """
 
+    def add_to(
+        self,
+        total: Tensor,
+        payload: Payload,
+        meta: TensorMeta,
+        generator: torch.Generator | None = None,
+        *,
+        scale: float = 1.0,
+        positions: Tensor | None = None,
+    ) -> None:
+        """``total += scale * decompress(payload)``, in place.
+
+        Product and sum are rounded one by one, so that all devices agree, and selecting
+        methods, which add what they sent alone, agree with a dense sum bit for bit (but for the
+        sign of a zero).
+
+        Args:
+            total: flat contiguous fp32 [elements], in memory order.
+            payload: of a tensor like ``meta``.
+            meta: describes the tensor that was compressed.
+            generator: as for `decompress`.
+            scale: factor of what is added.
+            positions: those that the payload carries (`Selecting.indices`), where the caller
+                has them; only selecting methods look at it.
+        """
+        x = meta.flatten(self.decompress(payload, meta, generator)).reshape(-1)
+        total.add_(scaled(x, scale))
+
     def wire_bytes(self, meta: TensorMeta) -> int:
         """Bytes of the payload of a tensor like ``meta``, without a message header."""
         return sum(part.dense_bytes for part in self.layout(meta))
@@ -128,15 +175,42 @@ class Compressor(SpecValue, ABC):
         """
         raise TypeError(
             f"{self} has no compression factor to set; "
-            "selecting compressors (topk, randomk, randomblock) have one"
+            "selecting compressors (topk, randomk, randomblock) and quant have one"
         )
 
 
 class Selecting(Compressor):
-    """A compressor that sends some of the elements and drops the others."""
+    """A compressor that sends some of the elements and drops the others.
+
+    Over a whole tensor `compress` is `choose`, then `take`. Who needs the choice itself (a
+    second level, momentum to be masked) calls the two.
+    """
 
     keep: float
     values: Compressor | None
+
+    @abstractmethod
+    def choose(self, flat: Tensor, k: int, generator: torch.Generator | None = None) -> Tensor:
+        """Ascending int64 positions of the ``k`` elements that this method picks of ``flat``.
+
+        Args:
+            flat: the elements [n], all of them one scope.
+            k: how many, 0 to n.
+            generator: for methods that draw.
+        """
+
+    @abstractmethod
+    def take(
+        self, x: Tensor, positions: Tensor, generator: torch.Generator | None = None
+    ) -> Payload:
+        """The payload that carries the elements of ``x`` at ``positions``.
+
+        Args:
+            x: tensor of any shape.
+            positions: ascending int64, in memory order; as many as `layout` has room for. A
+                method with `shares_choice` must be given those that `decompress` will draw.
+            generator: for value compressors that draw.
+        """
 
     @abstractmethod
     def indices(
@@ -144,10 +218,64 @@ class Selecting(Compressor):
     ) -> Tensor:
         """Ascending int64 positions, in memory order, of the elements that ``payload`` carries."""
 
+    @abstractmethod
+    def decoded(
+        self, payload: Payload, meta: TensorMeta, generator: torch.Generator | None = None
+    ) -> Tensor:
+        """The values [k], in ``meta``'s dtype, that belong to those positions."""
+
+    def decompress(
+        self, payload: Payload, meta: TensorMeta, generator: torch.Generator | None = None
+    ) -> Tensor:
+        positions = self.indices(payload, meta, generator)
+        values = self.decoded(payload, meta, generator)
+        flat = torch.zeros(meta.numel, dtype=meta.dtype, device=values.device)
+        # Positions are unique, so the order of writing does not matter.
+        return meta.unflatten(flat.index_copy_(0, positions, values))
+
+    def add_to(
+        self,
+        total: Tensor,
+        payload: Payload,
+        meta: TensorMeta,
+        generator: torch.Generator | None = None,
+        *,
+        scale: float = 1.0,
+        positions: Tensor | None = None,
+    ) -> None:
+        if positions is None:
+            positions = self.indices(payload, meta, generator)
+        values = scaled(self.decoded(payload, meta, generator), scale)
+        # Unique positions need no atomic adds, which index_add_ has on accelerators.
+        total.index_copy_(0, positions, total.index_select(0, positions).add_(values))
+
+    def num_kept(self, n: int) -> int:
+        """How many elements are sent of a scope of ``n``."""
+        return num_kept(self.keep, n)
+
+    def over_tensor(self) -> Selecting:
+        """The same method selecting over the whole tensor, not within samples or rows."""
+        return self
+
     def with_cf(self, cf: float) -> Selecting:
-        if not cf >= 1:
-            raise ValueError(f"cf={cf}: a compression factor is a number of at least 1")
-        return dataclasses.replace(self, keep=1 / cf)  # type: ignore[type-var]
+        check_cf(cf)
+        return self.with_keep(1 / cf)
+
+    def with_keep(self, keep: float) -> Selecting:
+        """The same method with another fraction of elements to send."""
+        return dataclasses.replace(self, keep=keep)  # type: ignore[type-var]
+
+
+def scaled(x: Tensor, scale: float) -> Tensor:
+    """``x`` times ``scale`` in fp32, rounded before anything is added to it."""
+    x = x.to(torch.float32)
+    return x if scale == 1.0 else x * scale
+
+
+def check_cf(cf: float) -> None:
+    """Raises ValueError unless ``cf`` is a compression factor."""
+    if not cf >= 1:
+        raise ValueError(f"cf={cf}: a compression factor is a number of at least 1")
 
 
 def check_keep(keep: float) -> None:

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from mpcomp.compressors.base import Compressor, Payload, Selecting, shown
 from mpcomp.compressors.identity import Identity
+from mpcomp.compressors.indices import decode_indices, encode_indices, index_bytes
 from mpcomp.tensor_meta import TensorMeta
 
-__all__ = ["ValuesAt", "check_values"]
+__all__ = ["SentPositions", "ValuesAt", "check_values"]
 
 
 def check_values(values: Compressor | None) -> None:
@@ -71,8 +72,48 @@ class ValuesAt:
         generator: torch.Generator | None = None,
     ) -> Tensor:
         """A tensor like ``meta`` that holds the payload's values and zeros elsewhere."""
-        values = self._coder.decompress(payload, self._meta(meta.dtype), generator)
+        values = self.decode(payload, meta.dtype, generator)
         flat = torch.zeros(meta.numel, dtype=meta.dtype, device=values.device)
         # Positions are unique, so the order of writing does not matter.
-        flat.index_copy_(0, positions, values.reshape(-1))
-        return meta.unflatten(flat)
+        return meta.unflatten(flat.index_copy_(0, positions, values))
+
+    def decode(
+        self, payload: Payload, dtype: torch.dtype, generator: torch.Generator | None = None
+    ) -> Tensor:
+        """The payload's values [count] in ``dtype``."""
+        return self._coder.decompress(payload, self._meta(dtype), generator).reshape(-1)
+
+
+class SentPositions(Selecting):
+    """A selection whose positions travel behind its values: (*values, indices)."""
+
+    def _values(self, meta: TensorMeta) -> ValuesAt:
+        """How the values of a tensor like ``meta`` are coded: here, one scope."""
+        return ValuesAt(1, self.num_kept(meta.numel), self.values)
+
+    def layout(self, meta: TensorMeta) -> tuple[TensorMeta, ...]:
+        values = self._values(meta)
+        indices = TensorMeta((index_bytes(meta.numel, values.count),), torch.uint8)
+        return (*values.layout(meta.dtype), indices)
+
+    def compress(self, x: Tensor, generator: torch.Generator | None = None) -> Payload:
+        flat = TensorMeta.of(x).flatten(x).reshape(-1)
+        positions = self.choose(flat, self.num_kept(flat.numel()), generator)
+        return self.take(x, positions, generator)
+
+    def take(
+        self, x: Tensor, positions: Tensor, generator: torch.Generator | None = None
+    ) -> Payload:
+        meta = TensorMeta.of(x)
+        payload = self._values(meta).take(x, positions, generator)
+        return (*payload, encode_indices(positions, meta.numel))
+
+    def indices(
+        self, payload: Payload, meta: TensorMeta, generator: torch.Generator | None = None
+    ) -> Tensor:
+        return decode_indices(payload[-1], meta.numel, self._values(meta).count)
+
+    def decoded(
+        self, payload: Payload, meta: TensorMeta, generator: torch.Generator | None = None
+    ) -> Tensor:
+        return self._values(meta).decode(payload[:-1], meta.dtype, generator)

@@ -13,6 +13,7 @@ levels of which zero is one, so that the zeros of a ReLU stay zero.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -20,12 +21,12 @@ import torch
 from torch import Tensor
 
 from mpcomp.compressors import bits as bitpack
-from mpcomp.compressors.base import Compressor, Payload
+from mpcomp.compressors.base import Compressor, Payload, check_cf
 from mpcomp.compressors.groups import Grouping
 from mpcomp.randomness import uniform
 from mpcomp.tensor_meta import TensorMeta
 
-__all__ = ["Quantize"]
+__all__ = ["Quantize", "bits_of"]
 
 _MODES = ("minmax", "maxabs")
 _ROUNDINGS = ("nearest", "stochastic")
@@ -70,6 +71,10 @@ class Quantize(Compressor):
             raise ValueError(f"mode={self.mode!r}: Quantize knows {', '.join(_MODES)}")
         if self.rounding not in _ROUNDINGS:
             raise ValueError(f"rounding={self.rounding!r}: Quantize knows {', '.join(_ROUNDINGS)}")
+
+    def with_cf(self, cf: float) -> Quantize:
+        """The same with floor(32 / cf) bits, 1 to 8: fp32 shrinks at least so far, if it can."""
+        return dataclasses.replace(self, bits=bits_of(cf, 1))
 
     @property
     def _minmax(self) -> bool:
@@ -142,6 +147,12 @@ class Quantize(Compressor):
         if meta.dtype == torch.float16:  # bf16 scales, rounded outwards, lead beyond its range
             q.clamp_(torch.finfo(torch.float16).min, torch.finfo(torch.float16).max)
         return grouping.join(q.to(meta.dtype))
+
+
+def bits_of(cf: float, fewest: int) -> int:
+    """Bits an element for a compression factor: floor(32 / cf) within ``fewest`` to 8."""
+    check_cf(cf)
+    return min(8, max(fewest, int(32 / cf + 1e-9)))  # 1e-9: as in `num_kept`
 
 
 def _extremes(groups: Tensor) -> tuple[Tensor, Tensor]:

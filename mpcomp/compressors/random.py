@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mpcomp.compressors.base import Compressor, Payload, Selecting, check_keep, num_kept
+from mpcomp.compressors.base import Compressor, Payload, Selecting, check_keep
 from mpcomp.compressors.gather import ValuesAt, check_values
 from mpcomp.tensor_meta import TensorMeta
 
@@ -24,6 +24,7 @@ class _SharedChoice(Selecting):
     unbiased: bool = False
     values: Compressor | None = None
     spec_inner: ClassVar[str | None] = "values"
+    shares_choice = True
 
     def __post_init__(self) -> None:
         check_keep(self.keep)
@@ -35,41 +36,47 @@ class _SharedChoice(Selecting):
         return self.values is None or self.values.summable
 
     @abstractmethod
-    def _choose(self, n: int, k: int, generator: torch.Generator) -> Tensor:
+    def _draw(self, n: int, k: int, generator: torch.Generator) -> Tensor:
         """``k`` of ``n`` positions, ascending, on the CPU."""
 
+    def draw(
+        self, n: int, k: int, generator: torch.Generator | None, device: torch.device
+    ) -> Tensor:
+        """``k`` of ``n`` positions, ascending; draws nothing where all are kept."""
+        assert generator is not None, "the choice is drawn from a generator both ends share"
+        if k == n:
+            return torch.arange(k, device=device)
+        return self._draw(n, k, generator).to(device)
+
+    def choose(self, flat: Tensor, k: int, generator: torch.Generator | None = None) -> Tensor:
+        return self.draw(flat.numel(), k, generator, flat.device)
+
     def _values(self, meta: TensorMeta) -> ValuesAt:
-        return ValuesAt(1, num_kept(self.keep, meta.numel), self.values)
+        return ValuesAt(1, self.num_kept(meta.numel), self.values)
 
     def layout(self, meta: TensorMeta) -> tuple[TensorMeta, ...]:
         return self._values(meta).layout(meta.dtype)
 
+    def compress(self, x: Tensor, generator: torch.Generator | None = None) -> Payload:
+        flat = TensorMeta.of(x).flatten(x).reshape(-1)
+        positions = self.choose(flat, self.num_kept(flat.numel()), generator)
+        return self.take(x, positions, generator)
+
+    def take(
+        self, x: Tensor, positions: Tensor, generator: torch.Generator | None = None
+    ) -> Payload:
+        return self._values(TensorMeta.of(x)).take(x, positions, generator)
+
     def indices(
         self, payload: Payload, meta: TensorMeta, generator: torch.Generator | None = None
     ) -> Tensor:
-        device = payload[0].device if payload else torch.device("cpu")
-        return self._positions(meta, generator, device)
+        return self.draw(meta.numel, self.num_kept(meta.numel), generator, payload[0].device)
 
-    def _positions(
-        self, meta: TensorMeta, generator: torch.Generator | None, device: torch.device
-    ) -> Tensor:
-        assert generator is not None, "the choice is drawn from a generator both ends share"
-        k = num_kept(self.keep, meta.numel)
-        if k == meta.numel:
-            return torch.arange(k, device=device)
-        return self._choose(meta.numel, k, generator).to(device)
-
-    def compress(self, x: Tensor, generator: torch.Generator | None = None) -> Payload:
-        meta = TensorMeta.of(x)
-        positions = self._positions(meta, generator, x.device)
-        return self._values(meta).take(x, positions, generator)
-
-    def decompress(
+    def decoded(
         self, payload: Payload, meta: TensorMeta, generator: torch.Generator | None = None
     ) -> Tensor:
-        positions = self.indices(payload, meta, generator)
-        x = self._values(meta).put(payload, positions, meta)
-        return x.mul_(meta.numel / positions.numel()) if self.unbiased and meta.numel else x
+        values = self._values(meta).decode(payload, meta.dtype)
+        return values.mul(meta.numel / values.numel()) if self.unbiased and meta.numel else values
 
 
 @dataclass(frozen=True)
@@ -90,7 +97,7 @@ class RandomK(_SharedChoice):
 
     spec: ClassVar[str] = "randomk"
 
-    def _choose(self, n: int, k: int, generator: torch.Generator) -> Tensor:
+    def _draw(self, n: int, k: int, generator: torch.Generator) -> Tensor:
         return torch.randperm(n, generator=generator)[:k].sort().values
 
 
@@ -105,7 +112,7 @@ class RandomBlock(_SharedChoice):
 
     spec: ClassVar[str] = "randomblock"
 
-    def _choose(self, n: int, k: int, generator: torch.Generator) -> Tensor:
+    def _draw(self, n: int, k: int, generator: torch.Generator) -> Tensor:
         start = int(torch.randint(n, (), generator=generator))
         wrapped = max(0, start + k - n)
         return torch.cat([torch.arange(wrapped), torch.arange(start, start + k - wrapped)])

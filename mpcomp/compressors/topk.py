@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,19 +11,19 @@ import torch
 from torch import Tensor
 
 from mpcomp.compressors import bits
-from mpcomp.compressors.base import Compressor, Payload, Selecting, check_keep, num_kept
-from mpcomp.compressors.gather import ValuesAt, check_values
-from mpcomp.compressors.indices import decode_indices, encode_indices, index_bytes, nonzero
+from mpcomp.compressors.base import Compressor, Payload, check_keep
+from mpcomp.compressors.gather import SentPositions, ValuesAt, check_values
+from mpcomp.compressors.indices import nonzero
 from mpcomp.tensor_meta import TensorMeta
 
-__all__ = ["TopK"]
+__all__ = ["TopK", "kth_largest", "largest_positions"]
 
 _SCOPES = ("sample", "row", "tensor")
 _CPU_BLOCK = 1 << 17  # elements whose keys are made at a time
 
 
 @dataclass(frozen=True)
-class TopK(Selecting):
+class TopK(SentPositions):
     """Keeps the largest magnitudes of each scope. Spec ``topk:0.1``, ``topk:0.1:scope=row+fp16``.
 
     Keeps k = max(1, ceil(keep n - 1e-9)) of the n elements of a scope; among equal magnitudes
@@ -65,31 +66,19 @@ class TopK(Selecting):
 
     def _values(self, meta: TensorMeta) -> ValuesAt:
         rows, n = self._rows(meta)
-        return ValuesAt(rows, rows * num_kept(self.keep, n), self.values)
+        return ValuesAt(rows, rows * self.num_kept(n), self.values)
 
-    def layout(self, meta: TensorMeta) -> tuple[TensorMeta, ...]:
-        values = self._values(meta)
-        indices = TensorMeta((index_bytes(meta.numel, values.count),), torch.uint8)
-        return (*values.layout(meta.dtype), indices)
+    def over_tensor(self) -> TopK:
+        return dataclasses.replace(self, scope="tensor")
+
+    def choose(self, flat: Tensor, k: int, generator: torch.Generator | None = None) -> Tensor:
+        return largest_positions(flat.reshape(1, -1), k)
 
     def compress(self, x: Tensor, generator: torch.Generator | None = None) -> Payload:
         meta = TensorMeta.of(x)
         rows, n = self._rows(meta)
         flat = meta.flatten(x).reshape(rows, n)
-        positions = largest_positions(flat, num_kept(self.keep, n))
-        payload = self._values(meta).take(x, positions, generator)
-        return (*payload, encode_indices(positions, meta.numel))
-
-    def indices(
-        self, payload: Payload, meta: TensorMeta, generator: torch.Generator | None = None
-    ) -> Tensor:
-        return decode_indices(payload[-1], meta.numel, self._values(meta).count)
-
-    def decompress(
-        self, payload: Payload, meta: TensorMeta, generator: torch.Generator | None = None
-    ) -> Tensor:
-        positions = self.indices(payload, meta)
-        return self._values(meta).put(payload[:-1], positions, meta, generator)
+        return self.take(x, largest_positions(flat, self.num_kept(n)), generator)
 
 
 def largest_positions(rows: Tensor, k: int) -> Tensor:
@@ -111,7 +100,7 @@ def largest_positions(rows: Tensor, k: int) -> Tensor:
     for start in range(0, num_rows, step):
         block = slice(start, start + step)
         keys = _distinct_keys(rows[block])
-        torch.ge(keys, _kth_largest(keys, k), out=mask[block])
+        torch.ge(keys, kth_largest(keys, k), out=mask[block])
     return nonzero(mask.reshape(-1), num_rows * k)
 
 
@@ -128,7 +117,7 @@ def _distinct_keys(rows: Tensor) -> Tensor:
     return keys
 
 
-def _kth_largest(keys: Tensor, k: int) -> Tensor:
+def kth_largest(keys: Tensor, k: int) -> Tensor:
     """[rows, 1]: the k-th largest of each row."""
     if bits.numpy_reads(keys):
         # A vectorised quickselect, five to ten times as fast as torch.topk here.

@@ -13,8 +13,8 @@ from stages.hints import listing, nearest
 from stages.language_models.buffers import fill_buffers
 from stages.language_models.layout import layout_of, unwrapped
 from stages.language_models.run import DecoderRun
-from stages.sharing import name_groups
-from stages.stage import Piece, Stage, ancestors
+from stages.sharing import with_tied_copies
+from stages.stage import Piece, Stage
 
 #: Values of `config.model_type` for which tests show that stages give the model's bits.
 FAMILIES = frozenset(
@@ -79,21 +79,7 @@ class Decoder:
             )
             run = DecoderRun(layout, start, stop)
             pieces.append(Piece(names, (), run, copied=layout.everywhere))
-        return self._with_tied_copies(pieces)
-
-    def _with_tied_copies(self, pieces: list[Piece]) -> list[Piece]:
-        """Let a stage have a copy of what it shares with an earlier one."""
-        copied: list[tuple[str, ...]] = [piece.copied for piece in pieces]
-        for names in name_groups(self._model):
-            homes = [(i, name) for name in names for i, p in enumerate(pieces) if p.holds(name)]
-            for i, name in homes:
-                if i != homes[0][0]:
-                    block = next(b for b in pieces[i].blocks if b in ancestors(name))
-                    copied[i] = (*copied[i], block)
-        return [
-            Piece(piece.blocks, piece.tensors, piece.run, copied=names)
-            for piece, names in zip(pieces, copied, strict=True)
-        ]
+        return with_tied_copies(self._model, pieces)
 
     def fill_buffers(self) -> None:
         """Give a model on "meta" the buffers that its configuration says; no file has them."""

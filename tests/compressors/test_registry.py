@@ -5,10 +5,11 @@ import dataclasses
 import pickle
 
 import pytest
-from methods import ALL, COMPRESSORS, EXAMPLES, SELECTING
+import torch
+from methods import ALL, COMPRESSORS, EXAMPLES, SELECTING, drawn
 
 import mpcomp
-from mpcomp import Quantize, RandomK, TensorMeta, TopK, parse
+from mpcomp import QSGD, Quantize, RandomK, Sign, TensorMeta, TopK, parse
 from mpcomp.compressors.base import SpecValue, registered
 
 
@@ -48,17 +49,28 @@ def test_with_cf_sends_one_element_in_cf(compressor, cf):
     faster = compressor.with_cf(cf)
     assert type(faster) is type(compressor) and faster.values == compressor.values
     assert faster.keep == pytest.approx(1 / cf)
-    plain = dataclasses.replace(faster, values=None)
-    meta = TensorMeta((4000,))
-    values = plain.layout(meta)[0]
-    assert values.numel == -(-4000 // cf)
+    x = torch.randn(4000)
+    payload = faster.compress(x, drawn())
+    assert faster.indices(payload, TensorMeta.of(x), drawn()).numel() == -(-4000 // cf)
+
+
+@pytest.mark.parametrize("cf", [1, 4, 20.0])
+@pytest.mark.parametrize("compressor", [Quantize(4, scale=128), QSGD(4, group=100)], ids=str)
+def test_with_cf_sets_the_bits_of_a_quantizer(compressor, cf):
+    """floor(32 / cf), within what can be packed; nothing else is changed."""
+    fewest = 1 if isinstance(compressor, Quantize) else 2
+    bits = {1: 8, 4: 8, 20.0: fewest}[cf]
+    assert compressor.with_cf(cf) == dataclasses.replace(compressor, bits=bits)
+    assert compressor.with_cf(32 / 5).bits == 5 and compressor.with_cf(32 / 5 + 0.1).bits == 4
 
 
 def test_with_cf_refuses_a_factor_below_one_and_methods_without_a_ratio():
     with pytest.raises(ValueError, match=r"cf=0.5.*at least 1"):
         TopK(0.1).with_cf(0.5)
-    with pytest.raises(TypeError, match=r"quant:4 has no compression factor.*topk"):
-        Quantize(4).with_cf(4)
+    with pytest.raises(ValueError, match=r"cf=0.5.*at least 1"):
+        Quantize(4).with_cf(0.5)
+    with pytest.raises(TypeError, match=r"sign has no compression factor.*topk.*quant"):
+        Sign().with_cf(4)
 
 
 @pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)

@@ -55,8 +55,9 @@ def test_compare_leaves_the_run_folder(tmp_path, capsys):
         ["--act", "ef21+topk:0.1", "--grad", "ef+randomk:0.2", "--clip", "1.0"],
         ["--act", "aqsgd:key=augmented+topk:0.1", "--aug-seeds", "2", "--recompute"],
         ["--precision", "fp16", "--no-drop-last", "--warmup-steps", "1"],
+        ["--model", "vgg16", "--width", "2", "--act", "ef21+topk:0.1"],
     ],
-    ids=["feedback", "aqsgd", "fp16"],
+    ids=["feedback", "aqsgd", "fp16", "vgg"],
 )
 def test_resumed_run_is_the_uninterrupted_run(tmp_path, methods):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -126,3 +127,24 @@ def test_resume_keeps_its_configuration(tmp_path):
 def test_second_run_in_a_folder_is_refused(tmp_path):
     cifar10.main([*TINY, "--epochs", "1", "--out", str(tmp_path)])
     assert "holds a run already" in error_of(*TINY, "--out", tmp_path)
+
+
+def test_vgg_is_cut_after_its_pools(tmp_path, capsys):
+    """Digits are smaller than its pools were made for."""
+    model = ["--model", "vgg16", "--width", "2", "--epochs", "1"]
+    cifar10.main([*TINY, *model, "--out", str(tmp_path / "run")])
+    printed = capsys.readouterr().out
+    assert "4 stages" in printed
+    assert [f"block{i}.pool" in printed for i in (1, 2, 3, 4, 5)] == [
+        False,
+        True,
+        True,
+        True,
+        False,
+    ]
+    weights = load_file(tmp_path / "run" / "checkpoint" / "weights.safetensors")
+    assert weights["block5.conv3.weight"].shape == (16, 16, 3, 3)
+    assert weights["classifier.linear3.weight"].shape == (10, 128)
+    split = ["--split", "block1,block4.conv2,classifier.relu1", "--act", "quant:8"]
+    cifar10.main([*TINY, *model, *split, "--out", str(tmp_path / "other")])
+    assert "classifier.relu1" in capsys.readouterr().out

@@ -9,9 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import mpcomp
+import stages
 from recipes import wikitext
 from recipes.text_config import TextConfig
 from recipes.text_training import TextTrainer, load_data
+from recipes.tokens import tokenizer_of
 
 WORDS = ["the", "a", "cut", "stage", "link", "model", "sends", "learns", "large", "small", "slow"]
 
@@ -113,8 +116,10 @@ def test_saved_model_is_a_plain_one(tmp_path, command, text):
         ["--act", "ef21+topk:0.1", "--grad", "ef+randomk:0.2", "--lr-warmup-steps", "3"],
         ["--act", "aqsgd+quant:4", "--accumulate", "3", "--recompute", "--tie", "ef+topk:0.1"],
         ["--precision", "fp16", "--weight-decay", "0.1", "--train-limit", "6"],
+        ["--model", "lstm", "--hidden", "24", "--act", "ef21+topk:0.1", "--optimizer", "sgd"]
+        + ["--lr", "0.1"],
     ],
-    ids=["feedback", "aqsgd", "fp16"],
+    ids=["feedback", "aqsgd", "fp16", "lstm"],
 )
 def test_resumed_run_is_the_uninterrupted_run(tmp_path, command, methods):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -170,6 +175,58 @@ def test_learning_rate_rises_and_falls_to_zero(command, text):
     assert rates[:3] == [1 / 3, 2 / 3, 1.0] and rates[-1] == 0.0
     assert rates[2:] == sorted(rates[2:], reverse=True)
     assert rates[-2] == pytest.approx(1 / (total - 2))
+
+
+LSTM = ["--model", "lstm", "--hidden", "24", "--split", "auto"]
+
+
+def test_lstm_has_a_stage_for_each_layer_and_one_for_the_head(tmp_path, command, capsys):
+    """And it is saved with its sizes and a tokenizer that other runs can take."""
+    out = tmp_path / "run"
+    wikitext.main(command(*LSTM, "--compare", "--lr", "0.01", "--epochs", "3", "--out", out))
+    printed = capsys.readouterr().out
+    assert "3 stages" in printed and "lstm with random weights: " in printed
+    assert "layer1" in printed and "layer2" in printed
+    summary = json.loads((out / "summary.json").read_text())
+    assert (summary["act"], summary["grad"]) == ("quant:4", "quant:8")
+    assert 1 < summary["perplexity_compressed"] < 100  # of 270 tokens
+    assert summary["perplexity_compressed"] != summary["perplexity_uncompressed"]
+    assert 0.1 < summary["wire_ratio"] < 0.5  # compressed indeed
+    assert summary["uncompressed_run"]["wire_ratio"] == pytest.approx(1.0, abs=0.02)
+    saved = json.loads((out / "model" / "config.json").read_text())
+    assert saved["model_type"] == "lstm" and saved["hidden_size"] == 24
+    assert saved["vocab_size"] == 320  # 270 tokens, rounded up
+    model = stages.lstm_lm(320, hidden=24, dropout=saved["dropout"])
+    model.load_state_dict(load_file(out / "model" / "model.safetensors"))
+    assert len(tokenizer_of(str(out / "model"), [], vocab_size=0)) == 270
+
+
+def test_lstm_gives_the_perplexity_of_the_plain_model(tmp_path, command, text):
+    """Also where the last block of the text is padded."""
+    out = tmp_path / "run"
+    everything = text.read_text()
+    text.write_text(everything + "the")  # no whole number of blocks
+    wikitext.main(command(*LSTM, "--epochs", "1", "--eval-limit", "1000", "--out", out))
+    config = TextConfig(**{**_read(out), "act": ("quant:4",), "grad": ("quant:8",)})
+    held_out = load_data(config).held_out
+    assert (held_out.labels == -100).any() and held_out.attention_mask is None
+    model = stages.lstm_lm(320, hidden=24).eval()
+    model.load_state_dict(load_file(out / "model" / "model.safetensors"))
+    with torch.no_grad():
+        loss = mpcomp.CausalLMLoss()(model(held_out.input_ids), held_out.labels)
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["perplexity_uncompressed"] == pytest.approx(math.exp(loss), rel=1e-5)
+
+
+def test_lstm_and_its_width_belong_together(tmp_path, command):
+    out = tmp_path / "run"
+    assert "hidden is 24, but the model tiny" in error_of(command("--hidden", 24, "--out", out))
+    assert "lora is 2, but adapters" in error_of(command(*LSTM, "--lora", 2, "--out", out))
+    assert "hidden is 0" in error_of(command(*LSTM, "--hidden", 0, "--out", out))
+    assert not out.exists()
+    lstm = TextConfig.for_model("lstm")
+    assert (lstm.seq_len, lstm.batch_size, lstm.tokenizer, lstm.hidden) == (35, 20, "bpe", None)
+    assert TextConfig.from_json(lstm.to_json()) == lstm
 
 
 def test_adapters_alone_are_trained(tmp_path, command):

@@ -53,6 +53,24 @@ def test_two_processes_train_the_run_of_one(ranks, tmp_path):
     assert all(torch.equal(saved[0][name], saved[1][name]) for name in saved[0])
 
 
+def test_two_processes_train_the_lstm_of_one(ranks, tmp_path):
+    """Dropout and cuts as in one process; the model is saved whole."""
+    words = tmp_path / "words.txt"
+    words.write_text("".join(f"the {i} stage sends {i * i} to the next\n" for i in range(30)))
+    model = ["--model", "lstm", "--hidden", "24", "--act", "topk:0.3", "--grad", "ef+quant:4"]
+    command = [*TINY, "--data", str(words), *model, "--epochs", "1"]
+    both, alone = tmp_path / "both", tmp_path / "alone"
+    ends = ranks(text_recipe, 2, [*command, "--out", str(both)], timeout_s=120.0)
+    check_success([end for (end,) in ends])
+    wikitext.main([*command, "--out", str(alone)])
+    assert history(alone) == history(both)
+    ours, theirs = weights(alone), weights(both)
+    saved = load_file(both / "model" / "model.safetensors")
+    assert ours.keys() == theirs.keys() == saved.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert all(torch.equal(ours[name], saved[name]) for name in ours)
+
+
 def test_replicas_share_the_blocks(ranks, tmp_path):
     words = tmp_path / "words.txt"
     words.write_text("".join(f"the {i} stage sends {i * i} to the next\n" for i in range(30)))

@@ -1,0 +1,69 @@
+"""One bit an element and two numbers a column: the code of 1-bit SGD."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from mpcomp.compressors import bits as bitpack
+from mpcomp.compressors.base import Compressor, Payload
+from mpcomp.compressors.lowrank import matrix_shape
+from mpcomp.tensor_meta import TensorMeta
+
+__all__ = ["OneBitColumns"]
+
+
+@dataclass(frozen=True)
+class OneBitColumns(Compressor):
+    """Signs, decoded as two means of each column. Spec ``onebit``.
+
+    1-bit SGD (Seide et al., Interspeech 2014): of a matrix [rows, columns], elements
+    that are not negative arrive as the mean of those of their column, negative ones as the mean
+    of theirs; the sign of zero is +, and the mean of no elements is 0. Wire: one bit an element
+    and two fp32 numbers a column. A contraction: the two means are the nearest two numbers to a
+    column's two sides.
+
+    A tensor of other shape is the matrix [elements / last_dim, last_dim] in memory order
+    (`lowrank.matrix_shape`), so a vector has a column for each element and is better sent dense.
+    """
+
+    spec: ClassVar[str] = "onebit"
+    by_matrix = True
+
+    def layout(self, meta: TensorMeta) -> tuple[TensorMeta, ...]:
+        _rows, columns = matrix_shape(meta)
+        return (
+            TensorMeta((2, columns), torch.float32),
+            TensorMeta((bitpack.packed_bytes(meta.numel, 1),), torch.uint8),
+        )
+
+    def compress(self, x: Tensor, generator: torch.Generator | None = None) -> Payload:
+        meta = TensorMeta.of(x)
+        matrix = meta.flatten(x).reshape(matrix_shape(meta)).to(torch.float32)
+        positive = matrix >= 0
+        if meta.numel:
+            means = torch.stack([_mean_of(matrix, side) for side in (positive, ~positive)])
+        else:
+            means = matrix.new_zeros(2, matrix.shape[1])
+        return (means, bitpack.pack_bools(positive.reshape(-1)))
+
+    def decompress(
+        self, payload: Payload, meta: TensorMeta, generator: torch.Generator | None = None
+    ) -> Tensor:
+        means, packed = payload
+        positive = bitpack.unpack_bools(packed, meta.numel).reshape(matrix_shape(meta))
+        up, down = means.to(meta.dtype)
+        return meta.unflatten(torch.where(positive, up, down))
+
+
+def _mean_of(matrix: Tensor, side: Tensor) -> Tensor:
+    """Mean of each column's elements in ``side``: fp32 [columns]."""
+    chosen = torch.where(side, matrix, torch.zeros_like(matrix))
+    # Scaled by the largest magnitude first: the sum may overflow fp32.
+    largest = chosen.abs().amax(dim=0)
+    unit = torch.where(largest > 0, largest, torch.ones_like(largest))
+    total = (chosen / unit).sum(dim=0)
+    return (total / side.sum(dim=0).clamp(min=1)).clamp(-1, 1) * unit

@@ -1,0 +1,1 @@
+"""Gradient compression between replicas: methods, and how gradients travel."""

@@ -1,0 +1,97 @@
+"""Accordion: little compression in critical phases of training, much in the others."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from mpcomp.compressors.base import SpecValue, shown
+from mpcomp.compressors.same_indices import SameIndices
+from mpcomp.data_parallel.accordion_controller import AccordionController
+from mpcomp.data_parallel.base import Controller, ReplicaMethod, Setting
+from mpcomp.data_parallel.detector import Detector
+from mpcomp.data_parallel.gravac import GraVAC
+from mpcomp.data_parallel.memory import Memory, Residual
+from mpcomp.feedback.base import Feedback
+from mpcomp.feedback.slots import StoragePlan
+
+__all__ = ["Accordion"]
+
+
+@dataclass(frozen=True)
+class Accordion(ReplicaMethod):
+    """Switches each parameter between two methods; Agarwal et al., MLSys 2021.
+
+    A parameter is sent with ``low`` while its accumulated gradient changes much, at first, and
+    after the learning rate falls; else with ``high``. `Detector` has the rules.
+
+    As a spec: ``accordion:low=topk/0.99:high=topk/0.1:interval=1000``.
+
+    The paper's pairs are PowerSGD of rank 2 (or 4) and 1, and top-k of 0.99 and 0.1 (CIFAR-10),
+    0.25 (CIFAR-100) or 0.02 (WikiText-2); it compares every 10 epochs (language models: 5), and
+    accumulates over one of them. Its code sends top-k without a residual, and the sum of the
+    replicas instead of their mean; here ``feedback=False`` gives the former.
+
+    Args:
+        low: method of low compression, for critical phases.
+        high: method of high compression.
+        interval: steps between two comparisons.
+        span: steps, the first ones of an interval, whose gradients are accumulated; None for all.
+        threshold: relative change of a norm from which on a phase is critical.
+        feedback: keep what was not sent and add it to the next gradient.
+
+    Raises:
+        TypeError: ``low`` or ``high`` is no method that sends a gradient by itself.
+        ValueError: a setting outside those.
+    """
+
+    low: SpecValue
+    high: SpecValue
+    interval: int
+    span: int | None = None
+    threshold: float = 0.5
+    feedback: bool = True
+    spec: ClassVar[str] = "accordion"
+
+    def __post_init__(self) -> None:
+        for name in ("low", "high"):
+            method = getattr(self, name)
+            if not isinstance(method, SpecValue):
+                raise TypeError(
+                    f"{name}={method!r}: expected a method such as TopK(0.1) or PowerSGD(1)"
+                )
+            if isinstance(method, Feedback | SameIndices | GraVAC | Accordion):
+                raise TypeError(
+                    f"{name}={shown(method)}: Accordion switches between two compressors such as "
+                    "TopK(0.1), and keeps what they leave out itself (feedback=True)"
+                )
+        if not _count(self.interval):
+            raise ValueError(f"interval={self.interval!r}: expected a number of steps, 1 or more")
+        if self.span is not None and not (_count(self.span) and self.span <= self.interval):
+            raise ValueError(
+                f"span={self.span!r}: expected a number of steps, 1 to interval={self.interval}, "
+                "or None for all of them"
+            )
+        if not (self.threshold > 0 and math.isfinite(self.threshold)):
+            raise ValueError(
+                f"threshold={self.threshold}: expected a relative change of a norm, more than 0; "
+                "the paper has 0.5"
+            )
+
+    def detector(self) -> Detector:
+        """A new detector."""
+        return Detector(self.interval, span=self.span, threshold=self.threshold)
+
+    def controller(self, setting: Setting) -> Controller:
+        return AccordionController(self, setting)
+
+    def memory(self, numel: int, device: torch.device, *, compressed: bool) -> Memory:
+        keeps = compressed and self.feedback
+        return Residual(numel, StoragePlan(), device) if keeps else Memory()
+
+
+def _count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -1,0 +1,227 @@
+"""The contract of a method between replicas: who chooses, what is remembered, what is sent.
+
+A step of an `Exchange`, for each parameter of this rank::
+
+    gradient ──memory.wanted──> wanted ──controller.encode──> payload ──path──> mean of all
+                 ^                │                              │                │
+                 └─ memory.keep <─┴── minus what the payload says ┘   memory.result ──> gradient
+
+A `ReplicaMethod` is a frozen value that makes both for a run: one `Controller` on each rank, which
+chooses what parameters are sent with, and a `Memory` for each parameter. Whatever a controller
+decides follows from numbers that all ranks share, as it also decides which collectives run.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from mpcomp.compressors import Compressor, Selecting
+from mpcomp.compressors.base import Payload, SpecValue
+from mpcomp.data_parallel.memory import Memory
+from mpcomp.tensor_meta import TensorMeta
+
+__all__ = [
+    "Codec",
+    "Controller",
+    "Draw",
+    "Encoded",
+    "Factored",
+    "ReplicaMethod",
+    "Setting",
+    "Static",
+    "encode_with",
+]
+
+#: Makes a fresh generator; ``alike`` says whether all replicas draw the same from it.
+Draw: TypeAlias = Callable[[bool], torch.Generator]
+
+
+class Factored:
+    """Marks a method that sends a matrix as two factors, in two sums (PowerSGD)."""
+
+    rank: int
+
+    def worthwhile(self, meta: TensorMeta) -> bool:
+        """Whether a matrix like ``meta`` is sent as factors."""
+        raise NotImplementedError
+
+
+#: What a parameter can be sent with; None sends it as it is.
+Codec: TypeAlias = Compressor | Factored | None
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a method is told of the run, once.
+
+    Attributes:
+        num_replicas: replicas that average their gradients.
+        metas: of the parameters on this rank that may be compressed, by name, as matrices
+            [first dim, all others] in memory order.
+    """
+
+    num_replicas: int
+    metas: Mapping[str, TensorMeta]
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """One parameter's message.
+
+    Attributes:
+        compressor: what it is decoded with.
+        payload: on the parameter's device.
+        positions: of the elements that it carries, where they are known.
+    """
+
+    compressor: Compressor
+    payload: Payload
+    positions: Tensor | None = None
+
+
+def encode_with(compressor: Compressor, x: Tensor, draw: Draw) -> Encoded:
+    """The message of ``x`` [1, n], or [rows, columns] for a method that works by matrix."""
+    generator = draw(compressor.shares_choice)
+    if isinstance(compressor, Selecting):
+        flat = x.reshape(-1)
+        positions = compressor.choose(flat, compressor.num_kept(flat.numel()), generator)
+        return Encoded(compressor, compressor.take(x, positions, generator), positions)
+    return Encoded(compressor, compressor.compress(x, generator))
+
+
+class Controller(ABC):
+    """Chooses what each parameter is sent with in a step; the same on all replicas.
+
+    Methods are called in the order in which they stand here.
+
+    Attributes:
+        waits: whether a step's choice needs all of its gradients first (`look`), so that nothing is
+            sent before the last is there.
+    """
+
+    waits: bool = False
+    #: Whether `figures` are summed over the replicas of this rank's parameters alone, and not over
+    #: all ranks: for what is decided for each parameter by itself.
+    among_replicas: bool = False
+
+    def begin(self, step: int, lr: float | None) -> None:  # noqa: B027
+        """A step begins.
+
+        Args:
+            step: number of steps before it, skipped ones counted.
+            lr: learning rate, where it is known.
+        """
+
+    def look(self, name: str, wanted: Tensor, draw: Draw) -> None:  # noqa: B027
+        """Is shown what is to be sent, fp32 [n], where it ``waits``."""
+
+    def looked(self) -> list[float]:
+        """What it has seen, to be summed over all ranks."""
+        return []
+
+    def decide(self, sums: Sequence[float]) -> None:  # noqa: B027
+        """Is given those sums."""
+
+    @abstractmethod
+    def codec(self, name: str) -> Codec:
+        """What the parameter is sent with in this step; None sends it as it is."""
+
+    def encode(self, name: str, x: Tensor, draw: Draw) -> Encoded:
+        """The message of what is to be sent; called where `codec` is a compressor.
+
+        Args:
+            name: of the parameter, or of a piece of it.
+            x: [1, n], or [rows, columns] for a compressor that works by matrix.
+            draw: makes generators.
+        """
+        compressor = self.codec(name)
+        assert isinstance(compressor, Compressor)
+        return encode_with(compressor, x, draw)
+
+    def observe(self, name: str, wanted: Tensor, gradient: Tensor, draw: Draw) -> None:  # noqa: B027
+        """Is shown what is to be sent and this step's gradient in it, both fp32 [n], on all paths.
+
+        It comes before `encode`, if that is called at all.
+        """
+
+    def figures(self) -> list[float]:
+        """What it has seen in this step, to be summed over all ranks; of equal length on all."""
+        return []
+
+    def end(self, sums: Sequence[float], *, finite: bool, traffic_bytes: float) -> None:  # noqa: B027
+        """The step ends.
+
+        Args:
+            sums: of `figures`.
+            finite: whether the gradients of all ranks were; a step that is not still counts.
+            traffic_bytes: that each rank has sent in this step, on average.
+        """
+
+    def report(self) -> dict[str, Any]:
+        """What it is at, in plain numbers and words, for a log of every step."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What JSON can hold: enough to go on exactly."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027
+        """Goes on from what `state_dict` gave."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What it remembers of parameters, by name."""
+        return {}
+
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:  # noqa: B027
+        """Goes on from what `tensors` gave."""
+
+
+class Static(Controller):
+    """The same codec for all parameters in every step."""
+
+    def __init__(self, codec: Codec) -> None:
+        self._codec = codec
+
+    def codec(self, name: str) -> Codec:
+        return self._codec
+
+
+class ReplicaMethod(SpecValue, ABC):
+    """A method between replicas: a frozen value.
+
+    Attributes:
+        clip: largest norm of the whole model's gradient, as if it were a sum over the replicas:
+            each one's own is scaled down to clip / sqrt(replicas) before anything else; None for
+            none.
+    """
+
+    clip: float | None = None
+    #: Whether state is kept in units of learning rate times gradient.
+    lr_scaled: bool = False
+
+    def check(self, setting: Setting) -> None:
+        """Raises ValueError where the method does not suit a run."""
+
+    @abstractmethod
+    def controller(self, setting: Setting) -> Controller:
+        """This rank's controller for a run."""
+
+    @abstractmethod
+    def memory(self, numel: int, device: torch.device, *, compressed: bool) -> Memory:
+        """What a replica remembers of a parameter.
+
+        Args:
+            numel: its elements.
+            device: where its gradients are.
+            compressed: whether it may be compressed; a small one never is.
+        """
+
+    def phase_memory(self, numel: int, device: torch.device) -> Memory:
+        """What is remembered of a mean that one replica forms for all, and compresses again."""
+        return self.memory(numel, device, compressed=True)

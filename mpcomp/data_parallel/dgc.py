@@ -1,0 +1,199 @@
+"""Deep Gradient Compression and RedSync: few elements of each replica's accumulated momentum."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Final
+
+import torch
+
+from mpcomp.compressors import Compressor, RedSyncTopK, SameSign, SampledTopK, Selecting
+from mpcomp.compressors.base import check_keep
+from mpcomp.compressors.gather import check_values
+from mpcomp.data_parallel.base import Codec, Controller, ReplicaMethod, Setting
+from mpcomp.data_parallel.memory import Memory
+from mpcomp.data_parallel.momentum import LocalMomentum, MomentumCorrection
+
+__all__ = ["DGC", "RedSync"]
+
+WARMUPS: Final = ("paper", "code")
+#: Published: the fraction kept in the first stage of warm-up, and of that in each later one.
+_FIRST_KEEP = 0.25
+_CODE_STAGES = 5
+#: From so many elements on (4 MB of fp32) RedSync searches its threshold by bisection.
+_LARGE = 1 << 20
+
+
+class _ByStep(Controller):
+    """A codec that follows from the step's number and the parameter's name."""
+
+    def __init__(self, codec: Callable[[int, str], Codec]) -> None:
+        self._codec = codec
+        self._step = 0
+
+    def begin(self, step: int, lr: float | None) -> None:
+        self._step = step
+
+    def codec(self, name: str) -> Codec:
+        return self._codec(self._step, name)
+
+
+@dataclass(frozen=True)
+class _Momentum(ReplicaMethod):
+    """What both methods have: a fraction to keep, and the momentum on the replicas' side."""
+
+    keep: float
+    momentum: float = 0.9
+    nesterov: bool = False
+    masking: bool = True
+    clip: float | None = None
+
+    def __post_init__(self) -> None:
+        check_keep(self.keep)
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum={self.momentum}: expected a number in [0, 1)")
+        if self.clip is not None and not (self.clip > 0 and math.isfinite(self.clip)):
+            raise ValueError(f"clip={self.clip}: expected a norm above 0, or None")
+
+    @abstractmethod
+    def codec(self, step: int, name: str, setting: Setting) -> Codec:
+        """What a parameter is sent with in a step."""
+
+    def controller(self, setting: Setting) -> Controller:
+        return _ByStep(lambda step, name: self.codec(step, name, setting))
+
+    def memory(self, numel: int, device: torch.device, *, compressed: bool) -> Memory:
+        if not compressed:
+            return LocalMomentum(numel, device, momentum=self.momentum, nesterov=self.nesterov)
+        return MomentumCorrection(
+            numel,
+            device,
+            momentum=self.momentum,
+            nesterov=self.nesterov,
+            masking=self.masking,
+        )
+
+    def phase_memory(self, numel: int, device: torch.device) -> Memory:
+        # Momentum is the replicas' own; a mean that is sent on has a residual, no velocity.
+        return MomentumCorrection(numel, device, momentum=0.0, nesterov=False, masking=True)
+
+
+@dataclass(frozen=True)
+class DGC(_Momentum):
+    """Deep Gradient Compression. Spec ``dgc:0.001``, ``dgc:0.001:warmup_steps=500+fp16``.
+
+    Each replica clips its gradient, accumulates its momentum, sends the largest elements of the sum
+    and clears them there and in the momentum (`MomentumCorrection`). **The optimizer must have no
+    momentum**: torch.optim.SGD(..., momentum=0). Its weight decay then acts without momentum, as in
+    the authors' code. Parameters of one dimension go as they are and get the same momentum here.
+    With keep=1 this is SGD without momentum, since all of the velocity is cleared. The theory does
+    not cover Adam-type optimizers. Lin et al., ICLR 2018.
+
+    Args:
+        keep: fraction of the elements to send after warm-up, in (0, 1].
+        momentum: m, in [0, 1).
+        nesterov: Nesterov's momentum.
+        masking: clear the momentum of what was sent (momentum factor masking).
+        clip: largest norm of the whole model's gradient, over all replicas; each replica's own is
+            clipped to clip / sqrt(replicas) before it is accumulated.
+        warmup_steps: steps in which the fraction falls to ``keep``, in equal stages.
+        warmup: "paper": 0.25, 0.0625, 0.015625, 0.004 ... ; "code": keep^(i/6) for i = 1 ... 5, as
+            the authors' code computes it.
+        sample: fraction of the elements that the threshold is found from.
+        values: compressor of the values sent.
+
+    Raises:
+        ValueError: a setting outside those.
+    """
+
+    warmup_steps: int = 0
+    warmup: str = "paper"
+    sample: float = 0.01
+    values: Compressor | None = None
+    spec: ClassVar[str] = "dgc"
+    spec_inner: ClassVar[str | None] = "values"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if type(self.warmup_steps) is not int or self.warmup_steps < 0:
+            raise ValueError(f"warmup_steps={self.warmup_steps!r}: expected 0 or more steps")
+        if self.warmup not in WARMUPS:
+            raise ValueError(f"warmup={self.warmup!r}: expected {' or '.join(WARMUPS)}")
+        check_values(self.values)
+        self.compressor(self.keep)  # raises for a bad sample
+
+    def compressor(self, keep: float) -> Selecting:
+        """The selection that keeps so many."""
+        return SampledTopK(keep, sample=self.sample, values=self.values)
+
+    def stages(self) -> list[float]:
+        """The fractions kept in the stages of warm-up."""
+        if self.warmup == "code":
+            count = _CODE_STAGES + 1
+            return [self.keep ** (i / count) for i in range(1, count)]
+        kept: list[float] = []
+        while (keep := _FIRST_KEEP ** (len(kept) + 1)) > self.keep:
+            kept.append(keep)
+        return kept
+
+    def keep_at(self, step: int) -> float:
+        """The fraction kept in a step."""
+        stages = self.stages()
+        if step >= self.warmup_steps or not stages:
+            return self.keep
+        return stages[step * len(stages) // self.warmup_steps]
+
+    def codec(self, step: int, name: str, setting: Setting) -> Codec:
+        return self.compressor(self.keep_at(step))
+
+
+@dataclass(frozen=True)
+class RedSync(_Momentum):
+    """RedSync: thresholds by trimming or bisection. Spec ``redsync:0.001``.
+
+    Momentum as for `DGC`: **the optimizer must have none**. Fang et al., Journal of Parallel and
+    Distributed Computing 2019; momentum with masking as in the author's code.
+
+    Args:
+        keep: fraction of the elements to send, in (0, 1].
+        momentum: m, in [0, 1).
+        nesterov: Nesterov's momentum.
+        masking: clear the momentum of what was sent.
+        clip: as for `DGC`.
+        search: "trimmed", "binary", or "auto": trimmed up to 4 MB of fp32, binary above.
+        same_sign: send indices and one mean, of the largest positive and negative elements by
+            turns. As in the paper not for the output layer: name it in ``plain``.
+        plain: name of a parameter whose values are sent as they are, with ``same_sign``.
+
+    Raises:
+        ValueError: a setting outside those.
+    """
+
+    search: str = "auto"
+    same_sign: bool = False
+    plain: str | None = None
+    spec: ClassVar[str] = "redsync"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.search != "auto":
+            RedSyncTopK(self.keep, search=self.search)  # raises for another
+        if self.plain is not None and not self.same_sign:
+            raise ValueError(f"plain={self.plain!r} without same_sign=True: leave it out")
+
+    def check(self, setting: Setting) -> None:
+        if self.plain is not None and self.plain not in setting.metas:
+            raise ValueError(
+                f"plain={self.plain!r}: no parameter of two dimensions or more has this name"
+            )
+
+    def codec(self, step: int, name: str, setting: Setting) -> Codec:
+        if self.same_sign and name != self.plain:
+            return SameSign(self.keep, sign=("positive", "negative")[step % 2])
+        search = self.search
+        if search == "auto":
+            search = "trimmed" if setting.metas[name].numel <= _LARGE else "binary"
+        return RedSyncTopK(self.keep, search=search)

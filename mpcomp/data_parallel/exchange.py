@@ -1,0 +1,519 @@
+"""One rank's part in averaging gradients over replicas, step by step.
+
+    exchange.begin(...)
+    exchange.add({name: gradient, ...})     # any number of times: what backward has finished
+    exchange.finish()                       # all gradients are means now, the same on all replicas
+    exchange.settle(finite)                 # what memories noted is kept, or forgotten
+
+State belongs to parameters by name, never to the groups in which gradients come: DDP rebuilds its
+buckets after the first step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mpcomp.compressors import Compressor, Identity
+from mpcomp.data_parallel.base import Controller, Draw, Factored, ReplicaMethod, Setting
+from mpcomp.data_parallel.item import Context, Item, matrix_of
+from mpcomp.data_parallel.levels import broadcast, mean_inside, split_group
+from mpcomp.data_parallel.memory import Memory
+from mpcomp.data_parallel.network import ReplicaNetwork
+from mpcomp.data_parallel.paths import Path, dense_sum, gather, payload_sum, two_phase
+from mpcomp.data_parallel.peers import Peers, Works
+from mpcomp.data_parallel.powersgd import factored_sum
+from mpcomp.randomness import generator_for
+from mpcomp.tensor_meta import TensorMeta
+
+__all__ = ["Exchange", "Totals"]
+
+#: Smaller parameters, and those of one dimension, go as they are, together.
+SMALLEST_COMPRESSED = 1024
+#: Steps between counts of the zeros in a result.
+DENSITY_EVERY = 50
+
+
+@dataclass
+class Totals:
+    """What this rank has sent since it began.
+
+    Attributes:
+        steps: that were exchanged, skipped ones counted.
+        wire_bytes: bytes of its messages.
+        dense_bytes: what they would have been uncompressed.
+        floats: numbers of 32 bits in its messages, without indices.
+        traffic_bytes: what went over its link, with the messages' copies to several others.
+        dense_traffic_bytes: what a sum of uncompressed gradients would have put on its link.
+        encode_s: seconds of encoding (and of beginning to send).
+        wait_s: seconds of waiting for other replicas and the network.
+        decode_s: seconds of decoding.
+    """
+
+    steps: int = 0
+    wire_bytes: int = 0
+    dense_bytes: int = 0
+    floats: float = 0.0
+    traffic_bytes: float = 0.0
+    dense_traffic_bytes: float = 0.0
+    encode_s: float = 0.0
+    wait_s: float = 0.0
+    decode_s: float = 0.0
+
+
+class Exchange:
+    """Averages the gradients of named parameters over replicas, compressed.
+
+    Args:
+        parameters: those of this rank that require gradients; the same on all replicas.
+        method: between replicas.
+        group: the ranks that have these parameters.
+        network: how they are connected.
+        seed: of all random choices.
+        everywhere: sums numbers over all ranks that must decide alike (those of all stages of a
+            pipeline); by default over ``group``.
+        own_norm: the norm of this replica's whole gradient, from the square of that of this
+            rank's part; by default there is no other part.
+        unused: whether a parameter may get no gradient in a step on all replicas, and is then left
+            alone by DDP.
+        history: how many steps `history` keeps.
+
+    Raises:
+        ValueError: the method does not suit these parameters, or the network these replicas.
+        TypeError: parameters of fp64.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        method: ReplicaMethod,
+        group: dist.ProcessGroup,
+        *,
+        network: ReplicaNetwork | None = None,
+        seed: int = 0,
+        everywhere: Callable[[Sequence[float]], list[float]] | None = None,
+        own_norm: Callable[[float], float] = math.sqrt,
+        unused: bool = False,
+        history: int = 100_000,
+    ) -> None:
+        wide = [name for name, p in parameters.items() if p.dtype == torch.float64]
+        if wide:
+            raise TypeError(f"{wide[0]} is fp64: gradients between replicas are at most fp32")
+        self.method = method
+        self.network = network or ReplicaNetwork()
+        self._inside, between = split_group(group, self.network)
+        self.num_replicas = dist.get_world_size(group)
+        self._everyone = Peers(group)
+        self._peers = Peers(between) if between is not None else None
+        self._everywhere = everywhere or self._sum
+        self._own_norm = own_norm
+        self._unused = unused
+        self._seed = seed
+        self._device = next((p.device for p in parameters.values()), torch.device("cpu"))
+        metas = {name: TensorMeta.of(p) for name, p in parameters.items()}
+        self._compressible = {
+            name: matrix_of(meta)
+            for name, meta in metas.items()
+            if len(meta.shape) > 1 and meta.numel >= SMALLEST_COMPRESSED
+        }
+        setting = Setting(self.num_replicas, self._compressible)
+        method.check(setting)
+        self.controller: Controller = method.controller(setting)
+        self._memories: dict[str, Memory] = {
+            name: method.memory(meta.numel, self._device, compressed=name in self._compressible)
+            for name, meta in metas.items()
+        }
+        self._phase_memories: dict[str, Memory] = {}
+        self._factors: dict[str, Tensor] = {}
+        self._names = list(parameters)
+        #: Number of parameters on each path, in the step under way or the last one.
+        self._routed: dict[str, int] = {}
+        self.step = 0
+        self.nonfinite = False
+        self.totals = Totals()
+        self.density = math.nan  # of the last result that was looked at
+        #: One entry for each of the last steps.
+        self.history: deque[dict[str, Any]] = deque(maxlen=history)
+
+    # -- a step ---------------------------------------------------------------------------------
+
+    def begin(
+        self, *, loss_scale: float = 1.0, lr: float | None = None, compress: bool = True
+    ) -> None:
+        """Begins a step.
+
+        Args:
+            loss_scale: factor on all gradients.
+            lr: learning rate, where it is known.
+            compress: if not, everything goes as it is, and nothing is left over.
+
+        Raises:
+            ValueError: the method follows the learning rate, and it is not known.
+        """
+        if self.method.lr_scaled and not lr:
+            raise ValueError(
+                f"{self.method} keeps its state in units of the learning rate: tell it the "
+                "optimizer with follow_lr(optimizer), whose rate must be above 0"
+            )
+        unit = loss_scale / lr if self.method.lr_scaled and lr else loss_scale
+        self._compress = compress
+        self._items: list[Item] = []
+        self._paths: list[tuple[Path, Works | None]] = []
+        self._waiting: list[list[Item]] = []
+        self._bad = torch.zeros((), device=self._device)
+        self._used = [0.0] * len(self._names) if self._unused else []
+        self._started = time.perf_counter()
+        self._routed = {}
+        self.controller.begin(self.step, lr)
+        self._context = Context(
+            self._peers or self._everyone,
+            self.controller,
+            unit,
+            self._draw,
+            self._phase_memory,
+            self._factors,
+        )
+
+    def add(self, gradients: Mapping[str, Tensor]) -> None:
+        """Takes gradients that are complete on this rank; they are overwritten by `finish`.
+
+        Every replica adds the same parameters in the same order.
+        """
+        with self._timed("encode_s"):
+            items = [
+                Item(
+                    name,
+                    gradient,
+                    self._memories[name],
+                    self._compress and name in self._compressible,
+                )
+                for name, gradient in gradients.items()
+            ]
+            self._items += items
+            for item in items:
+                self._context.tally.dense_bytes += item.gradient.nbytes
+                # A sum is finite unless an element is not, or it overflows, which is as bad.
+                self._bad += (~item.gradient.sum(dtype=torch.float32).isfinite()).float()
+                if self._unused:
+                    self._used[self._names.index(item.name)] = float(bool(item.gradient.any()))
+            if self.controller.waits or self.method.clip is not None:
+                self._waiting.append(items)
+            else:
+                self._start(items, 1.0)
+
+    def finish(self) -> None:
+        """Waits for all replicas; the gradients that were added are their results then.
+
+        If a gradient was not finite on some rank, all results are NaN, as they would be
+        uncompressed, and `nonfinite` is set.
+        """
+        with self._timed("encode_s"):
+            self._start_waiting()
+        self._drive()
+        traffic = self._everyone.take_traffic()
+        if self._peers is not None and self._peers is not self._everyone:
+            traffic += self._peers.take_traffic()
+        said = [1.0, float(self._bad), traffic, *self._used]
+        figures = self.controller.figures()
+        if self.controller.among_replicas:
+            ranks, bad, total_traffic, *used = self._everywhere(said)
+            self._sums = self._sum(figures) if figures else []
+        else:
+            ranks, bad, total_traffic, *rest = self._everywhere([*said, *figures])
+            used, self._sums = rest[: len(self._used)], rest[len(self._used) :]
+        self._mean_traffic = total_traffic / ranks
+        self.nonfinite = bool(bad)
+        if self.nonfinite:
+            for item in self._items:
+                item.gradient.fill_(math.nan)
+        else:
+            self._leave_alone({n for n, u in zip(self._names, used, strict=False) if not u})
+        if self.step % DENSITY_EVERY == 0:
+            self.density = self._density_of_result()
+        self._count(traffic)
+
+    def settle(self, finite: bool) -> None:
+        """Ends the step: what memories noted is kept if it was finite everywhere, else forgotten.
+
+        Of no effect if no step is under way.
+        """
+        if not hasattr(self, "_context"):
+            return
+        for memory in (*self._memories.values(), *self._phase_memories.values()):
+            if finite:
+                memory.commit()
+            else:
+                memory.discard()
+        if finite:
+            self._factors.update(self._context.new_factors)
+        if hasattr(self, "_sums"):  # else the step ended with an error
+            self.controller.end(self._sums, finite=finite, traffic_bytes=self._mean_traffic)
+            self.history.append(self._entry(finite))
+            del self._sums
+        del self._context, self._paths, self._items, self._waiting
+        self.step += 1
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _start_waiting(self) -> None:
+        """Starts what had to wait for all gradients of the step."""
+        if not (self.controller.waits or self.method.clip is not None):
+            return
+        items = [item for group in self._waiting for item in group]
+        factor = 1.0
+        if self.method.clip is not None:
+            norms = [torch.linalg.vector_norm(i.gradient, dtype=torch.float32) for i in items]
+            square = float(torch.stack(norms).square().sum()) if norms else 0.0
+            norm = self._own_norm(square) / self._context.unit
+            largest = self.method.clip / math.sqrt(self.num_replicas)
+            factor = min(1.0, largest / norm) if norm > 0 else 1.0
+        if self.controller.waits:
+            for item in items:
+                if item.compressible:
+                    item.load(self._context.unit, factor)
+                    self.controller.look(item.name, item.wanted, self._draw(item.name, 0))
+            self.controller.decide(self._everywhere(self.controller.looked()))
+        for group in self._waiting:
+            self._start(group, factor)
+
+    def _start(self, items: Sequence[Item], factor: float) -> None:
+        """Starts the paths of a group of gradients."""
+        if self._inside is None:
+            self._load(items, factor)
+            self._paths += [self._begun(path) for path in self._routes(items)]
+        else:
+            self._paths.append(self._begun(self._over_two_levels(items, factor)))
+
+    def _over_two_levels(self, items: Sequence[Item], factor: float) -> Path:
+        """Means inside each machine, an exchange between their first replicas, and its result."""
+        assert self._inside is not None
+        yield from mean_inside(items, self._inside, self.network.inside, self._draw, factor)
+        if self._peers is not None:
+            self._load(items, 1.0)
+            for path in self._routes(items):
+                yield from path
+        yield from broadcast(items, self._inside)
+
+    def _load(self, items: Iterable[Item], factor: float) -> None:
+        for item in items:
+            gradient = item.load(self._context.unit, factor)
+            if item.compressible:
+                draw = self._draw(item.name, 0)
+                self.controller.observe(item.name, item.wanted, gradient, draw)
+
+    def _routes(self, items: Sequence[Item]) -> list[Path]:
+        """The path of each gradient, those of a kind together."""
+        routes: dict[str, list[Item]] = {}
+        to_weigh: list[Item] = []
+        for item in items:
+            route = self._route(item)
+            if route is None:
+                to_weigh.append(item)
+            else:
+                routes.setdefault(route, []).append(item)
+        if to_weigh:
+            routes.setdefault(self._weighed(to_weigh), []).extend(to_weigh)
+        makers = {
+            "dense": dense_sum,
+            "sum": payload_sum,
+            "gather": gather,
+            "two-phase": two_phase,
+            "factors": factored_sum,
+        }
+        for name, of_route in routes.items():
+            self._routed[name] = self._routed.get(name, 0) + len(of_route)
+        return [makers[name](routes[name], self._context) for name in makers if name in routes]
+
+    def _route(self, item: Item) -> str | None:
+        """The path of one gradient; None where that depends on how much goes with it."""
+        codec = self.controller.codec(item.name) if item.compressible else None
+        if codec is None or isinstance(codec, Identity):
+            return "dense"
+        if isinstance(codec, Factored):
+            return "factors" if codec.worthwhile(matrix_of(item.meta)) else "dense"
+        if codec.wire_bytes(item.shaped(codec)) >= item.meta.dense_bytes:
+            return "dense"
+        return "sum" if codec.summable else None
+
+    def _weighed(self, items: Sequence[Item]) -> str:
+        wire = dense = 0
+        for item in items:
+            codec = self.controller.codec(item.name)
+            assert isinstance(codec, Compressor)
+            wire += codec.wire_bytes(item.shaped(codec))
+            dense += item.meta.dense_bytes
+        return self.network.choose(
+            summable=False,
+            wire_bytes=wire,
+            dense_bytes=dense,
+            num_replicas=self._context.peers.size,
+        )
+
+    @staticmethod
+    def _begun(path: Path) -> tuple[Path, Works | None]:
+        return path, next(path, None)
+
+    def _drive(self) -> None:
+        """Waits for each path's collectives in turn, until all paths have ended."""
+        paths = self._paths
+        while paths:
+            going = []
+            for path, works in paths:
+                if works is None:
+                    continue
+                with self._timed("wait_s"):
+                    for work in works:
+                        work.wait()
+                with self._timed("decode_s"):
+                    going.append((path, next(path, None)))
+            paths = going
+
+    def _draw(self, name: str, piece: int) -> Draw:
+        def draw(alike: bool) -> torch.Generator:
+            who = -1 if alike else self._everyone.rank
+            return generator_for("replicas", self._seed, name, piece, self.step, who)
+
+        return draw
+
+    def _phase_memory(self, name: str, numel: int, device: torch.device) -> Memory:
+        if name not in self._phase_memories:
+            self._phase_memories[name] = self.method.phase_memory(numel, device)
+        return self._phase_memories[name]
+
+    def _sum(self, numbers: Sequence[float]) -> list[float]:
+        """Over the replicas, in fp64, on the gradients' device."""
+        total = torch.tensor(list(numbers), dtype=torch.float64, device=self._device)
+        dist.all_reduce(total, group=self._everyone.group)
+        result: list[float] = total.tolist()
+        return result
+
+    def _leave_alone(self, unused: set[str]) -> None:
+        """Takes back what was sent for parameters that no replica had a gradient for.
+
+        DDP ignores their results; what memories hold must wait for a step in which it does not.
+        """
+        for item in self._items:
+            if item.name in unused:
+                item.memory.discard()
+                item.gradient.zero_()
+                self._context.new_factors.pop(item.name, None)
+                if item.name in self._phase_memories:
+                    self._phase_memories[item.name].discard()
+
+    def _density_of_result(self) -> float:
+        """Elements that are not zero in the results of parameters that went compressed."""
+        looked = [item for item in self._items if item.compressible]
+        total = sum(item.numel for item in looked)
+        if not total or self.nonfinite:
+            return math.nan
+        return sum(int(item.gradient.count_nonzero()) for item in looked) / total
+
+    def _count(self, traffic: float) -> None:
+        totals, tally = self.totals, self._context.tally
+        n = self.num_replicas
+        totals.steps += 1
+        totals.wire_bytes += tally.wire_bytes
+        totals.dense_bytes += tally.dense_bytes
+        totals.floats += tally.floats
+        totals.traffic_bytes += traffic
+        totals.dense_traffic_bytes += 2 * (n - 1) / n * tally.dense_bytes
+
+    def _entry(self, finite: bool) -> dict[str, Any]:
+        tally = self._context.tally
+        return {
+            "step": self.step,
+            "wire_bytes": tally.wire_bytes,
+            "dense_bytes": tally.dense_bytes,
+            "floats": tally.floats,
+            "traffic_bytes": self._mean_traffic,
+            "skipped": not finite,
+            "seconds": time.perf_counter() - self._started,
+            **self.controller.report(),
+        }
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        setattr(self.totals, name, getattr(self.totals, name) + time.perf_counter() - start)
+
+    # -- what happened, and going on from it ------------------------------------------------------
+
+    def report(self) -> dict[str, Any]:
+        """Totals of this rank, the ratio, and what the method is at."""
+        totals = dataclasses.asdict(self.totals)
+        dense = self.totals.dense_bytes
+        return {
+            "method": str(self.method),
+            "replicas": self.num_replicas,
+            **totals,
+            "ratio": self.totals.wire_bytes / dense if dense else math.nan,
+            "density": self.density,
+            "paths": dict(sorted(self._routed.items())),
+            **self.controller.report(),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is needed to go on exactly; each replica has its own.
+
+        Returns:
+            ``tensors`` by name, and ``rest``, which JSON can hold.
+        """
+        tensors: dict[str, Tensor] = {}
+        for kind, memories in (("own", self._memories), ("phase", self._phase_memories)):
+            for name, memory in memories.items():
+                tensors.update({f"{kind}/{name}/{k}": v for k, v in memory.state_dict().items()})
+        tensors.update({f"factor/{name}": value for name, value in self._factors.items()})
+        held = self.controller.tensors()
+        tensors.update({f"controller/{name}": value for name, value in held.items()})
+        rest = {
+            "method": str(self.method),
+            "step": self.step,
+            "controller": self.controller.state_dict(),
+            "totals": dataclasses.asdict(self.totals),
+        }
+        return {"tensors": tensors, "rest": rest}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `state_dict` gave, on the same replica of as many.
+
+        Raises:
+            ValueError: it was given by another method.
+        """
+        rest = state["rest"]
+        if rest["method"] != str(self.method):
+            raise ValueError(
+                f"the state is that of {rest['method']}, these replicas use {self.method}: "
+                "use the same method"
+            )
+        found: dict[tuple[str, str], dict[str, Tensor]] = {}
+        by_name: dict[str, dict[str, Tensor]] = {"factor": {}, "controller": {}}
+        for key, value in state["tensors"].items():
+            kind, _, name = key.partition("/")
+            if kind in by_name:
+                by_name[kind][name] = value.to(self._device)
+                continue
+            name, _, field = name.rpartition("/")
+            found.setdefault((kind, name), {})[field] = value.to(self._device)
+        self._factors.clear()
+        self._factors.update(by_name["factor"])
+        self.controller.load_tensors(by_name["controller"])
+        for (kind, name), fields in found.items():
+            if kind == "phase":
+                numel = next(iter(fields.values())).numel()
+                self._phase_memory(name, numel, self._device).load_state_dict(fields)
+            else:
+                self._memories[name].load_state_dict(fields)
+        self.step = rest["step"]
+        self.totals = Totals(**rest["totals"])
+        self.controller.load_state_dict(rest["controller"])

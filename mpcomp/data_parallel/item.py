@@ -1,0 +1,124 @@
+"""A gradient on its way: what is to be sent for it, and what has come of that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from mpcomp.compressors import Compressor
+from mpcomp.data_parallel.base import Controller, Draw, Encoded
+from mpcomp.data_parallel.memory import Memory
+from mpcomp.data_parallel.peers import Peers
+from mpcomp.feedback.base import narrow
+from mpcomp.tensor_meta import TensorMeta
+
+__all__ = ["Context", "Item", "Tally", "matrix_of"]
+
+
+def matrix_of(meta: TensorMeta) -> TensorMeta:
+    """A tensor as a matrix [first dim, all others]."""
+    return TensorMeta((meta.num_rows, meta.row_numel), meta.dtype)
+
+
+@dataclass
+class Tally:
+    """What messages of one step held, as their sender made them.
+
+    Attributes:
+        wire_bytes: bytes.
+        dense_bytes: what the same gradients would have been uncompressed.
+        floats: numbers of 32 bits; a selection counts its values alone, as the papers do.
+    """
+
+    wire_bytes: int = 0
+    dense_bytes: int = 0
+    floats: float = 0.0
+
+
+@dataclass
+class Context:
+    """What all paths of a step share.
+
+    Attributes:
+        peers: who takes part.
+        controller: what chooses codecs.
+        unit: factor from what memories keep to this step's gradients.
+        draw: ``draw(name, piece)(alike)`` is a fresh generator.
+        phase_memory: of a piece of a parameter that this replica forms the mean of.
+        factors: the right factors of PowerSGD, by parameter, and those of this step.
+        tally: of this step.
+    """
+
+    peers: Peers
+    controller: Controller
+    unit: float
+    draw: Callable[[str, int], Draw]
+    phase_memory: Callable[[str, int, torch.device], Memory]
+    factors: dict[str, Tensor]
+    new_factors: dict[str, Tensor] = field(default_factory=dict)
+    tally: Tally = field(default_factory=Tally)
+
+
+@dataclass
+class Item:
+    """One parameter's gradient in one step.
+
+    Attributes:
+        name: of the parameter.
+        gradient: replaced by the result at the end.
+        memory: what this replica remembers of the parameter.
+        compressible: whether it may go compressed.
+    """
+
+    name: str
+    gradient: Tensor
+    memory: Memory
+    compressible: bool
+    #: What is to be sent, fp32 [n] in memory order.
+    wanted: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.meta = TensorMeta.of(self.gradient)
+
+    @property
+    def numel(self) -> int:
+        return self.meta.numel
+
+    def load(self, unit: float, factor: float = 1.0) -> Tensor:
+        """Reads the gradient, times ``factor``; sets what is to be sent. Gives the gradient [n]."""
+        gradient = self.meta.flatten(self.gradient).reshape(-1).to(torch.float32)
+        if factor != 1:
+            gradient = gradient * factor
+        self.wanted = self.memory.wanted(gradient, unit)
+        return gradient
+
+    def shaped(self, codec: Compressor) -> TensorMeta:
+        """The shape in which a codec gets it."""
+        return shape_for(codec, self.meta)
+
+    def keep(self, rest: Tensor, positions: Tensor | None, unit: float) -> None:
+        """Tells the memory what was not sent."""
+        self.memory.keep(rest, positions, unit)
+
+    def finish(self, mean: Tensor, unit: float) -> None:
+        """Writes the result into the gradient, from the mean [n] of what all have sent."""
+        result = self.memory.result(mean, unit)
+        self.gradient.copy_(self.meta.unflatten(narrow(result, self.meta.dtype)))
+
+
+def shape_for(codec: Compressor, meta: TensorMeta) -> TensorMeta:
+    """A matrix for a codec that works by matrix, else one row."""
+    if codec.by_matrix:
+        return matrix_of(meta)
+    return TensorMeta((1, meta.numel), meta.dtype)
+
+
+def count(tally: Tally, encoded: Encoded) -> None:
+    """Counts a message's payload."""
+    num_bytes = sum(part.nbytes for part in encoded.payload)
+    tally.wire_bytes += num_bytes
+    kept = encoded.positions
+    tally.floats += num_bytes / 4 if kept is None else kept.numel()

@@ -1,0 +1,149 @@
+"""What a replica remembers of a parameter from one step to the next.
+
+All tensors are flat fp32 in the parameter's memory order. State changes in two strokes, as it does
+at the cuts: a step notes what it would keep, and `commit` keeps it once the step is known to be
+finite everywhere. State is free of the loss scale: ``unit`` is the factor from kept values to those
+of a step (the loss scale, over the learning rate for a method that follows it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from mpcomp.feedback.slots import SlotStore, StoragePlan
+
+__all__ = ["Estimate", "Memory", "Residual", "StateTensor"]
+
+
+class StateTensor:
+    """One fp32 vector in the precision and place of a `StoragePlan`; zeros until written."""
+
+    def __init__(self, numel: int, plan: StoragePlan, device: torch.device) -> None:
+        self._store = SlotStore(numel, plan, device)
+        self._noted: Tensor | None = None
+
+    def read(self, unit: float) -> Tensor:
+        """A copy of what was committed, times ``unit``."""
+        x = self._store.read([(0,)])[0]
+        return x if unit == 1 else x * unit
+
+    def note(self, x: Tensor, unit: float) -> None:
+        """What `commit` will keep."""
+        self._noted = x if unit == 1 else x / unit
+
+    def commit(self) -> None:
+        if self._noted is not None:
+            self._store.write([(0,)], self._noted[None])
+        self._noted = None
+
+    def discard(self) -> None:
+        self._noted = None
+
+    @property
+    def known(self) -> bool:
+        """Whether anything was ever committed."""
+        return len(self._store) > 0
+
+    def value(self) -> Tensor:
+        """What was committed."""
+        return self.read(1.0)
+
+    def set(self, x: Tensor) -> None:
+        """Overwrites what was committed."""
+        self.note(x.to(torch.float32), 1.0)
+        self.commit()
+
+
+class Memory:
+    """Remembers nothing: the gradient itself is sent, and the mean of all is the result."""
+
+    #: Whether `keep` wants to know what a message left out.
+    keeps: bool = False
+
+    def __init__(self) -> None:
+        self._state: dict[str, StateTensor] = {}
+
+    def wanted(self, gradient: Tensor, unit: float) -> Tensor:
+        """What is to be sent for a gradient [n]; a new tensor, or the gradient itself."""
+        return gradient
+
+    def keep(self, rest: Tensor, positions: Tensor | None, unit: float) -> None:
+        """Notes what the message left out.
+
+        Args:
+            rest: [n], what was wanted less what was sent.
+            positions: of the elements that were sent, ascending; None for all of them.
+            unit: of this step.
+        """
+
+    def result(self, mean: Tensor, unit: float) -> Tensor:
+        """The gradient for the optimizer, from the mean of what the replicas sent."""
+        return mean
+
+    def commit(self) -> None:
+        """Keeps what was noted."""
+        for tensor in self._state.values():
+            tensor.commit()
+
+    def discard(self) -> None:
+        """Forgets what was noted."""
+        for tensor in self._state.values():
+            tensor.discard()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What has been kept, by name."""
+        return {name: tensor.value() for name, tensor in self._state.items() if tensor.known}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Goes on from what `state_dict` gave."""
+        for name, value in state.items():
+            self._state[name].set(value)
+
+
+class Residual(Memory):
+    """Error feedback: w = g + e; e <- w - sent. Seide et al. 2014; Stich et al. 2018."""
+
+    keeps = True
+
+    def __init__(self, numel: int, plan: StoragePlan, device: torch.device) -> None:
+        super().__init__()
+        self._residual = self._state["residual"] = StateTensor(numel, plan, device)
+
+    def wanted(self, gradient: Tensor, unit: float) -> Tensor:
+        return gradient + self._residual.read(unit) if self._residual.known else gradient
+
+    def keep(self, rest: Tensor, positions: Tensor | None, unit: float) -> None:
+        self._residual.note(rest, unit)
+
+
+class Estimate(Memory):
+    """EF21: d = C(g - h); h <- h + d at the sender; H <- H + mean of all d, which is the result.
+
+    Richtarik et al. 2021, algorithm 2. Every replica holds its own estimate h, and H, the mean of
+    all of them, which is the same on all.
+    """
+
+    keeps = True
+
+    def __init__(self, numel: int, plan: StoragePlan, device: torch.device) -> None:
+        super().__init__()
+        self._own = self._state["own"] = StateTensor(numel, plan, device)
+        self._mean = self._state["mean"] = StateTensor(numel, plan, device)
+        self._gradient: Tensor | None = None
+
+    def wanted(self, gradient: Tensor, unit: float) -> Tensor:
+        self._gradient = gradient
+        return gradient - self._own.read(unit)
+
+    def keep(self, rest: Tensor, positions: Tensor | None, unit: float) -> None:
+        assert self._gradient is not None
+        self._own.note(self._gradient - rest, unit)
+        self._gradient = None
+
+    def result(self, mean: Tensor, unit: float) -> Tensor:
+        total = mean + self._mean.read(unit)
+        self._mean.note(total, unit)
+        return total

@@ -1,0 +1,114 @@
+"""How replicas are connected, and which way is the cheapest for a message of so many bytes.
+
+With n replicas, latency a (s) and bandwidth b (bytes/s) of each one's link, a dense gradient of D
+bytes and a message of B bytes take about
+
+===========  =====================================================  ==============================
+path         seconds                                                for
+===========  =====================================================  ==============================
+sum          min(2 (n-1) a, 2 ceil(log2 n) a) + 2 (n-1)/n B/b       payloads that may be added
+gather       (n-1) a + (n-1) B/b                                    few replicas
+two-phase    2 (n-1) a + 2 (n-1)/n B/b                              many replicas
+dense        as for a sum, of D bytes                               what compresses too little
+===========  =====================================================  ==============================
+
+The two terms of a sum's latency are those of a ring and of recursive halving and doubling, of which
+a backend takes the better one. A gathered message goes to all others, so its traffic grows with n,
+and the sum of n selections is up to n times as dense as one. On the two-phase path replica i forms
+the mean of the i-th piece of every parameter, compresses it again (what that leaves out is
+remembered there) and sends it to all: traffic and density stay those of one message.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+from mpcomp.compressors import Compressor
+
+__all__ = ["PATHS", "ReplicaNetwork"]
+
+PATHS: Final = ("auto", "sum", "gather", "two-phase")
+
+
+@dataclass(frozen=True)
+class ReplicaNetwork:
+    """What is known of the links between replicas.
+
+    Args:
+        path: "auto" for the cheapest; "gather" or "two-phase" for all payloads that cannot be
+            added ("sum" insists on methods whose payloads can).
+        latency_ms: of a message between two replicas.
+        bandwidth_mbps: megabits a second of each replica's link.
+        per_machine: replicas on one machine, neighbours in rank; above 1 gradients are averaged
+            inside each machine first, and only the first replica of each takes part in the
+            compressed exchange between machines.
+        inside: compressor inside a machine; None averages as it is.
+
+    Raises:
+        ValueError: a setting outside those.
+        TypeError: ``inside`` is no compressor.
+    """
+
+    path: str = "auto"
+    latency_ms: float = 0.1
+    bandwidth_mbps: float = 1000.0
+    per_machine: int = 1
+    inside: Compressor | None = None
+
+    def __post_init__(self) -> None:
+        if self.path not in PATHS:
+            raise ValueError(f"path={self.path!r}: expected one of {', '.join(PATHS)}")
+        if not (self.latency_ms >= 0 and math.isfinite(self.latency_ms)):
+            raise ValueError(f"latency_ms={self.latency_ms}: expected milliseconds, 0 or more")
+        if not (self.bandwidth_mbps > 0 and math.isfinite(self.bandwidth_mbps)):
+            raise ValueError(
+                f"bandwidth_mbps={self.bandwidth_mbps}: expected megabits a second, more than 0"
+            )
+        if self.per_machine < 1:
+            raise ValueError(f"per_machine={self.per_machine}: expected 1 replica or more")
+        if self.inside is not None and not isinstance(self.inside, Compressor):
+            raise TypeError(f"inside={self.inside!r}: expected a compressor such as Cast('bf16')")
+        if self.inside is not None and self.per_machine == 1:
+            raise ValueError(f"inside={self.inside} with per_machine=1: give per_machine as well")
+
+    def seconds(self, path: str, num_bytes: float, num_replicas: int) -> float:
+        """What a path takes for messages of so many bytes a replica; see the module's table."""
+        n = num_replicas
+        latency = self.latency_ms / 1000
+        transfer = num_bytes * 8 / (self.bandwidth_mbps * 1e6)
+        if path in ("sum", "dense"):
+            rounds = min(2 * (n - 1), 2 * math.ceil(math.log2(n))) if n > 1 else 0
+            return rounds * latency + 2 * (n - 1) / n * transfer
+        if path == "gather":
+            return (n - 1) * latency + (n - 1) * transfer
+        assert path == "two-phase"
+        return 2 * (n - 1) * latency + 2 * (n - 1) / n * transfer
+
+    def choose(
+        self, *, summable: bool, wire_bytes: float, dense_bytes: float, num_replicas: int
+    ) -> str:
+        """The path for one message: "sum", "gather", "two-phase", or "dense" if that is cheaper.
+
+        Raises:
+            ValueError: ``path="sum"`` for a payload that cannot be added.
+        """
+        if self.path == "sum" and not summable:
+            raise ValueError(
+                "path='sum' for a method whose messages cannot be added elementwise: use randomk, "
+                "randomblock, fp16 or powersgd, or path='gather'"
+            )
+        if summable:
+            return "sum"
+        if self.path != "auto":
+            return self.path
+        costs = {
+            path: self.seconds(path, num_bytes, num_replicas)
+            for path, num_bytes in (
+                ("gather", wire_bytes),
+                ("two-phase", wire_bytes),
+                ("dense", dense_bytes),
+            )
+        }
+        return min(costs, key=costs.__getitem__)

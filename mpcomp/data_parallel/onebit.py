@@ -1,0 +1,45 @@
+"""1-bit SGD: a bit for each element, two numbers for each column, and the error fed back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from mpcomp.compressors import OneBitColumns
+from mpcomp.data_parallel.base import Controller, ReplicaMethod, Setting, Static
+from mpcomp.data_parallel.memory import Memory, Residual
+from mpcomp.feedback.slots import StoragePlan
+
+__all__ = ["OneBit"]
+
+
+@dataclass(frozen=True)
+class OneBit(ReplicaMethod):
+    """1-bit SGD. Spec ``onebitsgd``.
+
+    Each column of a matrix arrives as the mean of its non-negative elements and that of its
+    negative ones; what that leaves out is added to the next gradient. As published, the mean of all
+    replicas is quantized again, with an error of its own that is fed back too; that is the
+    two-phase path (`ReplicaNetwork`), which is chosen where it is the cheaper one, from three
+    replicas on. Seide et al., Interspeech 2014, section 3.
+
+    Args:
+        storage: "fp32", "fp16", "bf16" or bits (1-8) of what is kept.
+
+    Raises:
+        ValueError: another storage.
+    """
+
+    storage: str | int = "fp32"
+    spec: ClassVar[str] = "onebitsgd"
+
+    def __post_init__(self) -> None:
+        StoragePlan(self.storage)  # raises for a bad one
+
+    def controller(self, setting: Setting) -> Controller:
+        return Static(OneBitColumns())
+
+    def memory(self, numel: int, device: torch.device, *, compressed: bool) -> Memory:
+        return Residual(numel, StoragePlan(self.storage), device) if compressed else Memory()

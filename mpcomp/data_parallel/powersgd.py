@@ -1,0 +1,128 @@
+"""PowerSGD: matrices travel as two thin factors, each of which is summed over the replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from mpcomp.compressors.lowrank import orthonormal_
+from mpcomp.data_parallel.base import Controller, Factored, ReplicaMethod, Setting, Static
+from mpcomp.data_parallel.item import Context, Item, matrix_of
+from mpcomp.data_parallel.memory import Memory, Residual
+from mpcomp.data_parallel.paths import Path
+from mpcomp.data_parallel.peers import Works
+from mpcomp.feedback.slots import StoragePlan
+from mpcomp.randomness import uniform
+from mpcomp.tensor_meta import TensorMeta
+
+__all__ = ["PowerSGD", "factored_sum"]
+
+
+@dataclass(frozen=True)
+class PowerSGD(ReplicaMethod, Factored):
+    """Rank-r approximation by one step of a warm-started power iteration. Spec ``powersgd:2``.
+
+    For the error-corrected gradient M_i [n, m] of replica i and Q [m, r] from the step before:
+    P = orthonormal(mean M_i Q), Q <- mean M_i^T P, result P Q^T. Both means are sums over the
+    network, so traffic does not grow with the number of replicas. What replica i keeps for the next
+    step is M_i - P (M_i^T P)^T; its mean over the replicas is that of M_i less the result. Vogels
+    et al., NeurIPS 2019, algorithms 1 and 2.
+
+    Args:
+        rank: of the approximation, at least 1; a smaller matrix is approximated by its own rank.
+        min_saving: send as it is what factors would not make so many times smaller.
+        feedback: keep what was not sent (error feedback); without it training mostly fails.
+        storage: "fp32", "fp16", "bf16" or bits (1-8) of what is kept.
+
+    Raises:
+        ValueError: a setting outside those; a rank above that of every matrix of the model.
+    """
+
+    rank: int
+    min_saving: float = 2.0
+    feedback: bool = True
+    storage: str | int = "fp32"
+    spec: ClassVar[str] = "powersgd"
+
+    def __post_init__(self) -> None:
+        if type(self.rank) is not int or self.rank < 1:
+            raise ValueError(f"rank={self.rank}: expected a whole number, 1 or more")
+        if not self.min_saving >= 1:
+            raise ValueError(f"min_saving={self.min_saving}: expected a factor, 1 or more")
+        self._plan  # noqa: B018  (raises for a bad storage)
+
+    @property
+    def _plan(self) -> StoragePlan:
+        return StoragePlan(self.storage)
+
+    def worthwhile(self, meta: TensorMeta) -> bool:
+        rows, columns = meta.shape
+        rank = min(self.rank, rows, columns)
+        return (rows + columns) * rank * self.min_saving <= rows * columns
+
+    def check(self, setting: Setting) -> None:
+        ranks = [min(meta.shape) for meta in setting.metas.values()]
+        if ranks and self.rank > max(ranks):
+            raise ValueError(
+                f"rank={self.rank} is above that of every matrix here (the largest is "
+                f"{max(ranks)}): choose a smaller one, such as 2"
+            )
+
+    def controller(self, setting: Setting) -> Controller:
+        return Static(self)
+
+    def memory(self, numel: int, device: torch.device, *, compressed: bool) -> Memory:
+        if not (compressed and self.feedback):
+            return Memory()
+        return Residual(numel, self._plan, device)
+
+
+def factored_sum(items: Sequence[Item], context: Context) -> Path:
+    """The path of matrices that are sent as factors."""
+    unit = context.unit
+    matrices, lefts, rights = [], [], []
+    for item in items:
+        codec = context.controller.codec(item.name)
+        assert isinstance(codec, Factored)
+        meta = matrix_of(item.meta)
+        rank = min(codec.rank, *meta.shape)
+        matrix = item.wanted.reshape(meta.shape)
+        matrices.append(matrix)
+        rights.append(_start(item, meta.shape[1], rank, context))
+        lefts.append(matrix @ rights[-1])
+    lefts = yield from _mean(lefts, context)
+    lefts = [orthonormal_(left.clone()) for left in lefts]
+    rights = [matrix.T @ left for matrix, left in zip(matrices, lefts, strict=True)]
+    for item, left, right in zip(items, lefts, rights, strict=True):
+        if item.memory.keeps:
+            # The replica's own right factor, not the mean: both leave the same sum over replicas.
+            own = (left @ right.T).reshape(-1)
+            item.keep(item.wanted - own, None, unit)
+    rights = yield from _mean(rights, context)
+    for item, left, right in zip(items, lefts, rights, strict=True):
+        context.new_factors[item.name] = right
+        item.finish((left @ right.T).reshape(-1), unit)
+
+
+def _start(item: Item, columns: int, rank: int, context: Context) -> Tensor:
+    """The right factor of the step before; a random one, the same on all replicas, at first."""
+    held = context.factors.get(item.name)
+    # A gradient of zeros leaves nothing to go on from.
+    if held is not None and held.shape == (columns, rank) and bool(held.any()):
+        return held
+    numbers = uniform(context.draw(item.name, 0)(True), columns * rank, item.wanted.device)
+    return numbers.reshape(columns, rank) - 0.5
+
+
+def _mean(factors: list[Tensor], context: Context) -> Generator[Works, None, list[Tensor]]:
+    """The means of all factors over the replicas, in one collective."""
+    flat = torch.cat([factor.reshape(-1) for factor in factors]).div_(context.peers.size)
+    context.tally.wire_bytes += flat.nbytes
+    context.tally.floats += flat.numel()
+    yield [context.peers.sum(flat)]
+    parts = torch.split(flat, [factor.numel() for factor in factors])
+    return [part.reshape(f.shape) for part, f in zip(parts, factors, strict=True)]

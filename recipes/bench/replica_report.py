@@ -1,0 +1,328 @@
+"""The tables and the plot of `recipes.bench.slow_replicas`."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from tabulate import tabulate
+
+from recipes.bench.local_overhead import quartiles
+from recipes.bench.replica_worker import ALONE, MPCOMP, REFERENCE, TOTALS
+from recipes.plots import COLOURS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Record = Mapping[str, Any]
+
+# torch's own in greys, mpcomp's in colours.
+GREYS: Final = ("#000000", "#6e6e6e", "#a8a8a8")
+# Of the dense step, for the comparison to be one of communication.
+LEAST_SHARE: Final = 0.8
+
+TIME_HEADERS: Final = (
+    "method",
+    "ms a step, median",
+    "quartiles",
+    "dense / own",
+    "quartiles",
+    "of the ceiling",
+    "quartiles",
+    "n",
+)
+TRAFFIC_HEADERS: Final = (
+    "method",
+    "kB a step: message",
+    "dense / own",
+    "counted, a host",
+    "dense / own",
+    "32-bit numbers",
+    "encode, ms",
+    "wait",
+    "decode",
+    "factor",
+    "paths",
+    "loss",
+)
+ACCURACY_HEADERS: Final = (
+    "method",
+    "reached",
+    "s, median",
+    "quartiles",
+    "dense / own",
+    "steps, median",
+    "MB: message",
+    "counted, a host",
+    "best accuracy",
+)
+LEGEND: Final = f"""\
+dense / own: of times in the same repetition, or with the same seed; {REFERENCE} is dense
+ceiling: the dense step here over the dense step on unlimited links; what a method reaches of it is
+  the latter over its own step
+message: what one replica hands over to be summed or gathered; counted: what a host's interface
+  sent, headers included, which is parts of sums, or its message once for each of the others
+encode, wait, decode: milliseconds of a step on one replica, where mpcomp counts them
+factor: by which the method says that it compresses in the timed steps; a span has not settled
+paths: of how many parameters the messages took which; statistics of BatchNorm are not sent"""
+
+
+def summarise(turns: Sequence[Record]) -> list[dict[str, Any]]:
+    """One figure for each method on the limited links, in the order of measurement."""
+    of = _by_variant(turn for turn in turns if turn["limited"])
+    free = _by_variant(turn for turn in turns if not turn["limited"])[REFERENCE]
+    figures = []
+    for name, own in of.items():
+        factors = [factor for turn in own for factor in turn["factors"] if factor is not None]
+        figures.append(
+            {
+                "variant": name,
+                "n": len(own),
+                "seconds": spread([turn["seconds"] for turn in own]),
+                "speedup": spread(_ratios(of[REFERENCE], own)),
+                "of_ceiling": spread(_ratios(free, own)),
+                "host_bytes": _mean(map(host_bytes, own)),
+                **{key: _mean(turn.get(key) for turn in own) for key in TOTALS},
+                "paths": own[-1]["paths"],
+                "factors": [min(factors), max(factors)] if factors else None,
+                "loss": statistics.mean(turn["loss"] for turn in own),
+            }
+        )
+    return figures
+
+
+def dense_figures(turns: Sequence[Record]) -> dict[str, Any]:
+    """What the dense step consists of: medians and quartiles over the repetitions."""
+    limited = _by_variant(turn for turn in turns if turn["limited"])[REFERENCE]
+    unlimited = _by_variant(turn for turn in turns if not turn["limited"])
+    alone, free = unlimited[ALONE], unlimited[REFERENCE]
+    return {
+        "seconds": spread([turn["seconds"] for turn in limited]),
+        "unlimited_s": spread([turn["seconds"] for turn in free]),
+        "compute_s": spread([turn["seconds"] for turn in alone]),
+        "communication_share": spread([1 - ratio for ratio in _ratios(alone, limited)]),
+        "ceiling": spread(_ratios(limited, free)),
+    }
+
+
+def summarise_trainings(trainings: Sequence[Record]) -> list[dict[str, Any]]:
+    """One figure for each method; times are those of the seeds that reached the accuracy."""
+    of = _by_variant(trainings)
+    figures = []
+    for name, own in of.items():
+        pairs = zip(of[REFERENCE], own, strict=True)
+        ratios = [
+            dense["seconds"] / one["seconds"]
+            for dense, one in pairs
+            if dense["reached"] and one["reached"]
+        ]
+        reached = [one for one in own if one["reached"]]
+        figures.append(
+            {
+                "variant": name,
+                "n": len(own),
+                "num_reached": len(reached),
+                "seconds": _spread_of_any([one["seconds"] for one in reached]),
+                "speedup": _spread_of_any(ratios),
+                "steps": _spread_of_any([one["steps"] for one in reached]),
+                "wire_bytes": _spread_of_any([one["wire_bytes"] for one in reached]),
+                "host_bytes": _spread_of_any(
+                    [one["host_bytes"] for one in reached if one["host_bytes"] is not None]
+                ),
+                "best": spread([one["best"] for one in own]),
+            }
+        )
+    return figures
+
+
+def host_bytes(turn: Record) -> float | None:
+    """What one host sent in a step, on average, in bytes; None where it is not counted."""
+    sent = [host["tx_bytes"] for host in turn["interfaces"]]
+    return statistics.mean(sent) / turn["steps"] if sent else None
+
+
+def spread(values: Sequence[float]) -> dict[str, Any]:
+    """Median and quartiles."""
+    return {"median": statistics.median(values), "quartiles": quartiles(values)}
+
+
+def _spread_of_any(values: Sequence[float]) -> dict[str, Any] | None:
+    return spread(values) if values else None
+
+
+def _mean(values: Iterator[float | None]) -> float | None:
+    counted = [value for value in values if value is not None]
+    return statistics.mean(counted) if counted else None
+
+
+def _by_variant(records: Iterator[Record] | Sequence[Record]) -> dict[str, list[Record]]:
+    grouped: dict[str, list[Record]] = {}
+    for record in records:
+        grouped.setdefault(record["variant"], []).append(record)
+    return grouped
+
+
+def _ratios(above: Sequence[Record], below: Sequence[Record]) -> list[float]:
+    """Of the times in the same repetition."""
+    pairs = zip(above, below, strict=True)
+    return [one["seconds"] / other["seconds"] for one, other in pairs]
+
+
+def tables(result: Record) -> str:
+    """Times, traffic, what hangs, and the times to the accuracy."""
+    rows = result["figures"]
+    parts = [_title(result)]
+    parts.append(tabulate(map(_times, rows), TIME_HEADERS, disable_numparse=True))
+    traffic = [_traffic(row, rows[0]) for row in rows]
+    parts.append(tabulate(traffic, TRAFFIC_HEADERS, disable_numparse=True))
+    for name, hangs in result["hangs"].items():
+        said = "hangs" if hangs else "did not hang"
+        limit = result["settings"]["hang_timeout"]
+        parts.append(f"{name}: {said} (unlimited links, {limit:g} s)")
+    if result["accuracy"]:
+        settings = result["settings"]
+        parts.append(
+            f"training to a test accuracy of {settings['accuracy']:g} ({settings['data']}), "
+            f"looked at every {settings['eval_every']} steps"
+        )
+        shown = map(_training, result["accuracy"])
+        parts.append(tabulate(shown, ACCURACY_HEADERS, disable_numparse=True))
+    return "\n\n".join((*parts, LEGEND))
+
+
+def _title(result: Record) -> str:
+    settings, dense = result["settings"], result["dense"]
+    share = dense["communication_share"]
+    title = f"{settings['replicas']} replicas of {settings['model']}, width {settings['width']}, "
+    title += f"{settings['batch']} images each, {result['dense_bytes'] / 1e6:.2f} MB of gradients, "
+    title += "unlimited" if result["mbps"] is None else f"{result['mbps']:g} Mbit/s"
+    lines = [
+        title,
+        f"dense step {_text(dense['seconds'], 1e3, '.0f')} ms, "
+        f"{_text(share, 100, '.1f')} % of it ({_range(share, 100, '.1f')}) communication: without "
+        f"any it is {_text(dense['compute_s'], 1e3, '.0f')} ms",
+        f"ceiling {_text(dense['ceiling'], 1, '.2f')} ({_range(dense['ceiling'], 1, '.2f')}): the "
+        f"dense step on unlimited links is {_text(dense['unlimited_s'], 1e3, '.0f')} ms",
+    ]
+    if share["median"] < LEAST_SHARE:
+        lines.append(f"NOTE: communication is less than {LEAST_SHARE:.0%} of the dense step")
+    return "\n".join(lines)
+
+
+def _text(value: Record | None, scale: float, form: str) -> str:
+    return "–" if value is None else format(scale * value["median"], form)
+
+
+def _range(value: Record | None, scale: float, form: str) -> str:
+    if value is None:
+        return "–"
+    low, high = (format(scale * quartile, form) for quartile in value["quartiles"])
+    return f"{low} to {high}"
+
+
+def _times(figure: Record) -> tuple[str, ...]:
+    return (
+        figure["variant"],
+        _text(figure["seconds"], 1e3, ".0f"),
+        _range(figure["seconds"], 1e3, ".0f"),
+        _text(figure["speedup"], 1, ".2f"),
+        _range(figure["speedup"], 1, ".2f"),
+        _text(figure["of_ceiling"], 100, ".0f") + " %",
+        _range(figure["of_ceiling"], 100, ".0f") + " %",
+        str(figure["n"]),
+    )
+
+
+def _traffic(figure: Record, dense: Record) -> tuple[str, ...]:
+    sent, factors = [], figure["factors"]
+    for name in ("wire_bytes", "host_bytes"):
+        own, of_dense = figure[name], dense[name]
+        sent += ["–", "–"] if own is None else [f"{own / 1e3:.1f}", f"{of_dense / own:.1f}"]
+    factor = " to ".join(f"{one:.4g}" for one in dict.fromkeys(factors)) if factors else "–"
+    times = (figure[name] for name in ("encode_s", "wait_s", "decode_s"))
+    paths = (figure["paths"] or {}).items()
+    return (
+        figure["variant"],
+        *sent,
+        f"{figure['floats']:.0f}",
+        *("–" if seconds is None else f"{1e3 * seconds:.0f}" for seconds in times),
+        factor,
+        ", ".join(f"{path} {num_parameters}" for path, num_parameters in paths) or "–",
+        f"{figure['loss']:.3f}",
+    )
+
+
+def _training(figure: Record) -> tuple[str, ...]:
+    return (
+        figure["variant"],
+        f"{figure['num_reached']} of {figure['n']}",
+        _text(figure["seconds"], 1, ".1f"),
+        _range(figure["seconds"], 1, ".1f"),
+        _text(figure["speedup"], 1, ".2f"),
+        _text(figure["steps"], 1, ".0f"),
+        _text(figure["wire_bytes"], 1e-6, ".2f"),
+        _text(figure["host_bytes"], 1e-6, ".2f"),
+        _text(figure["best"], 1, ".4f"),
+    )
+
+
+def plot(result: Record, path: Path) -> None:
+    """Draws the step of each method, and its accuracy over time if it was trained, as a PNG."""
+    from matplotlib.figure import Figure  # without pyplot: no window, no global state
+
+    names = [figure["variant"] for figure in result["figures"]]
+    ours = itertools.cycle(COLOURS)
+    greys = itertools.cycle(GREYS)
+    colours = {name: next(ours if name.startswith(MPCOMP) else greys) for name in names}
+    num_panels = 2 if result["trainings"] else 1
+    canvas = Figure(figsize=(7 * num_panels, 4.5), dpi=100, layout="constrained")
+    panels = canvas.subplots(1, num_panels, squeeze=False)[0]
+    _plot_steps(panels[0], result, colours)
+    if result["trainings"]:
+        _plot_trainings(panels[1], result, colours)
+    for axes in panels:
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    canvas.savefig(path)
+
+
+def _plot_steps(axes: Axes, result: Record, colours: Mapping[str, str]) -> None:
+    rows = result["figures"][::-1]  # the first on top
+    medians = [row["seconds"]["median"] for row in rows]
+    spans = [row["seconds"]["quartiles"] for row in rows]
+    below = [median - low for median, (low, _) in zip(medians, spans, strict=True)]
+    above = [high - median for median, (_, high) in zip(medians, spans, strict=True)]
+    names = [row["variant"] for row in rows]
+    axes.barh(names, medians, color=[colours[name] for name in names], zorder=2)
+    axes.errorbar(medians, names, xerr=(below, above), fmt="none", color="#444444", capsize=2)
+    label = f"{REFERENCE}, unlimited links"
+    axes.axvline(result["dense"]["unlimited_s"]["median"], color="#444444", ls=":", label=label)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_xlabel("s a step, median and quartiles")
+    rate = "unlimited links" if result["mbps"] is None else f"{result['mbps']:g} Mbit/s"
+    axes.set_title(f"{result['settings']['replicas']} replicas, {rate}")
+    axes.legend(loc="lower right", frameon=False)
+
+
+def _plot_trainings(axes: Axes, result: Record, colours: Mapping[str, str]) -> None:
+    labelled: set[str] = set()
+    for training in result["trainings"]:
+        name = training["variant"]
+        axes.plot(
+            [look["seconds"] for look in training["looks"]],
+            [look["accuracy"] for look in training["looks"]],
+            color=colours[name],
+            label=None if name in labelled else name,
+        )
+        labelled.add(name)
+    target = result["settings"]["accuracy"]
+    axes.axhline(target, color="#444444", ls=":", zorder=0)
+    axes.set_xscale("log")
+    axes.set_xlabel("s of training, evaluation not counted")
+    axes.set_ylabel("test accuracy of one replica")
+    axes.set_title(f"to an accuracy of {target:g}, every seed")
+    axes.legend(frameon=False)

@@ -1,0 +1,87 @@
+"""The optimizers that recipes offer, and the warm-up of the learning rate for large batches.
+
+LARS (You et al. 2017) and LAMB (You et al. 2020) are those of pytorch-optimizer. They scale the
+step of each layer by norms of that layer alone, never by a norm over all gradients, so that ranks
+which each have some of the layers take the same steps as one process that has them all.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from recipes.config import RunConfig
+
+
+def make_optimizer(
+    config: RunConfig, parameters: Iterable[nn.Parameter], *, decay_all: bool = False
+) -> torch.optim.Optimizer:
+    """The optimizer that a configuration names, at its highest learning rate.
+
+    Weight decay is for matrices (and kernels): biases and norms have none, and with LARS and LAMB
+    their rate is not adapted, as in the authors' experiments.
+
+    Args:
+        parameters: of this rank; what is not trained is left out.
+        decay_all: with SGD, weight decay also for biases and norms.
+
+    Raises:
+        ValueError: the package that has the optimizer is not installed.
+    """
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    rate: dict[str, Any] = {"lr": config.peak_lr}
+    momentum: dict[str, Any] = {"momentum": config.momentum, "nesterov": config.nesterov}
+    if config.optimizer == "sgd" and decay_all:
+        return torch.optim.SGD(trained, **rate, **momentum, weight_decay=config.weight_decay)
+    groups = _groups(trained, config.weight_decay)
+    if config.optimizer == "sgd":
+        return torch.optim.SGD(groups, **rate, **momentum, weight_decay=0.0)
+    if config.optimizer == "adamw":
+        return torch.optim.AdamW(groups, **rate, weight_decay=0.0)
+    if importlib.util.find_spec("pytorch_optimizer") is None:
+        raise ValueError(
+            f"optimizer is {config.optimizer}, but pytorch-optimizer is not installed: "
+            "pip install pytorch-optimizer"
+        )
+    from pytorch_optimizer import LARS, Lamb  # two seconds, which other optimizers need not wait
+
+    if config.optimizer == "lars":
+        return LARS(groups, **rate, **momentum)
+    for group in groups:
+        group["adam"] = group["params"][0].dim() < 2  # not adapted
+    lamb = Lamb(
+        groups,
+        **rate,
+        weight_decouple=False,  # decay is a part of the update whose norm is taken
+        adam_debias=True,  # else steps that the norms have scaled are made up to 10 times as long
+        pre_norm=False,  # by all gradients, of which a rank has some; `clip` is the same for all
+    )
+    lamb.clamp = math.inf  # of a layer's norm; the authors have no bound
+    return lamb
+
+
+def warm_up(config: RunConfig, step: int, num_steps: int) -> float:
+    """The learning rate of a step of the warm-up (from 0), as a part of the highest.
+
+    It rises by the same amount each step and arrives with step ``num_steps``: from `lr` where that
+    is scaled by `base_batch` (Goyal et al. 2017), else from almost 0. A highest rate that is less
+    than `lr` is kept from the beginning.
+    """
+    if config.base_batch is None:
+        return (step + 1) / (num_steps + 1)
+    first = min(config.lr / config.peak_lr, 1.0)
+    return first + (1.0 - first) * step / num_steps
+
+
+def _groups(trained: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """Parameter groups: matrices, and biases and norms; one that would be empty is left out."""
+    groups: list[dict[str, Any]] = [
+        {"params": [one for one in trained if one.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [one for one in trained if one.dim() < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
