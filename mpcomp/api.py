@@ -11,6 +11,7 @@ from torch import nn
 
 import stages as staging
 from mpcomp.choices import Choices
+from mpcomp.data_parallel.network import ReplicaNetwork
 from mpcomp.engines.local import LocalEngine
 from mpcomp.launch import distributed_pipeline
 from mpcomp.loss import LossFn
@@ -34,6 +35,7 @@ def pipeline(
     grad_comp: Methods = None,
     dp_comp: Any = None,
     tie_comp: MethodLike = None,
+    network: ReplicaNetwork | None = None,
     split: Where | None = None,
     sample: Any = None,
     devices: str | torch.device | Sequence[str | torch.device] | None = None,
@@ -65,9 +67,11 @@ def pipeline(
             none; a list with one for each boundary; or a mapping from a boundary's number, or
             the name of the block it comes after, to one (others: none).
         grad_comp: method for gradients, likewise.
-        dp_comp: compression between replicas; not in this version.
+        dp_comp: what compresses gradients between replicas: `GraVAC`, `DGC`, `PowerSGD` ..., a
+            compressor, `ErrorFeedback` or `EF21` round one, or a spec string.
         tie_comp: method for the gradient of a parameter that two stages share (a language model's
             embedding and head), which they exchange once a step.
+        network: how replicas are connected, which decides about the way of their gradients.
         split: number of stages, block counts, names of blocks to cut after, "paper", or "time";
             by default one stage a device or rank (two a rank with interleaved and V schedules).
             "time" makes as many, balanced by the time that each block takes on ``sample``: with
@@ -117,6 +121,8 @@ def pipeline(
         act_comp=act_comp,
         grad_comp=grad_comp,
         tie_comp=tie_comp,
+        dp_comp=dp_comp,
+        network=network,
         split=split,
         sample=sample,
         devices=devices,
@@ -134,11 +140,6 @@ def pipeline(
     )
     if engine not in (None, *_ENGINES):
         raise ValueError(f"engine={engine!r}: expected one of {', '.join(_ENGINES)}, or None")
-    if dp_comp is not None:
-        raise ValueError(
-            f"dp_comp={dp_comp!r}: gradients between replicas go uncompressed in this version; "
-            "leave it out"
-        )
     if engine == "distributed" or (engine is None and launched()):
         return distributed_pipeline(model, choices)
     return _local_pipeline(model, choices)
@@ -189,6 +190,7 @@ def _local_pipeline(model: nn.Module, choices: Choices) -> Pipeline:
         loss_fn=choices.loss_for(cut),
         scaler=choices.scaler,
         ties=ties,
+        warmup_steps=choices.warmup_steps,
     )
 
 

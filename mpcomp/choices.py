@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 import stages as staging
+from mpcomp.data_parallel.network import ReplicaNetwork
 from mpcomp.loss import CausalLMLoss, LossFn
 from mpcomp.methods import MethodLike, Methods
 from stages.split import Where
@@ -29,6 +30,8 @@ class Choices:
     act_comp: Methods
     grad_comp: Methods
     tie_comp: MethodLike
+    dp_comp: Any
+    network: ReplicaNetwork | None
     split: Where | None
     sample: Any
     devices: str | torch.device | Sequence[str | torch.device] | None
@@ -73,6 +76,12 @@ class Choices:
                     f"{name}={getattr(self, name)!r} with schedule={self.schedule!r}: torch's "
                     "schedules have their own depth; leave one of the two out"
                 )
+        if self.replicas == 1 and not (self.dp_comp is None and self.network is None):
+            raise ValueError(
+                f"dp_comp={self.dp_comp!r}, network={self.network!r} with replicas=1: there is "
+                "nobody to exchange gradients with; leave them out, or pass replicas=2 and start "
+                "twice as many processes"
+            )
         if not _positive(self.timeout):
             raise ValueError(f"timeout={self.timeout!r}: expected seconds, more than 0")
 

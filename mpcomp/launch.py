@@ -11,6 +11,8 @@ from torch import nn
 import stages as staging
 from mpcomp.boundary import Boundary
 from mpcomp.choices import Choices
+from mpcomp.data_parallel.base import ReplicaMethod
+from mpcomp.data_parallel.methods import replica_method_of
 from mpcomp.engines.distributed import DistributedEngine
 from mpcomp.engines.schedules import Schedule, schedule_named
 from mpcomp.methods import boundaries_of, method_of
@@ -35,10 +37,10 @@ def distributed_pipeline(model: nn.Module, choices: Choices) -> Pipeline:
     join(device, choices.timeout)
     world = World(choices.replicas, choices.timeout, device)
     ranks = world.ranks_per_pipeline
-    if ranks < 2:
+    if world.size < 2:
         raise ValueError(
-            f"{world.size} ranks for replicas={choices.replicas}: a pipeline of one rank sends "
-            "nothing; start more processes, or pass engine='local'"
+            "1 rank: a pipeline of one rank sends nothing; start more processes, or pass "
+            "engine='local'"
         )
     with announcing_failure(world):
         cut = staging.split(model, _where(model, choices, schedule, world))
@@ -60,11 +62,12 @@ def distributed_pipeline(model: nn.Module, choices: Choices) -> Pipeline:
             replica=world.replica,
             warmup_steps=choices.warmup_steps,
         )
+        dp_comp = None if choices.dp_comp is None else replica_method_of(choices.dp_comp)
         own = [i for i in range(len(cut)) if schedule.place_of(i, ranks) == world.place]
         check_weights([cut[i] for i in own], choices.weights)
         crossings: list[Boundary | Tie] = [*boundaries, *ties]
         methods = [[str(link.method) for link in each.links] for each in crossings]
-    shake_hands(world, _config(cut, methods, schedule, choices, device))
+    shake_hands(world, _config(cut, methods, dp_comp, schedule, choices, device))
     world.connect()
     for i, stage in enumerate(cut):
         if i not in own:
@@ -85,6 +88,8 @@ def distributed_pipeline(model: nn.Module, choices: Choices) -> Pipeline:
         in_flight=choices.in_flight,
         in_flight_bytes=choices.in_flight_bytes,
         ties=ties,
+        dp_comp=dp_comp,
+        network=choices.network,
     )
     return Pipeline(
         [cut[i] for i in own],
@@ -95,6 +100,7 @@ def distributed_pipeline(model: nn.Module, choices: Choices) -> Pipeline:
         loss_fn=choices.loss_for(cut),
         scaler=choices.scaler,
         ties=ties,
+        warmup_steps=choices.warmup_steps,
     )
 
 
@@ -157,6 +163,7 @@ def _check_recompute(choices: Choices, schedule: Schedule) -> None:
 def _config(
     cut: list[staging.Stage],
     methods: list[list[str]],
+    dp_comp: ReplicaMethod | None,
     schedule: Schedule,
     choices: Choices,
     device: torch.device,
@@ -174,6 +181,8 @@ def _config(
         "stages": [list(stage.block_names) for stage in cut],
         "parameters": shapes,
         "methods": methods,
+        "dp_comp": str(dp_comp),
+        "network": str(choices.network),
         "schedule": schedule.name,
         "in_flight": choices.in_flight,
         "in_flight_bytes": choices.in_flight_bytes,

@@ -69,6 +69,7 @@ class Pipeline(Parts):
         loss_fn: LossFn | None,
         scaler: torch.amp.GradScaler | None,
         ties: Sequence[Tie] = (),
+        warmup_steps: int = 0,
     ) -> None:
         super().__init__(stages, cut, boundaries, ties, engine)
         self.chunks = chunks
@@ -77,7 +78,8 @@ class Pipeline(Parts):
         self._loss_fn = loss_fn
         self.scaler = scaler
         self._lr_of: torch.optim.Optimizer | None = None
-        self._compress_act = self._compress_grad = True
+        self._compress_act = self._compress_grad = self._compress_dp = True
+        self._warmup_steps = warmup_steps
         self._open: Step | None = None
         #: Of the last steps on this rank: seconds, and of these waiting for messages.
         self.step_times: deque[tuple[float, float]] = deque(maxlen=100)
@@ -336,22 +338,24 @@ class Pipeline(Parts):
     # -- compression on and off ---------------------------------------------------------------
 
     @contextmanager
-    def compressed(self, act: bool = True, grad: bool = True) -> Iterator[None]:
+    def compressed(self, act: bool = True, grad: bool = True, dp: bool = True) -> Iterator[None]:
         """Within this context activations and gradients are compressed or not, as given.
+
+        ``dp`` is for gradients between replicas.
 
         In training, what goes dense is known exactly at both ends: estimates are set to it and
         residuals to zero.
         """
-        before = self._compress_act, self._compress_grad
-        self._compress_act, self._compress_grad = act, grad
+        before = self._compress_act, self._compress_grad, self._compress_dp
+        self._compress_act, self._compress_grad, self._compress_dp = act, grad, dp
         try:
             yield
         finally:
-            self._compress_act, self._compress_grad = before
+            self._compress_act, self._compress_grad, self._compress_dp = before
 
     def uncompressed(self) -> Any:
         """A context within which everything goes dense."""
-        return self.compressed(act=False, grad=False)
+        return self.compressed(act=False, grad=False, dp=False)
 
     # -- what happened ------------------------------------------------------------------------
 
@@ -435,6 +439,7 @@ class Pipeline(Parts):
             train=train,
             compress_act=self._compress_act,
             compress_grad=self._compress_grad,
+            compress_dp=self._compress_dp and self.num_steps >= self._warmup_steps,
             sample_ids=split_sample_ids(sample_ids, sizes) if train else (),
             scaled=scaled,
             loss_scale=self.scaler.get_scale() if self.scaler is not None and scaled else 1.0,
@@ -452,6 +457,7 @@ class Pipeline(Parts):
             return None
         overflowed = self._overflowed(step)
         outcome = settle(self.engine, self.crossings, step, loss, overflowed)
+        self.engine.settle_replicas(outcome.finite)
         if self.scaler is not None and step.scaled and self.engine.num_ranks > 1:
             if not outcome.finite:
                 self._overflow_gradients()
@@ -493,6 +499,7 @@ class Pipeline(Parts):
                 self._open = None
                 for each in self.crossings:
                     each.settle(finite=False)
+                self.engine.settle_replicas(finite=False)
             for link in self.links:
                 link.found_nonfinite(train)  # counts and clears
             raise

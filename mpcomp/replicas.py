@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Sampler
 
-__all__ = ["GradientAverage", "ReplicaSampler"]
+__all__ = ["GradientAverage", "ReplicaSampler", "check_unchanged", "described"]
 
 
 class GradientAverage:
@@ -29,7 +29,7 @@ class GradientAverage:
     def __init__(self, stage: nn.Module, group: dist.ProcessGroup) -> None:
         self._stage = stage
         self._parameters = [p for p in stage.parameters() if p.requires_grad]
-        self._known = _described(stage)
+        self._known = described(stage)
         self.enabled = True
         #: None where there is nothing to train. Gradient compression registers its hook here.
         self.ddp: DistributedDataParallel | None = None
@@ -40,21 +40,26 @@ class GradientAverage:
         """Replaces ``.grad`` by its mean over the replicas."""
         if not self.enabled:
             return
-        if _described(self._stage) != self._known:
-            raise ValueError(
-                "parameters were replaced, frozen, unfrozen or given another dtype after the "
-                "replicas were connected, so their gradients would not be averaged: change the "
-                "model before mpcomp.pipeline"
-            )
+        check_unchanged(self._stage, self._known)
         if self.ddp is None:
             return
         self.ddp.reducer.prepare_for_backward([])
         torch.autograd.backward(self._parameters, [torch.zeros_like(p) for p in self._parameters])
 
 
-def _described(stage: nn.Module) -> list[tuple[int, torch.dtype]]:
+def described(stage: nn.Module) -> list[tuple[int, torch.dtype]]:
     """What DDP's hooks hang on: they are lost without a word when one of these changes."""
     return [(id(p), p.dtype) for p in stage.parameters() if p.requires_grad]
+
+
+def check_unchanged(stage: nn.Module, known: list[tuple[int, torch.dtype]]) -> None:
+    """Raises ValueError if the parameters are not those that were `described`."""
+    if described(stage) != known:
+        raise ValueError(
+            "parameters were replaced, frozen, unfrozen or given another dtype after the "
+            "replicas were connected, so their gradients would not be averaged: change the "
+            "model before mpcomp.pipeline"
+        )
 
 
 class ReplicaSampler(Sampler[int]):

@@ -48,6 +48,7 @@ class Step:
         train: whether links may use and change state.
         compress_act: whether activations are compressed.
         compress_grad: whether gradients are compressed.
+        compress_dp: whether gradients are compressed between replicas.
         sample_ids: per microbatch, for AQ-SGD.
         scaled: whether a loss scaler will skip the step if it is not finite.
         loss_scale: factor on the loss, and so on all gradients.
@@ -61,6 +62,7 @@ class Step:
     train: bool
     compress_act: bool = True
     compress_grad: bool = True
+    compress_dp: bool = True
     sample_ids: tuple[SampleIds, ...] = ()
     scaled: bool = False
     loss_scale: float = 1.0

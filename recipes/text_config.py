@@ -32,12 +32,12 @@ SIZES: Final[Mapping[str, Mapping[str, Any]]] = {
     },
     "small": {"tokenizer": BPE, "seq_len": 256, "lr": 1e-3},
     "gpt2": {"tokenizer": BPE, "lr": 6e-4},
-    # As long as those that LSTMs are trained on by the authors of GraVAC, ConEF and Accordion.
+    # Blocks and batches are those of GraVAC, the rest is for AdamW and random weights.
     LSTM: {
         "tokenizer": BPE,
         "seq_len": 35,
         "batch_size": 20,
-        "lr": 1e-3,
+        "lr": 2e-3,
         "act": ("quant:4",),
         "grad": ("quant:8",),
     },

@@ -109,8 +109,10 @@ def orthonormal_(matrix: Tensor) -> Tensor:
         ``matrix``.
     """
     assert matrix.shape[0] >= matrix.shape[1], f"{list(matrix.shape)} has no orthonormal columns"
-    # A copy of its own in memory, as the sums in LAPACK may depend on how a matrix lies there.
-    fresh = matrix.clone(memory_format=torch.contiguous_format)
+    largest = matrix.abs().amax() if matrix.numel() else matrix.new_zeros(())
+    # Scaled, as norms may overflow; and so a copy of its own in memory, as the order of LAPACK's
+    # sums may depend on how a matrix lies there.
+    fresh = matrix.contiguous() / torch.where(largest > 0, largest, torch.ones_like(largest))
     return matrix.copy_(torch.linalg.qr(fresh, mode="reduced").Q)
 
 

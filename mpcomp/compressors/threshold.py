@@ -177,21 +177,21 @@ class _Counts:
 
 
 def at_least(flat: Tensor, threshold: float) -> Tensor:
-    """Where magnitudes reach ``threshold``: bool [n]."""
+    """Where magnitudes reach ``threshold``, or either is NaN, the largest of all: bool [n]."""
     if not bits.numpy_reads(flat):
-        return flat.abs() >= threshold
+        return ~(flat.abs() < threshold)
     mask = torch.empty(flat.shape, dtype=torch.bool)
     magnitudes = torch.empty(min(_CPU_BLOCK, flat.numel()), dtype=flat.dtype)
     for start in range(0, flat.numel(), _CPU_BLOCK):
         block = flat[start : start + _CPU_BLOCK]
         here = magnitudes[: block.numel()]
         torch.abs(block, out=here)
-        torch.ge(here, threshold, out=mask[start : start + _CPU_BLOCK])
+        torch.lt(here, threshold, out=mask[start : start + _CPU_BLOCK]).logical_not_()
     return mask
 
 
 def _mean_and_largest(flat: Tensor) -> tuple[float, float]:
-    """Mean and maximum of the magnitudes; a mean that overflows is inf, which none reaches."""
+    """Mean and maximum of the magnitudes; one that overflows leads to thresholds of NaN."""
     magnitudes = flat.abs()
     return float(magnitudes.mean()), float(magnitudes.amax())
 

@@ -87,8 +87,8 @@ def largest_positions(rows: Tensor, k: int) -> Tensor:
     Of equal magnitudes the lowest index is taken. NaN counts as larger than any number.
     """
     num_rows, n = rows.shape
-    if k >= n:
-        return torch.arange(num_rows * n, device=rows.device)
+    if k == 0 or k >= n:
+        return torch.arange(num_rows * min(k, n), device=rows.device)
     if rows.dtype == torch.float64:  # its magnitude and index do not fit one 64-bit key
         chosen = rows.abs().sort(dim=1, descending=True, stable=True).indices[:, :k]
         mask = torch.zeros(rows.shape, dtype=torch.bool, device=rows.device)

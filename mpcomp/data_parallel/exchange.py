@@ -38,8 +38,6 @@ from mpcomp.tensor_meta import TensorMeta
 
 __all__ = ["Exchange", "Totals"]
 
-#: Smaller parameters, and those of one dimension, go as they are, together.
-SMALLEST_COMPRESSED = 1024
 #: Steps between counts of the zeros in a result.
 DENSITY_EVERY = 50
 
@@ -124,7 +122,7 @@ class Exchange:
         self._compressible = {
             name: matrix_of(meta)
             for name, meta in metas.items()
-            if len(meta.shape) > 1 and meta.numel >= SMALLEST_COMPRESSED
+            if len(meta.shape) > 1 and meta.numel >= self.network.smallest
         }
         setting = Setting(self.num_replicas, self._compressible)
         method.check(setting)

@@ -45,6 +45,8 @@ class ReplicaNetwork:
             inside each machine first, and only the first replica of each takes part in the
             compressed exchange between machines.
         inside: compressor inside a machine; None averages as it is.
+        smallest: number of elements from which on a parameter is compressed, if it has two
+            dimensions or more; all others go as they are, together.
 
     Raises:
         ValueError: a setting outside those.
@@ -56,6 +58,7 @@ class ReplicaNetwork:
     bandwidth_mbps: float = 1000.0
     per_machine: int = 1
     inside: Compressor | None = None
+    smallest: int = 1024
 
     def __post_init__(self) -> None:
         if self.path not in PATHS:
@@ -68,6 +71,8 @@ class ReplicaNetwork:
             )
         if self.per_machine < 1:
             raise ValueError(f"per_machine={self.per_machine}: expected 1 replica or more")
+        if self.smallest < 1:
+            raise ValueError(f"smallest={self.smallest}: expected 1 element or more")
         if self.inside is not None and not isinstance(self.inside, Compressor):
             raise TypeError(f"inside={self.inside!r}: expected a compressor such as Cast('bf16')")
         if self.inside is not None and self.per_machine == 1:

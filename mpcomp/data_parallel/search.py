@@ -37,8 +37,12 @@ What the paper leaves open, or says twice, is decided here:
     throughputs are forgotten, as they are from before, and the ascent begins anew.
 10. Where even the minimum's gain is below ``eps`` at the end of a window, the minimum goes back to
     the first rung. Otherwise a minimum that had moved up would leave nothing but dense steps.
-    Apart from 9 and 10 nothing goes down: a candidate that is rejected while the search ascends
-    makes room for the next higher one, as in Algorithm 1, and the minimum is sent meanwhile.
+    A candidate that is rejected while the search first ascends makes room for the next higher
+    one, as in Algorithm 1, and the minimum is sent meanwhile.
+11. Where the largest CF is rejected, Algorithm 1 would test it, and send the minimum, for ever.
+    "Scale-down only through epsilon" is taken at its word here: the candidate goes down a rung at
+    the end of each window until it is accepted. There it stays for as many windows as there are
+    rungs; then the next higher one is tested again, as gains grow in the course of training.
 
 Every step counts towards a window, those too that a loss scaler skips: all replicas count them.
 """
@@ -133,6 +137,8 @@ class Search:
         self._gain_candidate: float | None = None
         self._throughputs: dict[int, _Throughput] = {}  # by rung
         self._dense: _Throughput | None = None
+        self._turned = False  # whether the largest CF has been rejected
+        self._stay = 0  # windows before the next higher rung is tested
 
     @property
     def _top(self) -> int:
@@ -302,6 +308,16 @@ class Search:
                 self.saturated = True
                 candidate = max(ideal, minimum)
                 actions.append("saturated")
+            elif (
+                tested > minimum
+                and gain_tested < self.eps
+                and (self._turned or tested == self._top)
+            ):
+                self._turned, self._stay = True, len(self.rungs)
+                candidate = tested - 1
+                actions.append("candidate down")
+            elif self._stay:
+                self._stay -= 1
             elif tested < self._top:
                 candidate = tested + 1
                 actions.append("candidate up")
@@ -332,6 +348,8 @@ class Search:
             "gain_min": self._gain_min,
             "gain_candidate": self._gain_candidate,
             "throughputs": [[rung, *astuple(seen)] for rung, seen in self._throughputs.items()],
+            "turned": self._turned,
+            "stay": self._stay,
             "dense": None if self._dense is None else list(astuple(self._dense)),
             "history": [dict(decision) for decision in self.history],
         }
@@ -352,6 +370,8 @@ class Search:
         self.saturated = state["saturated"]
         self._min = state["minimum"]
         self._candidate = state["candidate"]
+        self._turned = state["turned"]
+        self._stay = state["stay"]
         self._gain_min = state["gain_min"]
         self._gain_candidate = state["gain_candidate"]
         self._throughputs = {rung: _Throughput(*seen) for rung, *seen in state["throughputs"]}

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from mpcomp.data_parallel.exchange import Exchange
 from mpcomp.loss import StepLoss
 from mpcomp.visit import Step
 
@@ -131,6 +132,16 @@ class Engine(ABC):
     def without_reduction(self) -> AbstractContextManager[None]:
         """A context within which replicas add up gradients without averaging them."""
         return nullcontext()
+
+    @property
+    def exchange(self) -> Exchange | None:
+        """What compresses gradients between replicas; None where nothing does."""
+        return None
+
+    def settle_replicas(self, finite: bool) -> None:
+        """Ends the step of `exchange`, if one is under way; see there."""
+        if self.exchange is not None:
+            self.exchange.settle(finite)
 
     def together(self, where: str = "") -> AbstractContextManager[None]:
         """A context in which this rank needs others, and they it; ``where`` is for errors."""

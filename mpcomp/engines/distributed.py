@@ -12,6 +12,7 @@ Evaluation has no backward and so needs no schedule: each stage runs its microba
 from __future__ import annotations
 
 import gc
+import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -25,6 +26,10 @@ from torch import Tensor
 
 import stages as staging
 from mpcomp.boundary import Boundary
+from mpcomp.data_parallel.average import CompressedAverage
+from mpcomp.data_parallel.base import ReplicaMethod
+from mpcomp.data_parallel.exchange import Exchange
+from mpcomp.data_parallel.network import ReplicaNetwork
 from mpcomp.engines.base import Engine
 from mpcomp.engines.depth import Depth
 from mpcomp.engines.plan import Planner
@@ -57,6 +62,8 @@ class DistributedEngine(Engine):
         recompute: recompute activations in backward.
         seed: of the run.
         ties: parameters that two of the stages share.
+        dp_comp: what compresses gradients between replicas.
+        network: how these are connected.
     """
 
     name = "distributed"
@@ -74,6 +81,8 @@ class DistributedEngine(Engine):
         in_flight: int | str | None = None,
         in_flight_bytes: int | None = None,
         ties: Sequence[Tie] = (),
+        dp_comp: ReplicaMethod | None = None,
+        network: ReplicaNetwork | None = None,
     ) -> None:
         self.world = world
         self.device = world.device
@@ -96,6 +105,7 @@ class DistributedEngine(Engine):
         self._crossings = crossings
         self._planner = Planner(cut, self.device)
         self._averages: list[GradientAverage] = []
+        self._compresses = dp_comp is not None
         self._stages = []
         for i, place in enumerate(self._places):
             if place != world.place:
@@ -112,6 +122,10 @@ class DistributedEngine(Engine):
                 reduce=self._average_over_replicas(cut[i]),
             )
             self._stages.append(stage)
+        self._compressed_average: CompressedAverage | None = None
+        if dp_comp is not None:
+            own = [cut[stage.stage_index] for stage in self._stages]
+            self._compressed_average = self._compressed(own, dp_comp, network, seed)
         self._all_ties = list(ties)
         self._ties = [tie for tie in ties if self._attach(tie, cut)]
         self.schedule = schedule.make(self._stages, chunks, self._loss_of)
@@ -137,7 +151,7 @@ class DistributedEngine(Engine):
         channels = self._channels_of(tie.links)
         here = [stage for stage in self._stages if stage.stage_index in tie.stages]
         for stage in here:
-            stage.tied = True
+            stage.reduces_last = True
         tie.attach(
             {stage.stage_index: cut[stage.stage_index] for stage in here},
             channels if len(here) == 1 else None,
@@ -172,7 +186,7 @@ class DistributedEngine(Engine):
         )
 
     def _average_over_replicas(self, stage: staging.Stage) -> Callable[[], None]:
-        if self.num_replicas == 1:
+        if self.num_replicas == 1 or self._compresses:
             return lambda: None
         average = GradientAverage(stage, self.world.replica_group)
         self._averages.append(average)
@@ -182,6 +196,35 @@ class DistributedEngine(Engine):
                 average()
 
         return reduce
+
+    def _compressed(
+        self,
+        stages: Sequence[staging.Stage],
+        method: ReplicaMethod,
+        network: ReplicaNetwork | None,
+        seed: int,
+    ) -> CompressedAverage:
+        """Compresses what this rank's stages exchange with their replicas."""
+
+        def everywhere(numbers: Sequence[float]) -> list[float]:
+            return self.world.sum(numbers, "gradients of other replicas")
+
+        def norm_of_replica(square: float) -> float:
+            squares = [0.0] * self.num_replicas
+            squares[self.replica] = square
+            return math.sqrt(everywhere(squares)[self.replica])
+
+        named = {n: p for s in stages for n, p in s.named_parameters() if p.requires_grad}
+        exchange = Exchange(
+            named,
+            method,
+            self.world.replica_group,
+            network=network,
+            seed=seed,
+            everywhere=everywhere,
+            own_norm=norm_of_replica,
+        )
+        return CompressedAverage(stages, exchange)
 
     def _loss_of(self, output: Tensor, numbered: tuple[int, Any]) -> Tensor:
         assert self._loss is not None
@@ -257,8 +300,12 @@ class DistributedEngine(Engine):
                 self._finish()
                 self._faults.where = f"step {step.index}, adding up tied gradients"
             for stage in self._stages:
-                if stage.tied:
+                if stage.reduces_last:
                     stage.reduce()
+            if self._compressed_average is not None:
+                self._faults.where = f"step {step.index}, exchanging gradients with other replicas"
+                with self.world.waits.on(None, "gradients of other replicas"):
+                    self._compressed_average(step)
         self._loss = None
         self.waited_s += self._waited_in_all() - waited
 
@@ -277,7 +324,8 @@ class DistributedEngine(Engine):
         self._faults.where = f"step {step.index}, start"
         kind = "training" if step.train else "evaluation"
         autocast = Autocast.of_caller(self.device)
-        settings = (step.index, step.train, step.compress_act, step.compress_grad, step.loss_scale)
+        on = (step.compress_act, step.compress_grad, step.compress_dp)
+        settings = (step.index, step.train, *on, step.loss_scale)
         training = [s.stage_index for s in self._stages if s.has_trainable]
         own = [
             fingerprint(*same),
@@ -396,13 +444,21 @@ class DistributedEngine(Engine):
 
     @contextmanager
     def without_reduction(self) -> Iterator[None]:
-        for average in self._averages:
+        averages: list[GradientAverage | CompressedAverage] = [*self._averages]
+        if self._compressed_average is not None:
+            averages.append(self._compressed_average)
+        for average in averages:
             average.enabled = False
         try:
             yield
         finally:
-            for average in self._averages:
+            for average in averages:
                 average.enabled = True
+
+    @property
+    def exchange(self) -> Exchange | None:
+        average = self._compressed_average
+        return None if average is None else average.exchange
 
     def together(self, where: str = "") -> AbstractContextManager[None]:
         self._faults.where = where or self._faults.where
@@ -431,5 +487,6 @@ class DistributedEngine(Engine):
         for stage in self._stages:
             stage.close()
         self._averages.clear()
+        self._compressed_average = None
         self.world.close()
         gc.collect()

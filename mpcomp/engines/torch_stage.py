@@ -81,9 +81,9 @@ class CutStage(PipelineStage):
         self._reduce = reduce
         #: Counts what the first microbatch keeps for backward, while somebody wants to know.
         self.saved: SavedBytes | None = None
-        #: Whether a parameter is shared with another stage: then the sum over the two comes first,
-        #: and the engine reduces after it.
-        self.tied = False
+        #: Whether the engine reduces after all stages: something has to come first, as the sum
+        #: over the two copies of a tied parameter.
+        self.reduces_last = False
         self._runtime_validate = False  # with torch's debug level; it knows of no messages
         if hasattr(self, "_stage_meta"):  # from torch 2.13 on; its length counts the inputs
             self._stage_meta.inputs = (None,)  # type: ignore[assignment]
@@ -219,7 +219,7 @@ class CutStage(PipelineStage):
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """After the last microbatch, once a step. Called by the schedule."""
-        if not self.tied:
+        if not self.reduces_last:
             self.reduce()
 
     def reduce(self) -> None:

@@ -86,7 +86,7 @@ def summarise(turns: Sequence[Record]) -> list[dict[str, Any]]:
                 "of_ceiling": spread(_ratios(free, own)),
                 "host_bytes": _mean(map(host_bytes, own)),
                 **{key: _mean(turn.get(key) for turn in own) for key in TOTALS},
-                "paths": own[-1]["paths"],
+                "paths": own[-1]["at"].get("paths", {}),
                 "factors": [min(factors), max(factors)] if factors else None,
                 "loss": statistics.mean(turn["loss"] for turn in own),
             }
@@ -243,7 +243,7 @@ def _traffic(figure: Record, dense: Record) -> tuple[str, ...]:
         sent += ["–", "–"] if own is None else [f"{own / 1e3:.1f}", f"{of_dense / own:.1f}"]
     factor = " to ".join(f"{one:.4g}" for one in dict.fromkeys(factors)) if factors else "–"
     times = (figure[name] for name in ("encode_s", "wait_s", "decode_s"))
-    paths = (figure["paths"] or {}).items()
+    paths = figure["paths"].items()
     return (
         figure["variant"],
         *sent,
@@ -300,8 +300,6 @@ def _plot_steps(axes: Axes, result: Record, colours: Mapping[str, str]) -> None:
     axes.errorbar(medians, names, xerr=(below, above), fmt="none", color="#444444", capsize=2)
     label = f"{REFERENCE}, unlimited links"
     axes.axvline(result["dense"]["unlimited_s"]["median"], color="#444444", ls=":", label=label)
-    axes.set_xscale("log")
-    axes.xaxis.set_major_formatter("{x:g}")
     axes.set_xlabel("s a step, median and quartiles")
     rate = "unlimited links" if result["mbps"] is None else f"{result['mbps']:g} Mbit/s"
     axes.set_title(f"{result['settings']['replicas']} replicas, {rate}")
@@ -321,7 +319,6 @@ def _plot_trainings(axes: Axes, result: Record, colours: Mapping[str, str]) -> N
         labelled.add(name)
     target = result["settings"]["accuracy"]
     axes.axhline(target, color="#444444", ls=":", zorder=0)
-    axes.set_xscale("log")
     axes.set_xlabel("s of training, evaluation not counted")
     axes.set_ylabel("test accuracy of one replica")
     axes.set_title(f"to an accuracy of {target:g}, every seed")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 import sys
 import threading
 import time
@@ -166,7 +167,7 @@ def open_variant(
     """The model with its method, at its first step; all replicas open it at once.
 
     Args:
-        name: `ALONE`, `TORCH` and fp32, fp16 or powersgd:<rank>, or `MPCOMP` and a method's spec.
+        name: `ALONE`, `TORCH` and what `torch_rank` takes, or `MPCOMP` and a method's spec.
         job: of this replica.
         dataset: what it trains on.
         seed: of the weights, the batches and the method.
@@ -192,26 +193,40 @@ def open_variant(
         # torch's PowerSGD waits within a callback, which gloo's few threads do not survive.
         bucket_cap_mb=ONE_BUCKET_MB if whole else None,
     )
-    optimizer = _sgd(ddp, job)
     if name.startswith(MPCOMP):
         spec = name.removeprefix(MPCOMP)
-        return _mpcomp_variant(spec, ddp, optimizer, batches, job, seed=seed, mbps=mbps)
-    return _torch_variant(name.removesuffix(OWN_BUCKETS), ddp, optimizer, batches)
+        return _mpcomp_variant(spec, ddp, batches, job, seed=seed, mbps=mbps)
+    return _torch_variant(name.removesuffix(OWN_BUCKETS), ddp, batches, job)
+
+
+def torch_rank(hook: str) -> int | None:
+    """The rank of torch's PowerSGD, or None for dense gradients.
+
+    Raises:
+        ValueError: no such hook.
+    """
+    method, _, rank = hook.partition(":")
+    if method == "powersgd" and rank.isdecimal() and int(rank) > 0:
+        return int(rank)
+    if hook not in ("fp32", "fp16"):
+        raise ValueError(f"{hook!r} is none of torch's hooks: pass fp32, fp16 or powersgd:<rank>")
+    return None
 
 
 def _torch_variant(
     name: str,
     ddp: DistributedDataParallel,
-    optimizer: torch.optim.Optimizer,
     batches: Iterator[tuple[Tensor, Tensor, Tensor]],
+    job: Job,
 ) -> Variant:
+    optimizer = _sgd(ddp, job)
     numel = sum(parameter.numel() for parameter in ddp.parameters())
     num_steps = 0
-    method, _, rank = name.removeprefix(TORCH).partition(":")
-    if method == "powersgd" and rank.isdecimal() and int(rank) > 0:
+    rank = torch_rank(name.removeprefix(TORCH))
+    if rank is not None:
         state = powerSGD_hook.PowerSGDState(
             process_group=None,
-            matrix_approximation_rank=int(rank),
+            matrix_approximation_rank=rank,
             start_powerSGD_iter=POWER_SGD_DENSE_STEPS,
         )
         ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
@@ -221,18 +236,15 @@ def _torch_variant(
             floats = dense + state.total_numel_after_compression
             return {"wire_bytes": 4 * floats, "floats": floats}
 
-    elif name in (REFERENCE, f"{TORCH}fp16"):
+    else:
         item_bytes = 4
         if name != REFERENCE:
             ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
             item_bytes = 2
 
         def report() -> Mapping[str, Any]:
-            floats = num_steps * numel * item_bytes / 4
-            return {"wire_bytes": 4 * floats, "floats": floats}
-
-    else:
-        raise ValueError(f"{name!r} is none of torch's: pass fp32, fp16 or powersgd:<rank>")
+            wire_bytes = num_steps * numel * item_bytes
+            return {"wire_bytes": wire_bytes, "floats": wire_bytes / 4}
 
     def count(*_: Any) -> None:
         nonlocal num_steps
@@ -245,7 +257,6 @@ def _torch_variant(
 def _mpcomp_variant(
     spec: str,
     ddp: DistributedDataParallel,
-    optimizer: torch.optim.Optimizer,
     batches: Iterator[tuple[Tensor, Tensor, Tensor]],
     job: Job,
     *,
@@ -260,13 +271,17 @@ def _mpcomp_variant(
     if isinstance(method, GraVAC) and method.bandwidth_mbps is None:
         # Else the first step of a turn would seem to last since the turn before.
         object.__setattr__(method, "clock", lambda: WallClock(watch.now))
+    # DGC and RedSync have momentum on the replicas' side, and want none in the optimizer.
+    optimizer = _sgd(ddp, job, momentum=0.0 if hasattr(method, "momentum") else None)
     handle = compress_gradients(ddp, method, network=network, seed=seed)
     handle.follow_lr(optimizer)
     return Variant(ddp, optimizer, batches, handle.report, watch)
 
 
-def _sgd(model: nn.Module, job: Job) -> torch.optim.SGD:
-    return torch.optim.SGD(model.parameters(), lr=job.lr, momentum=job.momentum)
+def _sgd(model: nn.Module, job: Job, *, momentum: float | None = None) -> torch.optim.SGD:
+    """The optimizer of the run, with its momentum unless another is given."""
+    momentum = job.momentum if momentum is None else momentum
+    return torch.optim.SGD(model.parameters(), lr=job.lr, momentum=momentum)
 
 
 def _dense_bytes(model: nn.Module) -> int:
@@ -302,7 +317,7 @@ def _stepped(
     begin = begin_together(answers)
     if hang_after_s is None:
         steps()
-    elif _hangs(steps, hang_after_s):
+    elif hangs(steps, hang_after_s):
         return {"hung": True}  # the process stays, or the others would see it leave
     end = time.perf_counter()
     after = variant.report()
@@ -310,12 +325,17 @@ def _stepped(
         "seconds": (end - begin) / count,
         "means": {key: (after[key] - before[key]) / count for key in TOTALS if key in after},
         "factors": factors,
-        "paths": after.get("paths"),
+        "at": {key: after[key] for key in after if key not in TOTALS and _said(after[key])},
         "loss": torch.stack(losses).mean().item(),
     }
 
 
-def _hangs(action: Callable[[], None], hang_after_s: float) -> bool:
+def _said(value: Any) -> bool:
+    """Whether it is known; JSON has no NaN."""
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+def hangs(action: Callable[[], None], hang_after_s: float) -> bool:
     """Whether it does not return in time.
 
     Raises:
@@ -358,7 +378,10 @@ __all__: Sequence[str] = [
     "TORCH",
     "TOTALS",
     "Job",
+    "Stopwatch",
     "Variant",
+    "hangs",
     "open_variant",
+    "torch_rank",
     "work",
 ]

@@ -42,12 +42,27 @@ from mpcomp.data_parallel.methods import replica_method_of
 from mpcomp.data_parallel.network import PATHS
 from recipes.bench import replica_report
 from recipes.bench.hosts import Loopback
-from recipes.bench.replica_worker import ALONE, MPCOMP, OWN_BUCKETS, REFERENCE, TORCH, Job, work
+from recipes.bench.replica_worker import (
+    ALONE,
+    MPCOMP,
+    OWN_BUCKETS,
+    REFERENCE,
+    TORCH,
+    Job,
+    torch_rank,
+    work,
+)
 from recipes.bench.slow_link import NOTICE_S, SETTLE_S
 from recipes.bench.workers import Worker, begin_all, choose_hosts, num_cores, start_workers
 from recipes.image_config import MODELS
 
-METHODS: Final = ("powersgd:2", "ef+topk:0.01", "dgc:0.001", "onebit", "gravac:window=5+topk:0.1")
+METHODS: Final = (
+    "powersgd:2",
+    "ef+topk:0.01",
+    "dgc:0.001",
+    "onebitsgd",
+    "gravac:window=5+topk:0.1",
+)
 TORCH_METHODS: Final = ("fp16", "powersgd:2")
 # The first connects the hosts, in the second DDP has its final buckets, and torch's PowerSGD has
 # its own in the third.
@@ -103,7 +118,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--path", choices=PATHS, default="auto", help="of mpcomp's messages that cannot be added")
     add("--replicas", type=int, default=4, help="one host each")
     add("--mbps", type=float, help="Mbit/s of every host each way; by default from --share")
-    add("--share", type=float, default=0.86,
+    add("--share", type=float, default=0.88,
         help="of communication in the dense step, for which the rate is chosen")  # fmt: skip
     add("--model", choices=MODELS, default="resnet18")
     add("--width", type=int, default=16)
@@ -166,6 +181,8 @@ def _problem(options: argparse.Namespace) -> str | None:
         if value is not None and not 0 < value < 1:
             return f"{name} is {value:g}; pass a fraction between 0 and 1"
     try:
+        for hook in options.torch:
+            torch_rank(hook)
         for spec in options.methods:
             replica_method_of(spec)
     except (TypeError, ValueError) as error:
@@ -325,7 +342,7 @@ def _turn(hosts: Loopback, workers: Sequence[Worker], name: str, count: int) -> 
             key: statistics.mean(answer["means"][key] for answer in answers)
             for key in answers[0]["means"]
         },
-        **{key: answers[0][key] for key in ("factors", "paths")},  # the same on all
+        **{key: answers[0][key] for key in ("factors", "at")},
         "interfaces": [asdict(after - earlier) for after, earlier in pairs],
     }
 

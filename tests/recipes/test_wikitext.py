@@ -116,8 +116,7 @@ def test_saved_model_is_a_plain_one(tmp_path, command, text):
         ["--act", "ef21+topk:0.1", "--grad", "ef+randomk:0.2", "--lr-warmup-steps", "3"],
         ["--act", "aqsgd+quant:4", "--accumulate", "3", "--recompute", "--tie", "ef+topk:0.1"],
         ["--precision", "fp16", "--weight-decay", "0.1", "--train-limit", "6"],
-        ["--model", "lstm", "--hidden", "24", "--act", "ef21+topk:0.1", "--optimizer", "sgd"]
-        + ["--lr", "0.1"],
+        ["--model", "lstm", "--hidden", "24", "--act", "ef21+topk:0.1", "--clip", "0.25"],
     ],
     ids=["feedback", "aqsgd", "fp16", "lstm"],
 )

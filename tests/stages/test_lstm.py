@@ -212,3 +212,40 @@ def test_it_learns_through_compressed_cuts():
         optimizer.zero_grad()
     assert losses[0] > 2.0 and losses[-1] < 0.1, losses[-1]
     assert pipe.wire_bytes < 0.25 * pipe.dense_bytes  # compressed indeed
+
+
+def trained(alone, tie):
+    """Two steps, with clipping: losses, and the whole model's weights."""
+    engine = {"engine": "local"} if alone else {}
+    pipe = mpcomp.pipeline(
+        tiny(tie=tie),
+        2,
+        split=2,
+        act_comp="ef21+quant:4",
+        grad_comp="ef+topk:0.3",
+        tie_comp="quant:8" if tie else None,
+        loss_fn=CausalLMLoss(),
+        **engine,
+    )
+    optimizer = adamw(pipe)
+    losses = []
+    for step in range(2):
+        ids = tokens(5, step)
+        losses.append(float(pipe.forward_backward({"input_ids": ids, "labels": ids})))
+        mpcomp.clip_grad_norm_(pipe, 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    model = pipe.merge()
+    assert (model.head.weight is model.embedding.embedding.weight) == tie
+    return losses, {name: value.tolist() for name, value in model.state_dict().items()}
+
+
+def both(alone=False):
+    """With weights apart and tied."""
+    return [trained(alone, tie) for tie in (False, True)]
+
+
+def test_two_processes_train_the_model_of_one(ranks):
+    """Law 8, bit for bit; each gets the whole model in the end."""
+    first, second = ranks(both, 2, timeout_s=120.0)
+    assert first == second == both(alone=True)
