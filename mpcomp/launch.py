@@ -12,13 +12,16 @@ import stages as staging
 from mpcomp.boundary import Boundary
 from mpcomp.choices import Choices
 from mpcomp.data_parallel.base import ReplicaMethod
+from mpcomp.data_parallel.exchange import check_run
 from mpcomp.data_parallel.methods import replica_method_of
+from mpcomp.data_parallel.network import ReplicaNetwork
 from mpcomp.engines.distributed import DistributedEngine
 from mpcomp.engines.schedules import Schedule, schedule_named
 from mpcomp.methods import boundaries_of, method_of
 from mpcomp.network.handshake import announcing_failure, exchange, shake_hands
 from mpcomp.network.world import World, join
 from mpcomp.pipe import Pipeline
+from mpcomp.replicas import trained_in
 from mpcomp.tie import Tie, ties_of
 from mpcomp.version import __version__
 from mpcomp.weights import check_weights, let_go, load_weights
@@ -45,6 +48,7 @@ def distributed_pipeline(model: nn.Module, choices: Choices) -> Pipeline:
     with announcing_failure(world):
         cut = staging.split(model, _where(model, choices, schedule, world))
         schedule.check_stages(len(cut), ranks)
+        _check_one_stage(cut, choices)
         _check_parameters(cut, schedule, ranks)
         _check_recompute(choices, schedule)
         boundaries = boundaries_of(
@@ -63,6 +67,9 @@ def distributed_pipeline(model: nn.Module, choices: Choices) -> Pipeline:
             warmup_steps=choices.warmup_steps,
         )
         dp_comp = None if choices.dp_comp is None else replica_method_of(choices.dp_comp)
+        if dp_comp is not None:
+            network = choices.network or ReplicaNetwork()
+            check_run(trained_in(cut), dp_comp, network, choices.replicas)
         own = [i for i in range(len(cut)) if schedule.place_of(i, ranks) == world.place]
         check_weights([cut[i] for i in own], choices.weights)
         crossings: list[Boundary | Tie] = [*boundaries, *ties]
@@ -150,6 +157,16 @@ def _check_parameters(cut: list[staging.Stage], schedule: Schedule, ranks: int) 
                 "no parameters: there is nothing to give to an optimizer there; cut the model at "
                 "another block"
             )
+
+
+def _check_one_stage(cut: list[staging.Stage], choices: Choices) -> None:
+    """A pipeline of one stage compresses nothing, and must not pass for one that does."""
+    given = [choices.act_comp, choices.grad_comp]
+    if len(cut) == 1 and any(str(method) not in ("None", "none") for method in given):
+        raise ValueError(
+            f"act_comp={choices.act_comp}, grad_comp={choices.grad_comp} with one stage: there is "
+            "no cut to compress at; leave them out, or start more processes"
+        )
 
 
 def _check_recompute(choices: Choices, schedule: Schedule) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sized
+from collections.abc import Iterable, Iterator, Sized
 
 import torch
 import torch.distributed as dist
@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Sampler
 
-__all__ = ["GradientAverage", "ReplicaSampler", "check_unchanged", "described"]
+__all__ = ["GradientAverage", "ReplicaSampler", "check_unchanged", "described", "trained_in"]
 
 
 class GradientAverage:
@@ -60,6 +60,12 @@ def check_unchanged(stage: nn.Module, known: list[tuple[int, torch.dtype]]) -> N
             "replicas were connected, so their gradients would not be averaged: change the "
             "model before mpcomp.pipeline"
         )
+
+
+def trained_in(stages: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
+    """The parameters of stages that require gradients, by name."""
+    named = (item for stage in stages for item in stage.named_parameters())
+    return {name: parameter for name, parameter in named if parameter.requires_grad}
 
 
 class ReplicaSampler(Sampler[int]):

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Generic, NoReturn, TypeVar
 
+from mpcomp.data_parallel.network import PATHS
 from recipes import plots
 from recipes.config import OPTIMIZERS, PRECISIONS, AnyConfig
 from recipes.ranks import Ranks, joined
@@ -75,6 +76,9 @@ class Parser(argparse.ArgumentParser):
         add("--compare", action="store_true", help="train without compression first, to compare")
         several = self.add_argument_group("several processes, under torchrun").add_argument
         several("--replicas", type=int, help="copies of the pipeline, each with part of a batch")
+        several("--dp-comp", metavar="SPEC", help="what compresses gradients between replicas")
+        several("--dp-path", choices=PATHS, help="of these gradients (default: the cheapest)")
+        several("--per-machine", type=int, metavar="N", help="replicas on a machine: two levels")
         several("--schedule", help="GPipe, 1F1B, Interleaved1F1B, ... (default: the engine's own)")
         several(
             "--in-flight",
@@ -130,11 +134,14 @@ def _started(
     """A new run: its folder, its configuration, and whether to compare."""
     chosen = {key: value for key, value in options.items() if key not in OWN_OPTIONS}
     chosen |= {key: tuple(chosen[key]) for key in ("act", "grad") if key in chosen}
+    if chosen.get("split") == "1":  # replicas alone: no cut to compress at
+        chosen = {"act": ("none",), "grad": ("none",), **chosen}
     config = recipe.configure(chosen)
     compare = options.get("compare", False)
     if compare and config == config.uncompressed():
         raise ValueError(
-            "--compare with act none and grad none compares a run with itself; pass --act or --grad"
+            "--compare with nothing compressed compares a run with itself; pass --act, --grad or "
+            "--dp-comp"
         )
     name = re.sub(r"[^\w.]+", "-", Path(config.data).name)  # of a glob, or with a configuration
     folder = RunFolder(options.get("out", Path("runs") / f"{now}-{name}"))

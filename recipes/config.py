@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Final, TypeVar
 
 import mpcomp
+from mpcomp.data_parallel.methods import replica_method_of
 from mpcomp.engines.schedules import schedule_named
 
 PRECISIONS: Final = ("fp32", "bf16", "fp16", "auto")
@@ -68,6 +69,9 @@ class RunConfig:
     seed: int = 0
     # Of several processes, under torchrun:
     replicas: int = 1  # copies of the pipeline, each with its part of every batch
+    dp_comp: str = "none"  # what compresses their gradients
+    dp_path: str = "auto"  # of gradients: one of PATHS
+    per_machine: int = 1  # replicas on a machine, which average their gradients first
     schedule: str | None = None  # one of torch's; None is the engine's own
     in_flight: int | str | None = None  # depth of the engine's own, or "auto"
     timeout: float = 300.0  # seconds that a rank waits for another
@@ -102,6 +106,29 @@ class RunConfig:
             )
         for spec in (*self.act, *self.grad):
             mpcomp.parse(spec)  # fails here, before any work, with the nearest name
+        self._check_replicas()
+
+    def _check_replicas(self) -> None:
+        """Raises ValueError for compression between replicas that cannot be."""
+        method = replica_method_of(self.dp_comp)
+        self.network()
+        if self.dp_comp != "none" and self.replicas == 1:
+            raise ValueError(
+                f"dp_comp is {self.dp_comp}, replicas is 1; there is nobody to exchange gradients "
+                "with, so pass --replicas 2 or more, with as many processes"
+            )
+        if isinstance(method, mpcomp.DGC | mpcomp.RedSync) and (
+            self.optimizer != "sgd" or self.momentum
+        ):
+            raise ValueError(
+                f"dp_comp is {self.dp_comp}, optimizer is {self.optimizer}, momentum is "
+                f"{self.momentum}; this method has the momentum itself, on each replica, so pass "
+                "--optimizer sgd --momentum 0 (and its own as in dgc:0.001:momentum=0.9)"
+            )
+
+    def network(self) -> mpcomp.ReplicaNetwork:
+        """How replicas are connected."""
+        return mpcomp.ReplicaNetwork(path=self.dp_path, per_machine=self.per_machine)
 
     def _check_batch(self) -> None:
         """Raises ValueError if a batch cannot be shared by the replicas and their microbatches."""
@@ -151,14 +178,16 @@ class RunConfig:
     def label(self) -> str:
         """How plots and tables call the run: ``act / grad``, or once where both are the same."""
         act, grad = " ".join(self.act), " ".join(self.grad)
-        if act == grad:
-            return "uncompressed" if act == "none" else act
-        return f"act {act} / grad {grad}"
+        cuts = act if act == grad else f"act {act} / grad {grad}"
+        if self.dp_comp == "none":
+            return "uncompressed" if cuts == "none" else cuts
+        replicas = f"replicas {self.dp_comp}"
+        return replicas if cuts == "none" else f"{cuts} / {replicas}"
 
     def uncompressed(self: AnyConfig) -> AnyConfig:
         """The same training without compression, to compare with."""
         return dataclasses.replace(
-            self, act=("none",), grad=("none",), warmup_steps=0, warmup_epochs=0
+            self, act=("none",), grad=("none",), dp_comp="none", warmup_steps=0, warmup_epochs=0
         )
 
     def to_json(self) -> dict[str, Any]:

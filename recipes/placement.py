@@ -40,10 +40,10 @@ def check_ranks(config: RunConfig, model: nn.Module, num_ranks: int) -> None:
     if num_ranks == 1:
         return
     ranks, rest = divmod(num_ranks, config.replicas)
-    if rest or ranks < 2:
+    if rest:
         raise ValueError(
             f"replicas is {config.replicas}, but there are {num_ranks} processes; a replica is a "
-            "whole pipeline of 2 processes or more, so start replicas times so many"
+            "whole pipeline, so start a multiple of the replicas"
         )
     num_stages = len(stages.split(model, parse_split(config.split)))
     schedule = schedule_named(config.schedule)

@@ -34,6 +34,15 @@ class RunFolder:
         return self.path / "curves.png"
 
     @property
+    def replica_steps(self) -> Path:
+        """What replicas exchanged in each step."""
+        return self.path / "replicas.jsonl"
+
+    @property
+    def replica_plot(self) -> Path:
+        return self.path / "replicas.png"
+
+    @property
     def checkpoint(self) -> Path:
         return self.path / "checkpoint"
 

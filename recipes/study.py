@@ -38,6 +38,7 @@ FREE_OPTIONS: Final = (
     *("act", "grad", "warmup_epochs", "seed", "data", "device", "threads"),
     *("replicas", "schedule", "in_flight", "timeout"),
     *("optimizer", "nesterov", "base_batch", "lr_warmup_epochs"),
+    *("dp_comp", "dp_path", "per_machine"),
 )
 
 

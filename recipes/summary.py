@@ -63,7 +63,7 @@ class Summary:
             loss=last["loss"],
             wire_bytes=last["wire_bytes"],
             dense_bytes=last["dense_bytes"],
-            wire_ratio=last["wire_bytes"] / last["dense_bytes"],
+            wire_ratio=last["wire_bytes"] / last["dense_bytes"] if last["dense_bytes"] else 1.0,
             skipped_steps=sum(row["skipped_steps"] for row in history),
             steps=steps,
             epochs=last["epoch"],

@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 import mpcomp
-from recipes import plots
+from recipes import plots, replica_log
 from recipes.config import AnyConfig
 from recipes.metric import Metric
 from recipes.placement import check_ranks, common_dtype, devices_of, parse_split
 from recipes.ranks import Ranks
+from recipes.replica_log import ReplicaLog
 from recipes.run_folder import RunFolder, write_json
 from recipes.summary import History, Summary
 
@@ -85,12 +86,22 @@ class Trainer(ABC, Generic[AnyConfig]):
             seed=config.seed,
             devices=self.devices if len(self.devices) > 1 else self.device,
             replicas=config.replicas,
+            **self._between_replicas(),
             schedule=config.schedule,
             in_flight=config.in_flight,
             timeout=config.timeout,
             scaler=self.scaler,
             **choices,
         )
+
+        self.replica_log = ReplicaLog(self.pipe)
+
+    def _between_replicas(self) -> dict[str, Any]:
+        config = self.config
+        if config.replicas == 1:
+            return {}
+        # Also for "none": the exchange counts what goes uncompressed.
+        return {"dp_comp": config.dp_comp, "network": config.network()}
 
     # -- what a subclass adds -----------------------------------------------------------------
 
@@ -190,11 +201,13 @@ class Trainer(ABC, Generic[AnyConfig]):
         start, epoch = time.perf_counter(), len(self.history)
         previous = self.history[-1] if self.history else {}
         # Counted since the first epoch, also where the meters begin anew after a resumption.
-        wire_before = previous.get("wire_bytes", 0) - self.pipe.wire_bytes
-        dense_before = previous.get("dense_bytes", 0) - self.pipe.dense_bytes
+        between = self.replica_log.traffic()
+        wire_before = previous.get("wire_bytes", 0) - self.pipe.wire_bytes - between[0]
+        dense_before = previous.get("dense_bytes", 0) - self.pipe.dense_bytes - between[1]
         lr, skipped_steps = self.scheduler.get_last_lr()[0], 0
         loss_sum = torch.zeros((), device=self.device)
         self.start_epoch()
+        self.replica_log.start_epoch()
         self.pipe.train()
         bar.set_description(f"epoch {epoch + 1}/{self.config.epochs}")
         for step, batches in enumerate(self._steps(epoch), start=1):
@@ -206,10 +219,11 @@ class Trainer(ABC, Generic[AnyConfig]):
                 seen = min(step * self.accumulate, self.num_batches)
                 shown = {
                     "loss": f"{loss_sum.item() / seen:.3f}",
-                    "MB": f"{(wire_before + self.pipe.wire_bytes) / 1e6:.1f}",
+                    "MB": f"{(wire_before + between[0] + self.pipe.wire_bytes) / 1e6:.1f}",
                 }
                 bar.set_postfix({**shown, **self.shown()}, refresh=False)
-        more = self.end_epoch()
+        more = {**self.end_epoch(), **self.replica_log.end_epoch()}
+        between = self.replica_log.traffic()
         on: float | None = None
         off: float | None = None
         if evaluate_after or (epoch + 1) % self.config.eval_every == 0:
@@ -223,8 +237,8 @@ class Trainer(ABC, Generic[AnyConfig]):
                 **more,
                 self.metric.on: on,
                 self.metric.off: off,
-                "wire_bytes": wire_before + self.pipe.wire_bytes,
-                "dense_bytes": dense_before + self.pipe.dense_bytes,
+                "wire_bytes": wire_before + self.pipe.wire_bytes + between[0],
+                "dense_bytes": dense_before + self.pipe.dense_bytes + between[1],
                 "skipped_steps": skipped_steps,
                 "seconds": previous.get("seconds", 0.0) + seconds,
             }
@@ -250,6 +264,10 @@ class Trainer(ABC, Generic[AnyConfig]):
         )
         if self.ranks.writes:
             folder.write_metrics(self.history)
+        if self.ranks.speaks and self.replica_log.active:
+            replica_log.append_steps(folder.replica_steps, self.replica_log.new_steps())
+            steps = replica_log.read_steps(folder.replica_steps)
+            replica_log.plot_steps(steps, folder.replica_plot, self.config.dp_comp)
 
     def load(self, folder: RunFolder) -> None:
         """The state that `save` left."""
@@ -261,7 +279,7 @@ class Trainer(ABC, Generic[AnyConfig]):
     def _steps(self, epoch: int) -> Iterator[list[Any]]:
         """The batches of each step of the optimizer."""
         waiting: list[Any] = []
-        for batch in self.batches(epoch):
+        for batch in self.replica_log.timed(self.batches(epoch)):
             waiting.append(batch)
             if len(waiting) == self.accumulate:
                 yield waiting

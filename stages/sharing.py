@@ -53,7 +53,8 @@ def check_not_shared(model: nn.Module, pieces: Sequence[Piece]) -> None:
 def with_tied_copies(model: nn.Module, pieces: Sequence[Piece]) -> list[Piece]:
     """Let a stage have a copy of the block whose parameter an earlier stage has as well.
 
-    For models whose trainers are known to add up the gradients of such copies (`stages.ties`).
+    For language models of transformers, and chains that say `has_ties = True`: whoever trains adds
+    up the gradients of such copies (`stages.ties`).
     """
     copied = [piece.copied for piece in pieces]
     for names in name_groups(model):

@@ -9,22 +9,28 @@ from torch import Tensor
 
 from mpcomp import (
     AQSGD,
+    DGC,
     EF21,
     QSGD,
+    Accordion,
     Cast,
     Compressor,
     EFMixed,
     ErrorFeedback,
     Feedback,
     FixedPoint,
+    GraVAC,
     Identity,
     LowRank,
     MeanValue,
     MultiLevel,
+    OneBit,
     OneBitColumns,
+    PowerSGD,
     Quantize,
     RandomBlock,
     RandomK,
+    RedSync,
     RedSyncTopK,
     SameIndices,
     SameSign,
@@ -112,7 +118,25 @@ EXAMPLES: dict[type[SpecValue], list[SpecValue]] = {
     ],
 }
 
-ALL = [value for values in EXAMPLES.values() for value in values]
+#: Methods between replicas, which no cut takes: tests/data_parallel has their laws.
+BETWEEN_REPLICAS: dict[type[SpecValue], list[SpecValue]] = {
+    GraVAC: [
+        GraVAC(TopK(0.1)),
+        GraVAC(RandomK(0.5), cf=(2.0, 100.0), eps=0.9, window=20, policy="geometric"),
+    ],
+    Accordion: [
+        Accordion(TopK(0.99), TopK(0.1), interval=100),
+        Accordion(PowerSGD(2), PowerSGD(1), interval=10, threshold=0.2),
+    ],
+    DGC: [DGC(0.001), DGC(0.01, warmup_steps=40, nesterov=True, values=Cast("fp16"))],
+    RedSync: [RedSync(0.001), RedSync(0.01, same_sign=True)],
+    OneBit: [OneBit(), OneBit(storage="fp16")],
+    PowerSGD: [PowerSGD(2), PowerSGD(4, feedback=False)],
+}
+
+ALL = [
+    v for examples in (EXAMPLES, BETWEEN_REPLICAS) for values in examples.values() for v in values
+]
 COMPRESSORS: list[Compressor] = [value for value in ALL if isinstance(value, Compressor)]
 SELECTING = [value for value in COMPRESSORS if isinstance(value, Selecting)]
 FEEDBACK: list[Feedback] = [value for value in ALL if isinstance(value, Feedback)]

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from mpcomp.compressors.base import Compressor, Payload, check_keep
 from mpcomp.compressors.gather import SentPositions
-from mpcomp.compressors.topk import largest_positions
+from mpcomp.compressors.threshold import SampledTopK, count_set
 from mpcomp.tensor_meta import TensorMeta
 
 __all__ = ["MeanValue", "SameSign"]
 
 _SIGNS = ("larger", "positive", "negative")
+_FINDER = SampledTopK(1.0)  # finds any number of the largest, exactly
 
 
 @dataclass(frozen=True)
@@ -94,8 +95,8 @@ class SameSign(SentPositions):
 def _largest_signed(flat: Tensor, k: int) -> Tensor:
     """Ascending positions of the ``k`` largest elements, by value; ties to the lowest index."""
     above = flat.clamp(min=0)
-    if int(torch.count_nonzero(above)) >= k:
-        return largest_positions(above.reshape(1, -1), k)
+    if count_set(above > 0) >= k:
+        return _FINDER.choose(above, k)
     # The rare case: zeros and elements of the other sign have to fill up.
     order = flat.sort(descending=True, stable=True).indices
     return order[:k].sort().values

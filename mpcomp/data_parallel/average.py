@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from mpcomp.data_parallel.exchange import Exchange
 from mpcomp.replicas import check_unchanged, described
 from mpcomp.visit import Step
 
-__all__ = ["CompressedAverage"]
+__all__ = ["GROUP_BYTES", "CompressedAverage"]
 
 #: Gradients are exchanged in groups of about so many bytes, one on its way while the next is
 #: encoded.
@@ -28,15 +28,20 @@ class CompressedAverage:
     Args:
         stages: of this rank.
         exchange: of their parameters.
+        tied: names of parameters that another rank may have a copy of. Each goes by itself, so that
+            no figure of it depends on what else a rank has.
 
     Attributes:
         exchange: as given.
         enabled: whether steps are exchanged, or gradients added up for a later one.
     """
 
-    def __init__(self, stages: Sequence[nn.Module], exchange: Exchange) -> None:
+    def __init__(
+        self, stages: Sequence[nn.Module], exchange: Exchange, tied: Collection[str] = ()
+    ) -> None:
         self._stages = list(stages)
         self._known = [described(stage) for stage in stages]
+        self._tied = frozenset(tied)
         self.exchange = exchange
         self.enabled = True
 
@@ -44,8 +49,7 @@ class CompressedAverage:
         """Exchanges the gradients of a step.
 
         Raises:
-            FloatingPointError: NaN or Inf in a gradient of some rank, without a loss scaler; on all
-                ranks.
+            ValueError: parameters are not those that were connected.
         """
         if not self.enabled:
             return
@@ -58,6 +62,9 @@ class CompressedAverage:
         for name, parameter in self._trained():
             if parameter.grad is None:  # it may have one on other replicas
                 parameter.grad = torch.zeros_like(parameter)
+            if name in self._tied:
+                exchange.add({name: parameter.grad})
+                continue
             group[name] = parameter.grad
             num_bytes += parameter.grad.nbytes
             if num_bytes >= GROUP_BYTES:
@@ -65,10 +72,24 @@ class CompressedAverage:
                 group, num_bytes = {}, 0
         exchange.add(group)
         exchange.finish()
-        if exchange.nonfinite and not step.scaled:
+
+    def check_begin(self, step: Step) -> None:
+        """Raises ValueError, on all ranks alike, if the step cannot be exchanged."""
+        if self.enabled:
+            self.exchange.check_lr(step.lr)
+
+    def check_finite(self, step: Step) -> None:
+        """Looks at what `__call__` has found; to be called when no rank waits for this one.
+
+        Raises:
+            FloatingPointError: NaN or Inf in a gradient of some rank, without a loss scaler; on all
+                ranks.
+        """
+        if self.enabled and self.exchange.nonfinite and not step.scaled:
             raise FloatingPointError(
                 f"NaN or Inf in a gradient of a replica, step {step.index}: the model has diverged "
-                "or overflowed; nothing has been changed by this step"
+                "or overflowed. All gradients are NaN now, and what replicas remember is as before "
+                "the step; zero_grad before going on"
             )
 
     def _trained(self) -> list[tuple[str, nn.Parameter]]:

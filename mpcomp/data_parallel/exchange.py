@@ -16,8 +16,9 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ from mpcomp.data_parallel.powersgd import factored_sum
 from mpcomp.randomness import generator_for
 from mpcomp.tensor_meta import TensorMeta
 
-__all__ = ["Exchange", "Totals"]
+__all__ = ["Exchange", "Totals", "check_run"]
 
 #: Steps between counts of the zeros in a result.
 DENSITY_EVERY = 50
@@ -69,6 +70,41 @@ class Totals:
     decode_s: float = 0.0
 
 
+def check_run(
+    parameters: Mapping[str, Tensor],
+    method: ReplicaMethod,
+    network: ReplicaNetwork,
+    num_replicas: int,
+) -> None:
+    """What ranks can tell alike before anything is connected.
+
+    Args:
+        parameters: those of the whole model that require gradients, by name.
+        method: between replicas.
+        network: how they are connected.
+        num_replicas: how many.
+
+    Raises:
+        ValueError: the method does not suit the model, or the network these replicas.
+        TypeError: parameters of fp64.
+    """
+    wide = [name for name, p in parameters.items() if p.dtype == torch.float64]
+    if wide:
+        raise TypeError(f"{wide[0]} is fp64: gradients between replicas are at most fp32")
+    network.check_replicas(num_replicas)
+    method.check(Setting(num_replicas, _matrices(parameters, network)))
+
+
+def _matrices(parameters: Mapping[str, Tensor], network: ReplicaNetwork) -> dict[str, TensorMeta]:
+    """Parameters that may go compressed, as matrices."""
+    metas = {name: TensorMeta.of(p) for name, p in parameters.items()}
+    return {
+        name: matrix_of(meta)
+        for name, meta in metas.items()
+        if len(meta.shape) > 1 and meta.numel >= network.smallest
+    }
+
+
 class Exchange:
     """Averages the gradients of named parameters over replicas, compressed.
 
@@ -85,6 +121,11 @@ class Exchange:
         unused: whether a parameter may get no gradient in a step on all replicas, and is then left
             alone by DDP.
         history: how many steps `history` keeps.
+        whole: the whole model's parameters, where this rank has a part of them.
+        copy_of: of each parameter here that another rank has a copy of (a tied weight) the name
+            that both draw random numbers by, and under which it counts.
+        waiting: a context for whatever needs other replicas, and fails if one is gone.
+        timeout: of a wait in groups that are made here; None for torch's own.
 
     Raises:
         ValueError: the method does not suit these parameters, or the network these replicas.
@@ -103,47 +144,76 @@ class Exchange:
         own_norm: Callable[[float], float] = math.sqrt,
         unused: bool = False,
         history: int = 100_000,
+        whole: Mapping[str, Tensor] | None = None,
+        copy_of: Mapping[str, str] | None = None,
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+        timeout: timedelta | None = None,
     ) -> None:
-        wide = [name for name, p in parameters.items() if p.dtype == torch.float64]
-        if wide:
-            raise TypeError(f"{wide[0]} is fp64: gradients between replicas are at most fp32")
         self.method = method
         self.network = network or ReplicaNetwork()
-        self._inside, between = split_group(group, self.network)
         self.num_replicas = dist.get_world_size(group)
+        check_run(whole or parameters, method, self.network, self.num_replicas)
+        self._inside, between = split_group(group, self.network, timeout)
         self._everyone = Peers(group)
         self._peers = Peers(between) if between is not None else None
+        for peers in (self._everyone, self._peers, self._inside):
+            if peers is not None:
+                peers.waiting = waiting
+        self._copy_of = copy_of or {}
         self._everywhere = everywhere or self._sum
         self._own_norm = own_norm
         self._unused = unused
         self._seed = seed
         self._device = next((p.device for p in parameters.values()), torch.device("cpu"))
-        metas = {name: TensorMeta.of(p) for name, p in parameters.items()}
-        self._compressible = {
-            name: matrix_of(meta)
-            for name, meta in metas.items()
-            if len(meta.shape) > 1 and meta.numel >= self.network.smallest
-        }
-        setting = Setting(self.num_replicas, self._compressible)
-        method.check(setting)
-        self.controller: Controller = method.controller(setting)
-        self._memories: dict[str, Memory] = {
-            name: method.memory(meta.numel, self._device, compressed=name in self._compressible)
-            for name, meta in metas.items()
-        }
-        self._phase_memories: dict[str, Memory] = {}
-        self._factors: dict[str, Tensor] = {}
+        self._compressible = _matrices(parameters, self.network)
+        self._sizes = {name: p.numel() for name, p in parameters.items()}
         self._names = list(parameters)
         #: Number of parameters on each path, in the step under way or the last one.
         self._routed: dict[str, int] = {}
-        self.step = 0
         self.nonfinite = False
-        self.totals = Totals()
+        self.reset()
         self.density = math.nan  # of the last result that was looked at
         #: One entry for each of the last steps.
         self.history: deque[dict[str, Any]] = deque(maxlen=history)
 
+    def reset(self) -> None:
+        """Forgets everything, as before the first step."""
+        method = self.method
+        setting = Setting(self.num_replicas, self._compressible)
+        self.controller: Controller = method.controller(setting)
+        self._memories: dict[str, Memory] = {
+            name: method.memory(numel, self._device, compressed=name in self._compressible)
+            for name, numel in self._sizes.items()
+        }
+        self._phase_memories: dict[str, Memory] = {}
+        self._factors: dict[str, Tensor] = {}
+        self.step = 0
+        self.totals = Totals()
+
+    def close(self) -> None:
+        """Closes connections, and lets go of those of others; only figures are left."""
+        for peers in (self._peers, self._inside):
+            if peers is None:
+                continue
+            if peers.group is not self._everyone.group:
+                with suppress(ValueError, RuntimeError):  # destroyed with all others at the end
+                    dist.destroy_process_group(peers.group)
+            peers.close()
+        self._everyone.close()
+
     # -- a step ---------------------------------------------------------------------------------
+
+    def check_lr(self, lr: float | None) -> None:
+        """Whether a step can begin with a learning rate.
+
+        Raises:
+            ValueError: the method follows it, and it is not known.
+        """
+        if self.method.lr_scaled and not lr:
+            raise ValueError(
+                f"{self.method} keeps its state in units of the learning rate: tell it the "
+                "optimizer with follow_lr(optimizer), whose rate must be above 0"
+            )
 
     def begin(
         self, *, loss_scale: float = 1.0, lr: float | None = None, compress: bool = True
@@ -158,11 +228,7 @@ class Exchange:
         Raises:
             ValueError: the method follows the learning rate, and it is not known.
         """
-        if self.method.lr_scaled and not lr:
-            raise ValueError(
-                f"{self.method} keeps its state in units of the learning rate: tell it the "
-                "optimizer with follow_lr(optimizer), whose rate must be above 0"
-            )
+        self.check_lr(lr)
         unit = loss_scale / lr if self.method.lr_scaled and lr else loss_scale
         self._compress = compress
         self._items: list[Item] = []
@@ -270,7 +336,11 @@ class Exchange:
         items = [item for group in self._waiting for item in group]
         factor = 1.0
         if self.method.clip is not None:
-            norms = [torch.linalg.vector_norm(i.gradient, dtype=torch.float32) for i in items]
+            norms = [
+                torch.linalg.vector_norm(item.gradient, dtype=torch.float32)
+                for item in items
+                if self._copy_of.get(item.name, item.name) == item.name
+            ]
             square = float(torch.stack(norms).square().sum()) if norms else 0.0
             norm = self._own_norm(square) / self._context.unit
             largest = self.method.clip / math.sqrt(self.num_replicas)
@@ -371,7 +441,8 @@ class Exchange:
                     continue
                 with self._timed("wait_s"):
                     for work in works:
-                        work.wait()
+                        with self._everyone.waiting():
+                            work.wait()
                 with self._timed("decode_s"):
                     going.append((path, next(path, None)))
             paths = going
@@ -379,7 +450,8 @@ class Exchange:
     def _draw(self, name: str, piece: int) -> Draw:
         def draw(alike: bool) -> torch.Generator:
             who = -1 if alike else self._everyone.rank
-            return generator_for("replicas", self._seed, name, piece, self.step, who)
+            drawn = self._copy_of.get(name, name)
+            return generator_for("replicas", self._seed, drawn, piece, self.step, who)
 
         return draw
 
@@ -391,7 +463,8 @@ class Exchange:
     def _sum(self, numbers: Sequence[float]) -> list[float]:
         """Over the replicas, in fp64, on the gradients' device."""
         total = torch.tensor(list(numbers), dtype=torch.float64, device=self._device)
-        dist.all_reduce(total, group=self._everyone.group)
+        with self._everyone.waiting():
+            dist.all_reduce(total, group=self._everyone.group)
         result: list[float] = total.tolist()
         return result
 
@@ -482,18 +555,38 @@ class Exchange:
         }
         return {"tensors": tensors, "rest": rest}
 
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Whether there is a place for all of a `state_dict`.
+
+        Raises:
+            ValueError: it was given by another method, or other parameters went compressed.
+        """
+        method = state["rest"]["method"]
+        if method != str(self.method):
+            raise ValueError(
+                f"the state is that of {method}, these replicas use {self.method}: "
+                "use the same method"
+            )
+        for key in state["tensors"]:
+            kind, _, rest = key.partition("/")
+            name, _, field = rest.rpartition("/")
+            if kind == "own" and not (
+                name in self._memories and field in self._memories[name].fields
+            ):
+                raise ValueError(
+                    f"the state has the {field} of {name}, for which there is no place here: "
+                    "train the same parameters, with the same smallest= of ReplicaNetwork"
+                )
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from what `state_dict` gave, on the same replica of as many.
 
         Raises:
-            ValueError: it was given by another method.
+            ValueError: it was given by another method, or has no place here.
         """
+        self.check_state(state)
+        self.reset()
         rest = state["rest"]
-        if rest["method"] != str(self.method):
-            raise ValueError(
-                f"the state is that of {rest['method']}, these replicas use {self.method}: "
-                "use the same method"
-            )
         found: dict[tuple[str, str], dict[str, Tensor]] = {}
         by_name: dict[str, dict[str, Tensor]] = {"factor": {}, "controller": {}}
         for key, value in state["tensors"].items():
@@ -503,7 +596,6 @@ class Exchange:
                 continue
             name, _, field = name.rpartition("/")
             found.setdefault((kind, name), {})[field] = value.to(self._device)
-        self._factors.clear()
         self._factors.update(by_name["factor"])
         self.controller.load_tensors(by_name["controller"])
         for (kind, name), fields in found.items():

@@ -177,7 +177,13 @@ class GraVACController(Controller):
 
     def report(self) -> dict[str, Any]:
         search = self.search
-        return {**self._last, "cf_min": search.cf_min, "cf_candidate": search.cf_candidate}
+        return {
+            **self._last,
+            "cf_min": search.cf_min,
+            "cf_candidate": search.cf_candidate,
+            "gain_min": search.gain_min,
+            "gain_candidate": search.gain_candidate,
+        }
 
     def state_dict(self) -> dict[str, Any]:
         return self.search.state_dict()

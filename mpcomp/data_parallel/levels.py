@@ -8,6 +8,7 @@ machine 1   replica 2 ── replica 3      and tells its machine the result
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ __all__ = ["broadcast", "mean_inside", "split_group"]
 
 
 def split_group(
-    group: dist.ProcessGroup, network: ReplicaNetwork
+    group: dist.ProcessGroup, network: ReplicaNetwork, timeout: timedelta | None
 ) -> tuple[Peers | None, dist.ProcessGroup | None]:
     """The replicas on this one's machine, and those that exchange between machines.
 
@@ -40,23 +41,19 @@ def split_group(
     size, each = dist.get_world_size(group), network.per_machine
     if each == 1:
         return None, group
-    if size % each:
-        raise ValueError(
-            f"per_machine={each} with {size} replicas: expected a divisor of {size}, as every "
-            "machine holds as many"
-        )
+    network.check_replicas(size)
     ranks = dist.get_process_group_ranks(group)
     machines = [ranks[i : i + each] for i in range(0, size, each)]
     own = dist.get_rank(group) // each
     inside = [
-        dist.new_group(machine, use_local_synchronization=True)
+        dist.new_group(machine, timeout=timeout, use_local_synchronization=True)
         for i, machine in enumerate(machines)
         if i == own
     ]
     firsts = [machine[0] for machine in machines]
     between = None
     if dist.get_rank() in firsts:
-        between = dist.new_group(firsts, use_local_synchronization=True)
+        between = dist.new_group(firsts, timeout=timeout, use_local_synchronization=True)
     return Peers(inside[0]), between
 
 

@@ -93,6 +93,11 @@ class Memory:
         for tensor in self._state.values():
             tensor.discard()
 
+    @property
+    def fields(self) -> frozenset[str]:
+        """Names of what can be kept."""
+        return frozenset(self._state)
+
     def state_dict(self) -> dict[str, Tensor]:
         """What has been kept, by name."""
         return {name: tensor.value() for name, tensor in self._state.items() if tensor.known}

@@ -78,6 +78,14 @@ class ReplicaNetwork:
         if self.inside is not None and self.per_machine == 1:
             raise ValueError(f"inside={self.inside} with per_machine=1: give per_machine as well")
 
+    def check_replicas(self, num_replicas: int) -> None:
+        """Raises ValueError if so many replicas cannot be shared out among such machines."""
+        if num_replicas % self.per_machine:
+            raise ValueError(
+                f"per_machine={self.per_machine} with {num_replicas} replicas: expected a divisor "
+                f"of {num_replicas}, as every machine holds as many"
+            )
+
     def seconds(self, path: str, num_bytes: float, num_replicas: int) -> float:
         """What a path takes for messages of so many bytes a replica; see the module's table."""
         n = num_replicas

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ class Peers:
         rank: this one's number among them.
         traffic_bytes: that this rank has sent since the last `take_traffic`, by the algorithms
             that backends use (a ring for sums; every other replica gets each gathered message).
+        waiting: a context for whatever needs the other replicas, and fails if one is gone.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -33,6 +35,11 @@ class Peers:
         self.size = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
         self.traffic_bytes = 0.0
+        self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    def close(self) -> None:
+        """Lets go of the group: a connection lasts as long as something refers to it."""
+        del self.group
 
     def take_traffic(self) -> float:
         """Bytes sent since the last call."""
@@ -42,13 +49,15 @@ class Peers:
     def sum(self, x: Tensor) -> Any:
         """Begins to replace ``x`` by its sum over all replicas, the same bits on each."""
         self.traffic_bytes += 2 * (self.size - 1) / self.size * x.nbytes
-        return dist.all_reduce(x, group=self.group, async_op=True)
+        with self.waiting():
+            return dist.all_reduce(x, group=self.group, async_op=True)
 
     def gather(self, x: Tensor) -> tuple[Tensor, Any]:
         """Begins to collect ``x`` [n], which is as long everywhere, as [replicas, n]."""
         self.traffic_bytes += (self.size - 1) * x.nbytes
         told = torch.empty(self.size, x.numel(), dtype=x.dtype, device=x.device)
-        return told, dist.all_gather(list(told), x, group=self.group, async_op=True)
+        with self.waiting():
+            return told, dist.all_gather(list(told), x, group=self.group, async_op=True)
 
     def scatter(self, parts: Sequence[Tensor], own_length: int) -> tuple[Tensor, Any]:
         """Begins to send part i to replica i; gives what all have sent here [replicas, n].
@@ -60,14 +69,15 @@ class Peers:
         whole = torch.cat(list(parts))
         self.traffic_bytes += whole.nbytes - parts[self.rank].nbytes
         told = torch.empty(self.size * own_length, dtype=whole.dtype, device=whole.device)
-        work = dist.all_to_all_single(
-            told,
-            whole,
-            [own_length] * self.size,
-            [part.numel() for part in parts],
-            group=self.group,
-            async_op=True,
-        )
+        with self.waiting():
+            work = dist.all_to_all_single(
+                told,
+                whole,
+                [own_length] * self.size,
+                [part.numel() for part in parts],
+                group=self.group,
+                async_op=True,
+            )
         return told.reshape(self.size, own_length), work
 
     def tell(self, x: Tensor) -> Any:
@@ -75,4 +85,5 @@ class Peers:
         if self.rank == 0:
             self.traffic_bytes += (self.size - 1) * x.nbytes
         first = dist.get_global_rank(self.group, 0)
-        return dist.broadcast(x, src=first, group=self.group, async_op=True)
+        with self.waiting():
+            return dist.broadcast(x, src=first, group=self.group, async_op=True)

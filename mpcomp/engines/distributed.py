@@ -16,6 +16,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
 from functools import reduce
 from operator import or_
 from typing import Any
@@ -23,10 +24,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.utils import _sync_module_states
 
 import stages as staging
 from mpcomp.boundary import Boundary
-from mpcomp.data_parallel.average import CompressedAverage
+from mpcomp.data_parallel.average import GROUP_BYTES, CompressedAverage
 from mpcomp.data_parallel.base import ReplicaMethod
 from mpcomp.data_parallel.exchange import Exchange
 from mpcomp.data_parallel.network import ReplicaNetwork
@@ -43,7 +45,7 @@ from mpcomp.network.faults import Faults
 from mpcomp.network.handshake import fingerprint
 from mpcomp.network.probe import measure_link
 from mpcomp.network.world import World
-from mpcomp.replicas import GradientAverage
+from mpcomp.replicas import GradientAverage, trained_in
 from mpcomp.tie import Tie, apart, check_alike, trained_and_frozen
 from mpcomp.visit import Step
 
@@ -125,7 +127,7 @@ class DistributedEngine(Engine):
         self._compressed_average: CompressedAverage | None = None
         if dp_comp is not None:
             own = [cut[stage.stage_index] for stage in self._stages]
-            self._compressed_average = self._compressed(own, dp_comp, network, seed)
+            self._compressed_average = self._compressed(own, dp_comp, network, seed, cut, ties)
         self._all_ties = list(ties)
         self._ties = [tie for tie in ties if self._attach(tie, cut)]
         self.schedule = schedule.make(self._stages, chunks, self._loss_of)
@@ -203,6 +205,8 @@ class DistributedEngine(Engine):
         method: ReplicaMethod,
         network: ReplicaNetwork | None,
         seed: int,
+        cut: Sequence[staging.Stage],
+        ties: Sequence[Tie],
     ) -> CompressedAverage:
         """Compresses what this rank's stages exchange with their replicas."""
 
@@ -214,17 +218,31 @@ class DistributedEngine(Engine):
             squares[self.replica] = square
             return math.sqrt(everywhere(squares)[self.replica])
 
-        named = {n: p for s in stages for n, p in s.named_parameters() if p.requires_grad}
+        group = self.world.replica_group
+        with self.together(), self.world.waiting("weights of the first replica"):
+            for stage in stages:  # as DDP does
+                _sync_module_states(
+                    stage,
+                    group,
+                    broadcast_bucket_size=GROUP_BYTES,
+                    src=0,
+                    params_and_buffers_to_ignore=(),
+                )
+        copy_of = {name: tie.name for tie in ties for _, name in tie.copies}
         exchange = Exchange(
-            named,
+            trained_in(stages),
             method,
-            self.world.replica_group,
+            group,
             network=network,
             seed=seed,
             everywhere=everywhere,
             own_norm=norm_of_replica,
+            whole=trained_in(cut),
+            copy_of=copy_of,
+            waiting=lambda: self.world.waiting("gradients of other replicas"),
+            timeout=timedelta(seconds=self.world.wait_s),
         )
-        return CompressedAverage(stages, exchange)
+        return CompressedAverage(stages, exchange, copy_of)
 
     def _loss_of(self, output: Tensor, numbered: tuple[int, Any]) -> Tensor:
         assert self._loss is not None
@@ -291,6 +309,8 @@ class DistributedEngine(Engine):
             raise ValueError("nothing to train: no parameter of any stage requires a gradient")
         if self.num_replicas > 1:
             loss.share_with(all_rows, self.num_replicas)
+        if self._compressed_average is not None:
+            self._compressed_average.check_begin(step)
         self._loss = loss
         waited = self._waited_in_all()
         with self._depth.choosing() if self._depth else nullcontext(), self.together():
@@ -304,10 +324,11 @@ class DistributedEngine(Engine):
                     stage.reduce()
             if self._compressed_average is not None:
                 self._faults.where = f"step {step.index}, exchanging gradients with other replicas"
-                with self.world.waits.on(None, "gradients of other replicas"):
-                    self._compressed_average(step)
+                self._compressed_average(step)
         self._loss = None
         self.waited_s += self._waited_in_all() - waited
+        if self._compressed_average is not None:
+            self._compressed_average.check_finite(step)
 
     def _check_same(
         self, step: Step, same: tuple[Any, ...], rows: int, everywhere: Any = None
@@ -487,6 +508,8 @@ class DistributedEngine(Engine):
         for stage in self._stages:
             stage.close()
         self._averages.clear()
+        if self._compressed_average is not None:
+            self._compressed_average.exchange.close()
         self._compressed_average = None
         self.world.close()
         gc.collect()

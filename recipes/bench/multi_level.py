@@ -2,12 +2,12 @@
 
     python -m recipes.bench.multi_level --n 10000000 --repeats 7
 
-An adaptive method such as GraVAC wants a gentle and a strict selection of the same gradient. Direct,
-each looks at all elements; multi-level, the strict one looks at what the gentle one kept. The two
-take turns within each repetition, so that a slow moment of the machine meets both, and the time of
-the direct selections is divided by that of the multi-level ones in the same repetition. The tensor
-is normally distributed fp32. Published: GraVAC (Tyagi & Swany, IEEE CLOUD 2023), table 3, on V100
-GPUs, for the gradients of ResNet101, VGG16 and an LSTM at compression factors 10 and 1000.
+An adaptive method such as GraVAC wants a gentle and a strict selection of the same gradient.
+Direct, each looks at all elements; multi-level, the strict one looks at what the gentle one kept.
+The two take turns within each repetition, so that a slow moment of the machine meets both, and the
+time of the direct selections is divided by that of the multi-level ones in the same repetition. The
+tensor is normally distributed fp32. Published: GraVAC (Tyagi & Swany, IEEE CLOUD 2023), table 3, on
+V100 GPUs, for the gradients of ResNet101, VGG16 and an LSTM at compression factors 10 and 1000.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ HEADERS: Final = (
 
 def table(figures: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:
     """The rows to print."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for spec, figure in figures.items():
         name, published = METHODS[spec]
         rows.append(

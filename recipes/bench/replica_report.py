@@ -181,7 +181,7 @@ def tables(result: Record) -> str:
     for name, hangs in result["hangs"].items():
         said = "hangs" if hangs else "did not hang"
         limit = result["settings"]["hang_timeout"]
-        parts.append(f"{name}: {said} (unlimited links, {limit:g} s)")
+        parts.append(f"{name}: {said} (loopback, {limit:g} s)")
     if result["accuracy"]:
         settings = result["settings"]
         parts.append(

@@ -24,12 +24,11 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+import mpcomp
 import stages
+from mpcomp.data_parallel.base import ReplicaMethod
 from mpcomp.data_parallel.clock import WallClock
-from mpcomp.data_parallel.gravac import GraVAC
-from mpcomp.data_parallel.hook import compress_gradients
 from mpcomp.data_parallel.methods import replica_method_of
-from mpcomp.data_parallel.network import ReplicaNetwork
 from recipes import data
 from recipes.bench.workers import begin_together, joined, own_stdout, say
 from recipes.image_config import ImageConfig
@@ -263,17 +262,15 @@ def _mpcomp_variant(
     seed: int,
     mbps: float | None,
 ) -> Variant:
-    network = ReplicaNetwork(path=job.path)
+    network = mpcomp.ReplicaNetwork(path=job.path)
     if mbps is not None:
-        network = ReplicaNetwork(job.path, latency_ms=job.latency_ms, bandwidth_mbps=mbps)
+        network = mpcomp.ReplicaNetwork(job.path, latency_ms=job.latency_ms, bandwidth_mbps=mbps)
     method = replica_method_of(spec)
     watch = Stopwatch()
-    if isinstance(method, GraVAC) and method.bandwidth_mbps is None:
-        # Else the first step of a turn would seem to last since the turn before.
-        object.__setattr__(method, "clock", lambda: WallClock(watch.now))
+    time_by(method, watch)
     # DGC and RedSync have momentum on the replicas' side, and want none in the optimizer.
     optimizer = _sgd(ddp, job, momentum=0.0 if hasattr(method, "momentum") else None)
-    handle = compress_gradients(ddp, method, network=network, seed=seed)
+    handle = mpcomp.compress_gradients(ddp, method, network=network, seed=seed)
     handle.follow_lr(optimizer)
     return Variant(ddp, optimizer, batches, handle.report, watch)
 
@@ -282,6 +279,15 @@ def _sgd(model: nn.Module, job: Job, *, momentum: float | None = None) -> torch.
     """The optimizer of the run, with its momentum unless another is given."""
     momentum = job.momentum if momentum is None else momentum
     return torch.optim.SGD(model.parameters(), lr=job.lr, momentum=momentum)
+
+
+def time_by(method: ReplicaMethod, watch: Stopwatch) -> None:
+    """Lets a method that measures its steps do so on a stopwatch.
+
+    Else the first step of a turn would seem to it to last since the turn before.
+    """
+    if isinstance(method, mpcomp.GraVAC) and method.bandwidth_mbps is None:
+        object.__setattr__(method, "clock", lambda: WallClock(watch.now))
 
 
 def _dense_bytes(model: nn.Module) -> int:
@@ -368,20 +374,3 @@ def _accuracy(model: nn.Module, job: Job, dataset: data.Dataset) -> float:
     right = sum(int((module(x).argmax(1) == y).sum()) for x, y in alone)
     module.train()
     return right / len(dataset.test)
-
-
-__all__: Sequence[str] = [
-    "ALONE",
-    "MPCOMP",
-    "OWN_BUCKETS",
-    "REFERENCE",
-    "TORCH",
-    "TOTALS",
-    "Job",
-    "Stopwatch",
-    "Variant",
-    "hangs",
-    "open_variant",
-    "torch_rank",
-    "work",
-]

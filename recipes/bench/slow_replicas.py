@@ -41,7 +41,7 @@ import mpcomp
 from mpcomp.data_parallel.methods import replica_method_of
 from mpcomp.data_parallel.network import PATHS
 from recipes.bench import replica_report
-from recipes.bench.hosts import Loopback
+from recipes.bench.hosts import Loopback, open_hosts
 from recipes.bench.replica_worker import (
     ALONE,
     MPCOMP,
@@ -82,6 +82,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     if problem := _problem(options):
         sys.exit(f"error: {problem}")
+    hangs = {
+        name + OWN_BUCKETS: _hangs(name + OWN_BUCKETS, options)
+        for name in names_of(options)
+        if name.startswith(f"{TORCH}powersgd") and options.hang_timeout > 0
+    }
     with contextlib.ExitStack() as stack:
         hosts = choose_hosts(
             stack, options.replicas, latency_ms=options.latency_ms, loopback=options.loopback
@@ -93,6 +98,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             "machine": _machine(),
             "links": hosts.describe(),
             "n": options.repeats,
+            "hangs": hangs,
             **_measure(hosts, options),
         }
     print(replica_report.tables(result))
@@ -205,17 +211,11 @@ def _measure(hosts: Loopback, options: argparse.Namespace) -> dict[str, Any]:
     for name in (*names, ALONE):
         _ask_all(workers, {"do": "close", "name": name})
     trainings = [] if options.accuracy is None else _trainings(hosts, workers, names, mbps, options)
-    hosts.set_rate(None)
-    hangs = {}
-    for name in names:
-        if name.startswith(f"{TORCH}powersgd") and options.hang_timeout > 0:
-            hangs[name + OWN_BUCKETS] = _hangs(hosts, name + OWN_BUCKETS, options)
     return {
         "mbps": mbps,
         "dense_bytes": dense_bytes,
         "dense": replica_report.dense_figures(turns),
         "figures": replica_report.summarise(turns),
-        "hangs": hangs,
         "accuracy": replica_report.summarise_trainings(trainings),
         "turns": turns,
         "trainings": trainings,
@@ -320,11 +320,12 @@ def _train(
     }
 
 
-def _hangs(hosts: Loopback, name: str, options: argparse.Namespace) -> bool:
-    """Whether a method never ends on unlimited links; its processes are lost if so."""
-    workers = _start(hosts, options, hang_after_s=options.hang_timeout)
-    _open(workers, name, options.seed, None)
-    answers = begin_all(workers, {"do": "steps", "name": name, "count": HANG_STEPS}, NOTICE_S)
+def _hangs(name: str, options: argparse.Namespace) -> bool:
+    """Whether a method never ends, over loopback; its processes are ended anyway."""
+    with open_hosts(options.replicas, loopback=True) as hosts:
+        workers = _start(hosts, options, hang_after_s=options.hang_timeout)
+        _open(workers, name, options.seed, None)
+        answers = begin_all(workers, {"do": "steps", "name": name, "count": HANG_STEPS}, NOTICE_S)
     return any(answer.get("hung", False) for answer in answers)
 
 

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from methods import ALL, COMPRESSORS, EXAMPLES, SELECTING, drawn
+from methods import ALL, BETWEEN_REPLICAS, COMPRESSORS, EXAMPLES, SELECTING, drawn
 
 import mpcomp
 from mpcomp import QSGD, Quantize, RandomK, Sign, TensorMeta, TopK, parse
@@ -18,7 +18,7 @@ def library_methods() -> set[type[SpecValue]]:
 
 
 def test_every_method_of_the_library_has_examples_in_the_law_tests():
-    assert library_methods() == EXAMPLES.keys()
+    assert library_methods() == EXAMPLES.keys() | BETWEEN_REPLICAS.keys()
 
 
 def test_every_method_is_exported():

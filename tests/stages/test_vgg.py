@@ -67,14 +67,15 @@ def test_width_scales_all_layers():
     assert model.classifier.linear2.weight.shape == (256, 256)
 
 
-def test_signals_neither_vanish_nor_explode_without_batch_norm():
+def test_images_stay_apart_without_batch_norm():
+    """By torch's own initialization they would all give nearly the same in the end."""
     torch.manual_seed(0)
     x = torch.randn(4, 3, 32, 32)
-    outputs = []
+    spreads = []
     for block in list(vgg16(width=16, batch_norm=False))[:5]:
         x = block(x)
-        outputs.append(x.std().item())
-    assert all(0.02 < one < 2 for one in outputs), outputs  # 1e-5 as torch has it
+        spreads.append(x.std(dim=0).mean().item())
+    assert all(0.005 < one < 2 for one in spreads), spreads
 
 
 def test_stages_are_the_model():

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from mpcomp.data_parallel.methods import replica_method_of
 from recipes.bench import replica_report, replica_worker, slow_replicas
 from recipes.bench.hosts import HostsUnavailable, open_hosts
 from recipes.bench.replica_worker import ALONE, REFERENCE
@@ -147,6 +148,21 @@ def test_stopwatch_stands_still_between_turns():
     with watch:
         assert before <= watch.now() < before + 0.04
     assert before >= 0.01
+
+
+def test_adaptive_methods_do_not_time_the_turns_of_others():
+    watch = replica_worker.Stopwatch()
+    method = replica_method_of("gravac:window=5+topk:0.1")
+    replica_worker.time_by(method, watch)
+    clock = method.clock()
+    with watch:
+        clock.lap(0.0, 0)
+    time.sleep(0.05)
+    with watch:
+        assert 0 < clock.lap(0.0, 0) < 0.04
+    modelled = replica_method_of("gravac:bandwidth_mbps=8:compute_ms=500+topk:0.1")
+    replica_worker.time_by(modelled, watch)
+    assert modelled.clock().lap(1e6, 1) == 1.5  # as it was told
 
 
 def test_hang_is_told_from_end_and_error():

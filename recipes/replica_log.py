@@ -1,0 +1,140 @@
+"""What replicas exchange in a run: floats and bytes of each step, gains, and where time goes."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import mpcomp
+
+T = TypeVar("T")
+
+#: The parts of a step, in the order of the picture.
+PARTS = ("data_s", "compute_s", "encode_s", "wait_s", "decode_s")
+
+
+class ReplicaLog:
+    """Counts, for the run folder, what the replicas of a pipeline exchange; nothing without.
+
+    Args:
+        pipe: the pipeline.
+    """
+
+    def __init__(self, pipe: mpcomp.Pipeline) -> None:
+        self._pipe = pipe
+        self._exchange = pipe.engine.exchange
+        self._data_s = 0.0
+        self._written = 0
+
+    @property
+    def active(self) -> bool:
+        """Whether gradients between replicas are compressed by mpcomp."""
+        return self._exchange is not None
+
+    def traffic(self) -> tuple[int, int]:
+        """Bytes of all replicas' messages so far, and of what they were made from; of all ranks."""
+        if self._exchange is None:
+            return 0, 0
+        totals = self._exchange.totals
+        said = self._pipe.collect((totals.wire_bytes, totals.dense_bytes))
+        return sum(wire for wire, _ in said), sum(dense for _, dense in said)
+
+    def timed(self, batches: Iterable[T]) -> Iterator[T]:
+        """The batches; the time that they take to come is counted."""
+        iterator = iter(batches)
+        while True:
+            start = time.perf_counter()
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            self._data_s += time.perf_counter() - start
+            yield batch
+
+    def start_epoch(self) -> None:
+        """Begins to count the parts of an epoch's time."""
+        self._start = time.perf_counter()
+        self._data_s = 0.0
+        if self._exchange is not None:
+            totals = self._exchange.totals
+            self._before = (totals.encode_s, totals.wait_s, totals.decode_s)
+
+    def end_epoch(self) -> dict[str, Any]:
+        """What an epoch's entry of the history holds of replicas: totals, and this epoch's time.
+
+        ``scaling_efficiency`` is T_N / (N T_1), T in samples a second: the time that one replica
+        would have taken for its part of the data (data and compute), over that of the epoch.
+        """
+        if self._exchange is None:
+            return {}
+        seconds = time.perf_counter() - self._start
+        report = self._exchange.report()
+        spent = [report[name] - b for name, b in zip(PARTS[2:], self._before, strict=True)]
+        parts = {**dict(zip(PARTS[2:], spent, strict=True)), "data_s": self._data_s}
+        parts["compute_s"] = max(0.0, seconds - sum(parts.values()))
+        told = ("floats", "wire_bytes", "dense_bytes", "traffic_bytes", "dense_traffic_bytes")
+        return {
+            "replicas": {
+                **{name: report[name] for name in told},
+                **{name: parts[name] for name in PARTS},
+                "scaling_efficiency": (parts["data_s"] + parts["compute_s"]) / seconds,
+                **{name: report[name] for name in ("cf", "gain", "critical") if name in report},
+            }
+        }
+
+    def new_steps(self) -> list[dict[str, Any]]:
+        """Entries of the steps since the last call."""
+        if self._exchange is None:
+            return []
+        steps = [e for e in self._exchange.history if e["step"] >= self._written]
+        if steps:
+            self._written = steps[-1]["step"] + 1
+        return steps
+
+
+def append_steps(path: Path, steps: Sequence[Mapping[str, Any]]) -> None:
+    """Adds entries to a file of JSON lines, in place of those of the same steps and later ones."""
+    if not steps:
+        return
+    kept = [s for s in read_steps(path) if s["step"] < steps[0]["step"]]
+    path.write_text("".join(json.dumps(step) + "\n" for step in (*kept, *steps)))
+
+
+def read_steps(path: Path) -> list[dict[str, Any]]:
+    """What `append_steps` wrote."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def plot_steps(steps: Sequence[Mapping[str, Any]], path: Path, method: str) -> None:
+    """Draws the compression of each step, and the gain where a method knows it, into a PNG file."""
+    from matplotlib.figure import Figure  # without pyplot: no window, no global state
+
+    gains = any("gain" in step for step in steps)
+    figure = Figure(figsize=(8, 6 if gains else 3.5), dpi=100, layout="constrained")
+    axes = figure.subplots(2 if gains else 1, 1, sharex=True, squeeze=False)[:, 0]
+    numbers = [step["step"] for step in steps]
+    by_floats = [step["dense_bytes"] / 4 / max(1.0, step["floats"]) for step in steps]
+    by_bytes = [step["dense_bytes"] / step["wire_bytes"] for step in steps]
+    axes[0].plot(
+        numbers, by_floats, color="#0072b2", linewidth=1, label="in floats, as papers count"
+    )
+    axes[0].plot(numbers, by_bytes, color="#d55e00", linewidth=1, label="in bytes")
+    axes[0].set_yscale("log")
+    axes[0].set_ylabel("dense / sent")
+    axes[0].legend(frameon=False)
+    axes[0].set_title(f"compression between replicas: {method}", fontsize=10)
+    axes[0].yaxis.set_major_formatter("{x:g}")
+    if gains:
+        axes[1].plot(numbers, [s.get("gain", float("nan")) for s in steps], color="#009e73")
+        axes[1].set_ylabel("gain of what was sent")
+        axes[1].set_ylim(0, 1.05)
+    axes[-1].set_xlabel("step")
+    for each in axes:
+        each.grid(alpha=0.3)
+        each.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)

@@ -1,0 +1,71 @@
+"""Every method between replicas, in settings that suit the small models of these tests.
+
+Keyed by class; `test_ranks_equal_weights.py` fails for a method that has no entry here, so a new
+one is under all laws from its first day.
+"""
+
+from mpcomp.compressors import Compressor
+from mpcomp.compressors.base import SpecValue, registered
+from mpcomp.data_parallel.base import ReplicaMethod
+from mpcomp.data_parallel.methods import Compressed
+from mpcomp.feedback import EF21, ErrorFeedback
+from mpcomp.parsing import parse
+
+#: A clock that repeats exactly.
+LINKS = "bandwidth_mbps=10:latency_ms=0.1:compute_ms=1"
+
+BY_CLASS: dict[str, list[str]] = {
+    "GraVAC": [
+        f"gravac:cf=2-32:eps=0.5:window=5:smoothing=0.5:{LINKS}+topk:0.1",
+        f"gravac:cf=2-8:eps=0.5:window=5:exact=true:smoothing=0.5:{LINKS}+topk:0.1+bf16",
+        f"gravac:cf=4-32:eps=0.3:window=5:policy=geometric:{LINKS}+quant:8:rounding=stochastic",
+        f"gravac:cf=1.5-8:eps=0.2:window=5:{LINKS}+randomk:0.5",
+    ],
+    "Accordion": [
+        "accordion:low=topk/0.5:high=topk/0.1:interval=4:span=2",
+        "accordion:low=powersgd/2:high=powersgd/1:interval=4",
+    ],
+    "DGC": ["dgc:0.1", "dgc:0.05:warmup_steps=20:nesterov=true:clip=4+fp16"],
+    "RedSync": ["redsync:0.1", "redsync:0.1:same_sign=true:search=binary"],
+    "OneBit": ["onebitsgd"],
+    "PowerSGD": ["powersgd:1", "powersgd:2:min_saving=1:storage=bf16"],
+}
+
+#: Compressors, alone and in feedback.
+COMPRESSED: list[str] = [
+    "bf16",
+    "topk:0.2",
+    "randomblock:0.2:unbiased=true",
+    "qsgd:4",
+    "ef+topk:0.1",
+    "ef:storage=8+topk:0.1+quant:8",
+    "ef:lr_scaled=true+sampledtopk:0.1",
+    "ef+randomk:0.2",
+    "ef+randomblock:0.2",
+    "ef+sign",
+    "ef+quant:4:rounding=stochastic",
+    "ef+lowrank:1",
+    "ef21+topk:0.2",
+    "ef21:storage=bf16+topk:0.2",
+]
+
+SPECS = [*(spec for specs in BY_CLASS.values() for spec in specs), *COMPRESSED]
+
+#: Those that remember something from one step to the next.
+STATEFUL = [spec for spec in SPECS if spec not in COMPRESSED[:4]]
+
+
+def replica_classes() -> set[type[SpecValue]]:
+    """The classes of the library that go between replicas alone."""
+    found: set[type[SpecValue]] = set(registered(ReplicaMethod))
+    return {cls for cls in found if cls.__module__.startswith("mpcomp.")} - {Compressed}
+
+
+def is_feedback(spec: str) -> bool:
+    """Whether it is a compressor in feedback."""
+    return isinstance(parse(spec), ErrorFeedback | EF21)
+
+
+def is_compressor(spec: str) -> bool:
+    """Whether it is a compressor alone."""
+    return isinstance(parse(spec), Compressor)
