@@ -72,15 +72,17 @@ class ReplicaSampler(Sampler[int]):
     """A replica's share of a data set: the same samples in every epoch, in another order.
 
     torch's DistributedSampler deals samples out anew in each epoch. AQ-SGD keeps a buffer for each
-    sample on the replica that saw it last, so there a sample must stay.
+    sample on the replica that saw it last, so there a sample must stay. Samples are dealt out at
+    random: by turns, as a data set that has its classes in turn would be, replicas might see some
+    of the classes alone.
 
     Args:
         data: anything with a length.
         pipe: the pipeline, which knows its replica; or (replica, number of replicas).
         shuffle: draw another order in each epoch.
-        seed: of the order; the same on all ranks.
+        seed: of the share and the order; the same on all ranks.
 
-    Every replica gets the same number of samples: up to replicas - 1 are left out at the end.
+    Every replica gets the same number of samples: up to replicas - 1 are left out.
 
     Raises:
         ValueError: fewer samples than replicas.
@@ -90,8 +92,9 @@ class ReplicaSampler(Sampler[int]):
         replica, replicas = pipe if isinstance(pipe, tuple) else (pipe.replica, pipe.num_replicas)  # type: ignore[attr-defined]
         if not 0 <= replica < replicas:
             raise ValueError(f"replica {replica} of {replicas}: expected 0 to {replicas - 1}")
-        self._own = range(replica, len(data) - len(data) % replicas, replicas)
-        if not len(self._own):
+        dealt = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))
+        self._own = sorted(dealt[replica : len(data) - len(data) % replicas : replicas].tolist())
+        if not self._own:
             raise ValueError(f"{len(data)} samples for {replicas} replicas: each needs one")
         self._shuffle = shuffle
         self._seed = seed

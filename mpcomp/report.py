@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["print_report", "report_of"]
 
+_SUMMED = ("wire_bytes", "dense_bytes", "floats", "traffic_bytes", "dense_traffic_bytes")
 _PHASES = {"train": "train", "eval": "eval", "eval_off": "eval, off"}
 _DIRECTIONS = {
     "act": "activation ->",
@@ -30,6 +32,7 @@ def report_of(pipe: Pipeline) -> dict[str, Any]:
     own = {
         "links": [{p: t.to_state() for p, t in link.meter.phases.items()} for link in pipe.links],
         "times": _times_of(pipe),
+        "replicas": _replicas_of(pipe),
     }
     found = engine.collect(own)
     boundaries: list[dict[str, Any]] = []
@@ -57,8 +60,46 @@ def report_of(pipe: Pipeline) -> dict[str, Any]:
         "dense_bytes": pipe.dense_bytes,
         "wire_ratio": pipe.wire_bytes / pipe.dense_bytes if pipe.dense_bytes else None,
         "boundaries": boundaries,
+        "replicas": _replicas([rank["replicas"] for rank in found]),
         "payoff": _payoff(pipe, boundaries, [rank["times"] for rank in found]),
     }
+
+
+def _replicas_of(pipe: Pipeline) -> dict[str, Any] | None:
+    """What this rank has exchanged with its replicas, and how many elements that is about."""
+    exchange = pipe.engine.exchange
+    if exchange is None:
+        return None
+    return {"elements": exchange.num_compressible, **exchange.report()}
+
+
+def _replicas(ranks: list[dict[str, Any] | None]) -> dict[str, Any] | None:
+    """The exchange between replicas, from the figures of all ranks; None where there is none."""
+    known = [rank for rank in ranks if rank is not None]
+    if not known:
+        return None
+    # The method's own figures are the same on all ranks, or are those of a rank's stages.
+    figures = {k: v for k, v in known[0].items() if k not in ("elements", "ratio")}
+    for name in _SUMMED:
+        figures[name] = sum(rank[name] for rank in known)
+    for name in ("encode_s", "wait_s", "decode_s"):
+        figures[name] = max(rank[name] for rank in known)
+    num_replicas = figures["replicas"]
+    figures["traffic_bytes_per_replica"] = figures["traffic_bytes"] / num_replicas
+    figures["ratio"] = figures["wire_bytes"] / figures["dense_bytes"] if figures["steps"] else None
+    for name in ("density", "critical"):  # of each rank's elements
+        weighed = [(r[name], r["elements"]) for r in known if math.isfinite(r.get(name, math.nan))]
+        elements = sum(count for _, count in weighed)
+        if elements:
+            figures[name] = sum(value * count for value, count in weighed) / elements
+    if not math.isfinite(figures["density"]):
+        figures["density"] = None  # nothing has been looked at yet
+    paths: dict[str, int] = {}
+    for rank in known:
+        for path, count in rank["paths"].items():
+            paths[path] = paths.get(path, 0) + count
+    figures["paths"] = {path: count // num_replicas for path, count in sorted(paths.items())}
+    return figures
 
 
 def _times_of(pipe: Pipeline) -> list[float] | None:
@@ -129,11 +170,38 @@ def print_report(report: dict[str, Any]) -> None:
                         traffic["nonfinite"],
                     ]
                 )
-    print(tabulate(rows, headers, disable_numparse=True))
+    if report["boundaries"]:
+        print(tabulate(rows, headers, disable_numparse=True))
     if report["wire_ratio"] is not None:
         print(
             f"training sent {report['wire_bytes'] / 1e6:.2f} MB in {report['steps']} steps, "
             f"{report['wire_ratio']:.4f} of the {report['dense_bytes'] / 1e6:.2f} MB dense"
         )
+    if report["replicas"] is not None:
+        _print_replicas(report["replicas"])
     for sentence in (report["payoff"] or {}).get("says", []):
         print(sentence)
+
+
+def _print_replicas(figures: dict[str, Any]) -> None:
+    """Prints the table of what replicas have exchanged, in one row."""
+    if not figures["steps"]:
+        return
+    shown = {
+        "replicas": figures["replicas"],
+        "method": figures["method"],
+        "steps": figures["steps"],
+        "wire MB": f"{figures['wire_bytes'] / 1e6:.2f}",
+        "dense MB": f"{figures['dense_bytes'] / 1e6:.2f}",
+        "ratio": f"{figures['ratio']:.4f}",
+        "traffic MB a replica": f"{figures['traffic_bytes_per_replica'] / 1e6:.2f}",
+        "density": "" if figures["density"] is None else f"{figures['density']:.4f}",
+        "paths": ", ".join(f"{count} {path}" for path, count in figures["paths"].items()),
+        "encode s": f"{figures['encode_s']:.2f}",
+        "wait s": f"{figures['wait_s']:.2f}",
+        "decode s": f"{figures['decode_s']:.2f}",
+    }
+    for name in ("cf", "gain", "critical"):  # of methods that adapt
+        if figures.get(name) is not None:
+            shown[name] = f"{figures[name]:.4g}"
+    print(tabulate([list(shown.values())], list(shown), disable_numparse=True))

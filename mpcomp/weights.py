@@ -89,10 +89,11 @@ def let_go(stage: nn.Module) -> None:
     """
     made: dict[int, Any] = {}  # one for one, so that what is shared stays shared
     for module in stage.modules():
-        for name, parameter in module._parameters.items():
+        for name, parameter in list(module._parameters.items()):
             if parameter is not None:
                 kept = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-                module._parameters[name] = made.setdefault(id(parameter), kept)
+                # Not into _parameters: an nn.LSTM has a second list of its weights.
+                setattr(module, name, made.setdefault(id(parameter), kept))
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 module._buffers[name] = made.setdefault(id(buffer), buffer.to("meta"))

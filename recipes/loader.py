@@ -60,7 +60,9 @@ class Loader:
     def epoch(self, epoch: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """The batches of one epoch (counted from 0)."""
         place = self.replica, self.num_replicas
-        own = torch.tensor(list(mpcomp.ReplicaSampler(self.split, place, shuffle=False)))
+        own = torch.tensor(
+            list(mpcomp.ReplicaSampler(self.split, place, shuffle=False, seed=self.seed))
+        )
         order = own[torch.randperm(len(own), generator=seeded(self.seed, epoch))]
         fixed_draws = self._fixed_draws()
         for batch, ids in enumerate(torch.split(order, self._share)[: len(self)]):

@@ -275,7 +275,9 @@ class TokenLoader:
                 "training text; pass a smaller --batch-size or --seq-len, or more text"
             )
         place = self.replica, self.num_replicas
-        own = torch.tensor(list(mpcomp.ReplicaSampler(self.blocks, place, shuffle=False)))
+        own = torch.tensor(
+            list(mpcomp.ReplicaSampler(self.blocks, place, shuffle=False, seed=self.seed))
+        )
         order = own[torch.randperm(len(own), generator=seeded(self.seed, epoch))]
         batches = torch.split(order, self._share)[: len(self)]
         for ids, next_ids in zip(batches, [*batches[1:], None], strict=True):

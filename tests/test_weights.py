@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import mpcomp
+import stages
 from mpcomp.weights import check_weights, let_go, load_weights
 from stages import split
 
@@ -345,3 +346,11 @@ def test_a_model_on_meta_needs_a_folder(tmp_path):
         mpcomp.pipeline(on_meta(mlp), 2, split=MLP_SPLIT)
     with pytest.raises(ValueError, match=r"no .safetensors file there"):
         mpcomp.pipeline(on_meta(mlp), 2, split=MLP_SPLIT, weights=tmp_path)
+
+
+def test_an_lstm_lets_go_of_its_second_list_of_weights_too():
+    """nn.LSTM computes with `_flat_weights`, which would keep the memory of another rank's."""
+    cut = split(stages.lstm_lm(20, hidden=8), 2)
+    held = [weakref.ref(p) for p in cut[1].parameters()]
+    let_go(cut[1])
+    assert held and all(ref() is None for ref in held)

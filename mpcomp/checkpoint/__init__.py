@@ -3,7 +3,7 @@
 One process writes a folder with three files::
 
     weights.safetensors   the model under its original names (loads in the plain model)
-    state.safetensors     optimizer, links and torch's generators, as tensors
+    state.safetensors     optimizer, links, replicas and torch's generators, as tensors
     checkpoint.json       version, step, the cut and its methods, and all plain numbers
 
 Of several processes each writes such three files, for its own stages, and on its own disk: links

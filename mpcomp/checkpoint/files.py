@@ -155,6 +155,7 @@ class Saved:
         placement: numbers of the stages of each rank of a pipeline.
         num_replicas: number of pipelines.
         links: for several processes, traffic and whether there is state, by link.
+        replicas: what their exchanges have in common; None where they compress nothing.
         parts: folder of each rank's part.
     """
 
@@ -165,6 +166,7 @@ class Saved:
     placement: list[list[int]]
     num_replicas: int
     links: dict[str, Any] | None
+    replicas: dict[str, Any] | None
     parts: list[Path]
 
     @classmethod
@@ -180,8 +182,8 @@ class Saved:
         if "placement" not in meta:
             Part.of(folder)
             placement = [list(range(len(meta["cut"]["stages"])))]
-            token = meta.get("token")
-            return cls(folder, token, meta["num_steps"], meta["cut"], placement, 1, None, [folder])
+            token, steps = meta.get("token"), meta["num_steps"]
+            return cls(folder, token, steps, meta["cut"], placement, 1, None, None, [folder])
         meta = _read_meta(folder, _KEYS_OF_SEVERAL)
         count = len(meta["placement"]) * meta["num_replicas"]
         return cls(
@@ -192,6 +194,7 @@ class Saved:
             meta["placement"],
             meta["num_replicas"],
             meta["links"],
+            meta.get("replicas"),  # not in old checkpoints
             [folder / part_name(rank, count) for rank in range(count)],
         )
 

@@ -20,6 +20,7 @@ from mpcomp.checkpoint.links import (
     sum_of_links,
 )
 from mpcomp.checkpoint.optimizers import restored_optimizer
+from mpcomp.checkpoint.replicas import check_replicas, needs_all_replicas, restored_replicas
 
 if TYPE_CHECKING:
     from mpcomp.pipe import Pipeline
@@ -40,7 +41,10 @@ def load(
     """Restores what `save` wrote, and returns its ``extra``.
 
     A pipeline with the same cut and methods goes on bit for bit. Weights and optimizer also load
-    into another cut, when ``folder`` has no links' state to lose.
+    into another cut, when ``folder`` has no links' state to lose. What replicas remember of their
+    gradients goes with the parameters, into other ranks and another number of replicas
+    (`mpcomp.checkpoint.replicas`); without any in ``folder``, replicas begin as at their first
+    step.
 
     Several processes with the stages they had read their own parts alone. Others, and one process,
     put together the parts of a replica, which must all be in ``folder``; and several read theirs
@@ -100,6 +104,7 @@ def _prepared(
     """
     folder, engine = saved.folder, pipe.engine
     parts = [saved.part(rank) for rank in _ranks_to_read(pipe, saved, unchanged)]
+    check_replicas(pipe, saved)
     own: dict[str, Tensor] = pipe.state_dict()
     everywhere = {k: v for stage in pipe.cut_stages for k, v in stage.state_dict().items()}
     _check_weights(folder, own if unchanged else everywhere, parts)
@@ -123,6 +128,7 @@ def _prepared(
     for part in parts:
         weights.update(part.read_weights(own.keys() - weights.keys()))
     of_links = restored_links(pipe, parts, None if unchanged else links)
+    of_replicas = restored_replicas(pipe, saved, _by_replica(pipe, saved, parts), unchanged)
     generators = nearest.read_state("generator.")
 
     def restore() -> dict[str, Any]:
@@ -139,6 +145,7 @@ def _prepared(
             link.load_state_dict(state, devices)
             for phase, counts in traffic.items():
                 link.meter.phases[phase].load_state(counts)
+        of_replicas()
         pipe.num_steps = saved.num_steps
         set_generators(engine, generators)
         extra: dict[str, Any] = nearest.meta["extra"]
@@ -160,10 +167,12 @@ def _ranks_to_read(pipe: Pipeline, saved: Saved, unchanged: bool) -> list[int]:
         per_replica = len(saved.placement)
         replica = engine.replica if engine.replica < saved.num_replicas else 0
         ranks = [replica * per_replica + place for place in range(per_replica)]
-    missing = [saved.parts[rank].name for rank in ranks if not saved.parts[rank].is_dir()]
+    needed = range(len(saved.parts)) if needs_all_replicas(pipe, saved) else ranks
+    missing = [saved.parts[rank].name for rank in needed if not saved.parts[rank].is_dir()]
     if missing:
         if saved.links is not None:  # if the parts would not help, that is the error
             check_links(pipe, saved, saved.links)
+            check_replicas(pipe, saved)
         raise ValueError(
             f"{saved.folder} lacks {', '.join(missing)}: each part lies where its rank ran. Copy "
             "them into this folder"
@@ -175,6 +184,17 @@ def _ranks_to_read(pipe: Pipeline, saved: Saved, unchanged: bool) -> list[int]:
             )
         )
     return ranks
+
+
+def _by_replica(pipe: Pipeline, saved: Saved, own: Sequence[Part]) -> list[Sequence[Part]]:
+    """The parts that this rank's exchange is restored from, of each replica that it needs."""
+    if not needs_all_replicas(pipe, saved):
+        return [own]
+    count = len(saved.placement)
+    return [
+        [saved.part(rank) for rank in range(first, first + count)]
+        for first in range(0, len(saved.parts), count)
+    ]
 
 
 def _check_weights(folder: Path, own: Mapping[str, Tensor], parts: Sequence[Part]) -> None:

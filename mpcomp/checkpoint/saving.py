@@ -14,6 +14,7 @@ from mpcomp.checkpoint.generators import generator_states
 from mpcomp.checkpoint.links import cut_of, links_entries, stages_here, sum_of_links
 from mpcomp.checkpoint.optimizers import optimizer_entry
 from mpcomp.checkpoint.replacing import Replacement, new_token
+from mpcomp.checkpoint.replicas import replicas_entry, whole_of_replicas
 from mpcomp.network.faults import PeerError
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def save(
     scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes weights, optimizer, links' state, generators and step to ``folder``.
+    """Writes weights, optimizer, links' and replicas' state, generators and step to ``folder``.
 
     With several processes all ranks call this, and each writes its part to its own file system;
     see `mpcomp.checkpoint`. If one cannot, nothing has changed on any.
@@ -65,6 +66,7 @@ def save(
             meta = {
                 **common,
                 "links": entries,
+                "replicas": replicas_entry(pipe, tensors),
                 "optimizer": optimizer_entry(pipe, optimizer, tensors) if optimizer else None,
                 "scheduler": scheduler.state_dict() if scheduler else None,
                 "scaler": pipe.scaler.state_dict() if pipe.scaler else None,
@@ -72,13 +74,17 @@ def save(
             }
             part = part_name(engine.rank, engine.num_ranks) if several else ""
             write_part(replacement.make(part), meta, pipe.state_dict(), tensors)
-            writing.value = entries if several else None
+            writing.value = [entries, _said(meta["replicas"])] if several else None
         with Together(engine):
             if several:
                 placement = [stages for _, stages in start.values[: engine.num_in_pipeline]]
-                links = sum_of_links(writing.values)
-                whole = {"placement": placement, "num_replicas": engine.num_replicas}
-                replacement.move({**common, **whole, "links": links})
+                whole = {
+                    "placement": placement,
+                    "num_replicas": engine.num_replicas,
+                    "links": sum_of_links(links for links, _ in writing.values),
+                    "replicas": whole_of_replicas(replicas for _, replicas in writing.values),
+                }
+                replacement.move({**common, **whole})
             else:
                 replacement.move()
     except PeerError:
@@ -89,6 +95,11 @@ def save(
         raise
     with Together(engine):  # nothing is being deleted any more when `save` returns
         replacement.finish()
+
+
+def _said(entry: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """What the other ranks need of a `replicas_entry`: not what a controller has decided."""
+    return None if entry is None else {k: v for k, v in entry.items() if k != "controller"}
 
 
 def _check_replaceable(folder: Path) -> None:

@@ -284,6 +284,11 @@ class Exchange:
         with self._timed("encode_s"):
             self._start_waiting()
         self._drive()
+        if self._inside is not None:
+            # Not before the last group's exchange has ended: groups may take turns of different
+            # number, of which the ranks that only wait for the result know nothing.
+            self._paths = [self._begun(broadcast(self._items, self._inside))]
+            self._drive()
         traffic = self._everyone.take_traffic()
         if self._peers is not None and self._peers is not self._everyone:
             traffic += self._peers.take_traffic()
@@ -363,14 +368,13 @@ class Exchange:
             self._paths.append(self._begun(self._over_two_levels(items, factor)))
 
     def _over_two_levels(self, items: Sequence[Item], factor: float) -> Path:
-        """Means inside each machine, an exchange between their first replicas, and its result."""
+        """Means inside each machine, and an exchange between their first replicas."""
         assert self._inside is not None
         yield from mean_inside(items, self._inside, self.network.inside, self._draw, factor)
         if self._peers is not None:
             self._load(items, 1.0)
             for path in self._routes(items):
                 yield from path
-        yield from broadcast(items, self._inside)
 
     def _load(self, items: Iterable[Item], factor: float) -> None:
         for item in items:
@@ -520,6 +524,11 @@ class Exchange:
 
     # -- what happened, and going on from it ------------------------------------------------------
 
+    @property
+    def num_compressible(self) -> int:
+        """Elements of this rank's parameters that may go compressed."""
+        return sum(meta.numel for meta in self._compressible.values())
+
     def report(self) -> dict[str, Any]:
         """Totals of this rank, the ratio, and what the method is at."""
         totals = dataclasses.asdict(self.totals)
@@ -571,7 +580,7 @@ class Exchange:
             kind, _, rest = key.partition("/")
             name, _, field = rest.rpartition("/")
             if kind == "own" and not (
-                name in self._memories and field in self._memories[name].fields
+                name in self._memories and field.partition(":")[0] in self._memories[name].fields
             ):
                 raise ValueError(
                     f"the state has the {field} of {name}, for which there is no place here: "
@@ -600,7 +609,7 @@ class Exchange:
         self.controller.load_tensors(by_name["controller"])
         for (kind, name), fields in found.items():
             if kind == "phase":
-                numel = next(iter(fields.values())).numel()
+                numel = next(v for k, v in fields.items() if ":" not in k).numel()
                 self._phase_memory(name, numel, self._device).load_state_dict(fields)
             else:
                 self._memories[name].load_state_dict(fields)

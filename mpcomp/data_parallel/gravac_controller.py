@@ -148,6 +148,8 @@ class GraVACController(Controller):
 
     def end(self, sums: Sequence[float], *, finite: bool, traffic_bytes: float) -> None:
         ranks, laps, seconds, *energies = sums
+        if energies[0] == 0:  # nothing was compressed, as the step was to go dense
+            self._branch = "dense"
         if self._method.bandwidth_mbps:
             lap = self.clock.lap(traffic_bytes, self._rounds)
         else:

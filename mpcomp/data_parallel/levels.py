@@ -44,17 +44,13 @@ def split_group(
     network.check_replicas(size)
     ranks = dist.get_process_group_ranks(group)
     machines = [ranks[i : i + each] for i in range(0, size, each)]
-    own = dist.get_rank(group) // each
-    inside = [
-        dist.new_group(machine, timeout=timeout, use_local_synchronization=True)
-        for i, machine in enumerate(machines)
-        if i == own
-    ]
-    firsts = [machine[0] for machine in machines]
-    between = None
-    if dist.get_rank() in firsts:
-        between = dist.new_group(firsts, timeout=timeout, use_local_synchronization=True)
-    return Peers(inside[0]), between
+    own, place = divmod(dist.get_rank(group), each)
+    # The name that torch gives a group in this way has the number of a rank's groups in it, so
+    # every rank has to make as many: the other places of the machines get groups as well.
+    inside = dist.new_group(machines[own], timeout=timeout, use_local_synchronization=True)
+    alike = [machine[place] for machine in machines]
+    between = dist.new_group(alike, timeout=timeout, use_local_synchronization=True)
+    return Peers(inside), between if place == 0 else None
 
 
 def mean_inside(

@@ -23,6 +23,7 @@ class StateTensor:
 
     def __init__(self, numel: int, plan: StoragePlan, device: torch.device) -> None:
         self._store = SlotStore(numel, plan, device)
+        self._rounds = isinstance(plan.storage, int)
         self._noted: Tensor | None = None
 
     def read(self, unit: float) -> Tensor:
@@ -47,14 +48,29 @@ class StateTensor:
         """Whether anything was ever committed."""
         return len(self._store) > 0
 
-    def value(self) -> Tensor:
-        """What was committed."""
-        return self.read(1.0)
+    def state_dict(self, name: str) -> dict[str, Tensor]:
+        """What was committed, under ``name``; nothing if nothing was.
 
-    def set(self, x: Tensor) -> None:
-        """Overwrites what was committed."""
-        self.note(x.to(torch.float32), 1.0)
-        self.commit()
+        Bits would be rounded again when that is stored, so they are under ``name:0`` ... as well.
+        """
+        if not self.known:
+            return {}
+        state = {name: self.read(1.0)}
+        if self._rounds:
+            rows = self._store.state_dict()
+            state |= {f"{name}:{k.removeprefix('rows')}": v for k, v in rows.items() if k != "keys"}
+        return state
+
+    def load_state_dict(self, name: str, state: Mapping[str, Tensor]) -> None:
+        """Goes on from what `state_dict` gave under this name, or from ``name`` alone."""
+        rows = {
+            f"rows{k.partition(':')[2]}": v for k, v in state.items() if k.startswith(name + ":")
+        }
+        if rows and self._rounds:
+            self._store.load_state_dict({**rows, "keys": torch.zeros(1, 1, dtype=torch.int64)})
+        else:
+            self.note(state[name].to(torch.float32), 1.0)
+            self.commit()
 
 
 class Memory:
@@ -100,12 +116,16 @@ class Memory:
 
     def state_dict(self) -> dict[str, Tensor]:
         """What has been kept, by name."""
-        return {name: tensor.value() for name, tensor in self._state.items() if tensor.known}
+        state: dict[str, Tensor] = {}
+        for name, tensor in self._state.items():
+            state |= tensor.state_dict(name)
+        return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Goes on from what `state_dict` gave."""
-        for name, value in state.items():
-            self._state[name].set(value)
+        for name in state:
+            if ":" not in name:
+                self._state[name].load_state_dict(name, state)
 
 
 class Residual(Memory):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from tabulate import tabulate
 
 from recipes.bench.local_overhead import quartiles
-from recipes.bench.replica_worker import ALONE, MPCOMP, REFERENCE, TOTALS
+from recipes.bench.replica_variants import ALONE, MPCOMP, REFERENCE, TOTALS
 from recipes.plots import COLOURS
 
 if TYPE_CHECKING:
@@ -178,10 +178,9 @@ def tables(result: Record) -> str:
     parts.append(tabulate(map(_times, rows), TIME_HEADERS, disable_numparse=True))
     traffic = [_traffic(row, rows[0]) for row in rows]
     parts.append(tabulate(traffic, TRAFFIC_HEADERS, disable_numparse=True))
-    for name, hangs in result["hangs"].items():
-        said = "hangs" if hangs else "did not hang"
+    for name, outcome in result["tried"].items():
         limit = result["settings"]["hang_timeout"]
-        parts.append(f"{name}: {said} (loopback, {limit:g} s)")
+        parts.append(f"{name}: {outcome} (over loopback, given {limit:g} s)")
     if result["accuracy"]:
         settings = result["settings"]
         parts.append(
@@ -286,6 +285,7 @@ def plot(result: Record, path: Path) -> None:
     for axes in panels:
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
+    canvas.legend(loc="outside lower center", frameon=False)
     canvas.savefig(path)
 
 
@@ -303,23 +303,17 @@ def _plot_steps(axes: Axes, result: Record, colours: Mapping[str, str]) -> None:
     axes.set_xlabel("s a step, median and quartiles")
     rate = "unlimited links" if result["mbps"] is None else f"{result['mbps']:g} Mbit/s"
     axes.set_title(f"{result['settings']['replicas']} replicas, {rate}")
-    axes.legend(loc="lower right", frameon=False)
 
 
 def _plot_trainings(axes: Axes, result: Record, colours: Mapping[str, str]) -> None:
-    labelled: set[str] = set()
     for training in result["trainings"]:
-        name = training["variant"]
         axes.plot(
             [look["seconds"] for look in training["looks"]],
             [look["accuracy"] for look in training["looks"]],
-            color=colours[name],
-            label=None if name in labelled else name,
+            color=colours[training["variant"]],
         )
-        labelled.add(name)
     target = result["settings"]["accuracy"]
     axes.axhline(target, color="#444444", ls=":", zorder=0)
     axes.set_xlabel("s of training, evaluation not counted")
     axes.set_ylabel("test accuracy of one replica")
-    axes.set_title(f"to an accuracy of {target:g}, every seed")
-    axes.legend(frameon=False)
+    axes.set_title(f"to an accuracy of {target:g}, every seed; colours as on the left")

@@ -26,23 +26,20 @@ import json
 import math
 import platform
 import shlex
-import statistics
 import sys
-import time
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from tqdm import tqdm
 
 import mpcomp
 from mpcomp.data_parallel.methods import replica_method_of
 from mpcomp.data_parallel.network import PATHS
 from recipes.bench import replica_report
-from recipes.bench.hosts import Loopback, open_hosts
-from recipes.bench.replica_worker import (
+from recipes.bench.hosts import open_hosts
+from recipes.bench.replica_turns import Replicas, open_all, side_by_side, train_all
+from recipes.bench.replica_variants import (
     ALONE,
     MPCOMP,
     OWN_BUCKETS,
@@ -50,10 +47,9 @@ from recipes.bench.replica_worker import (
     TORCH,
     Job,
     torch_rank,
-    work,
 )
-from recipes.bench.slow_link import NOTICE_S, SETTLE_S
-from recipes.bench.workers import Worker, begin_all, choose_hosts, num_cores, start_workers
+from recipes.bench.replica_worker import work
+from recipes.bench.workers import choose_hosts, num_cores
 from recipes.image_config import MODELS
 
 METHODS: Final = (
@@ -64,13 +60,8 @@ METHODS: Final = (
     "gravac:window=5+topk:0.1",
 )
 TORCH_METHODS: Final = ("fp16", "powersgd:2")
-# The first connects the hosts, in the second DDP has its final buckets, and torch's PowerSGD has
-# its own in the third.
-TORCH_WARMUP_STEPS: Final = 4
 # Steps in which a hang of torch's PowerSGD would have come; two of them are dense.
 HANG_STEPS: Final = 8
-# Whose median the rate is chosen by.
-RATE_TURNS: Final = 3
 MODULE: Final = "recipes.bench.slow_replicas"
 
 
@@ -82,29 +73,45 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     if problem := _problem(options):
         sys.exit(f"error: {problem}")
-    hangs = {
-        name + OWN_BUCKETS: _hangs(name + OWN_BUCKETS, options)
-        for name in names_of(options)
+    result: dict[str, Any] = {
+        "command": shlex.join(["python", "-m", MODULE, *(sys.argv[1:] if argv is None else argv)]),
+        "settings": _settings(options),
+        "machine": _machine(),
+        "n": options.repeats,
+    }
+    names = names_of(options)
+    result["tried"] = {
+        name + OWN_BUCKETS: _try(name + OWN_BUCKETS, options)
+        for name in names
         if name.startswith(f"{TORCH}powersgd") and options.hang_timeout > 0
     }
     with contextlib.ExitStack() as stack:
         hosts = choose_hosts(
             stack, options.replicas, latency_ms=options.latency_ms, loopback=options.loopback
         )
-        arguments = sys.argv[1:] if argv is None else argv
-        result = {
-            "command": shlex.join(["python", "-m", MODULE, *arguments]),
-            "settings": _settings(options),
-            "machine": _machine(),
+        replicas = Replicas(hosts, MODULE, options)
+        dense_bytes, mbps = open_all(replicas, names, options)
+        turns = side_by_side(replicas, names, mbps, options)
+        result |= {
             "links": hosts.describe(),
-            "n": options.repeats,
-            "hangs": hangs,
-            **_measure(hosts, options),
+            "mbps": mbps,
+            "dense_bytes": dense_bytes,
+            "dense": replica_report.dense_figures(turns),
+            "figures": replica_report.summarise(turns),
+            "turns": turns,
+            "accuracy": [],
+            "trainings": [],
         }
+        if options.accuracy is not None:
+            _write(result, options.json)  # trainings take long: what is known stays, whatever comes
+            for name in (*names, ALONE):
+                replicas.close(name)
+            trainings = train_all(replicas, names, mbps, options)
+            result["accuracy"] = replica_report.summarise_trainings(trainings)
+            result["trainings"] = trainings
     print(replica_report.tables(result))
-    if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(result, indent=1))
+    print("links:", json.dumps(result["links"]))
+    _write(result, options.json)
     if options.plot is not None:
         options.plot.parent.mkdir(parents=True, exist_ok=True)
         replica_report.plot(result, options.plot)
@@ -162,17 +169,6 @@ def names_of(options: argparse.Namespace) -> list[str]:
     return list(dict.fromkeys((REFERENCE, *torchs, *specs)))
 
 
-def limiting_mbps(compute_s: float, *, dense_bytes: int, num_replicas: int, share: float) -> float:
-    """The rate at which communication takes at least ``share`` of the dense step, to two digits.
-
-    Of a ring that sums the gradients every host sends, and receives, 2 (n − 1) / n of them. The
-    dense step takes at least that long, even where it computes meanwhile.
-    """
-    host_bits = 8 * dense_bytes * 2 * (num_replicas - 1) / num_replicas
-    mbps = host_bits * (1 - share) / compute_s / 1e6
-    return float(f"{mbps:.1e}")
-
-
 def _problem(options: argparse.Namespace) -> str | None:
     at_least_1 = ("batch", "width", "steps", "repeats", "warmup_steps", "seeds", "eval_every")
     for name in (*at_least_1, "max_steps", "threads", "train_limit", "test_limit"):
@@ -196,189 +192,22 @@ def _problem(options: argparse.Namespace) -> str | None:
     return None
 
 
-def _measure(hosts: Loopback, options: argparse.Namespace) -> dict[str, Any]:
-    """Everything that the report is made of."""
-    names = names_of(options)
-    workers = _start(hosts, options)
-    dense_bytes = _open(workers, REFERENCE, options.seed, None)
-    _open(workers, ALONE, options.seed, None)
-    for name in (REFERENCE, ALONE):
-        _turn(hosts, workers, name, TORCH_WARMUP_STEPS)
-    mbps = _mbps(hosts, workers, dense_bytes, options)
-    for name in names[1:]:
-        _open(workers, name, options.seed, mbps)
-    turns = _side_by_side(hosts, workers, names, mbps, options)
-    for name in (*names, ALONE):
-        _ask_all(workers, {"do": "close", "name": name})
-    trainings = [] if options.accuracy is None else _trainings(hosts, workers, names, mbps, options)
-    return {
-        "mbps": mbps,
-        "dense_bytes": dense_bytes,
-        "dense": replica_report.dense_figures(turns),
-        "figures": replica_report.summarise(turns),
-        "accuracy": replica_report.summarise_trainings(trainings),
-        "turns": turns,
-        "trainings": trainings,
-    }
+def _try(name: str, options: argparse.Namespace) -> str:
+    """How a method that may never end does over loopback: "works", "hangs" or "crashes"."""
+    with open_hosts(options.replicas, loopback=True) as hosts:  # which ends the processes
+        replicas = Replicas(hosts, MODULE, options, hang_after_s=options.hang_timeout)
+        replicas.open(name, options.seed, None)
+        try:
+            answers = replicas.step(name, HANG_STEPS)
+        except RuntimeError:  # a worker has ended, and said why
+            return "crashes"
+    return "hangs" if any(answer.get("hung", False) for answer in answers) else "works"
 
 
-def _mbps(
-    hosts: Loopback, workers: Sequence[Worker], dense_bytes: int, options: argparse.Namespace
-) -> float | None:
-    """The rate of the limited links; None where there are none."""
-    if hosts.device == "lo":
-        return None
-    if options.mbps is not None:
-        return float(options.mbps)
-    turns = [_turn(hosts, workers, ALONE, options.steps) for _ in range(RATE_TURNS)]
-    return limiting_mbps(
-        statistics.median(turn["seconds"] for turn in turns),
-        dense_bytes=dense_bytes,
-        num_replicas=options.replicas,
-        share=options.share,
-    )
-
-
-def _side_by_side(
-    hosts: Loopback,
-    workers: Sequence[Worker],
-    names: Sequence[str],
-    mbps: float | None,
-    options: argparse.Namespace,
-) -> list[dict[str, Any]]:
-    """Every turn of every method, after their warm-up."""
-    turns: list[dict[str, Any]] = []
-    unlimited = (ALONE, REFERENCE)
-    total = len(names) + options.repeats * (len(unlimited) + len(names))
-    with tqdm(total=total, unit="turn", desc=f"{len(workers)} replicas") as bar:
-        # Adaptive methods settle on the links that they are timed on.
-        hosts.set_rate(mbps)
-        for name in names:
-            ours = name.startswith(MPCOMP)
-            _turn(hosts, workers, name, options.warmup_steps if ours else TORCH_WARMUP_STEPS)
-            bar.update()
-        for repeat in range(options.repeats):
-            shift = repeat % len(names)
-            rotated = (*names[shift:], *names[:shift])
-            for limited, of_turn in ((False, unlimited), (True, rotated)):
-                hosts.set_rate(mbps if limited else None)
-                for name in of_turn:
-                    where = {"variant": name, "limited": limited, "repeat": repeat}
-                    turns.append({**where, **_turn(hosts, workers, name, options.steps)})
-                    bar.update()
-    return turns
-
-
-def _trainings(
-    hosts: Loopback,
-    workers: Sequence[Worker],
-    names: Sequence[str],
-    mbps: float | None,
-    options: argparse.Namespace,
-) -> list[dict[str, Any]]:
-    """Every training of every method to the accuracy."""
-    trainings = []
-    hosts.set_rate(mbps)
-    seeds = range(options.seed, options.seed + options.seeds)
-    with tqdm(total=len(seeds) * len(names), unit="training") as bar:
-        for seed in seeds:
-            for name in names:
-                bar.set_description(name)
-                _open(workers, name, seed, mbps)
-                training = _train(hosts, workers, name, options)
-                trainings.append({"variant": name, "seed": seed, **training})
-                _ask_all(workers, {"do": "close", "name": name})
-                bar.update()
-    return trainings
-
-
-def _train(
-    hosts: Loopback, workers: Sequence[Worker], name: str, options: argparse.Namespace
-) -> dict[str, Any]:
-    """Trains until the accuracy is reached, or gives up."""
-    steps, seconds, wire_bytes = 0, 0.0, 0.0
-    host_bytes: float | None = None
-    looks: list[dict[str, float]] = []
-    while steps < options.max_steps and (not looks or looks[-1]["accuracy"] < options.accuracy):
-        count = min(options.eval_every, options.max_steps - steps)
-        turn = _turn(hosts, workers, name, count)
-        steps += count
-        seconds += count * turn["seconds"]
-        wire_bytes += count * turn["wire_bytes"]
-        if (sent := replica_report.host_bytes(turn)) is not None:
-            host_bytes = (host_bytes or 0.0) + count * sent
-        accuracy = workers[0].ask({"do": "evaluate", "name": name})["accuracy"]
-        looks.append({"steps": steps, "seconds": seconds, "accuracy": accuracy})
-    return {
-        "reached": looks[-1]["accuracy"] >= options.accuracy,
-        "best": max(look["accuracy"] for look in looks),
-        "steps": steps,
-        "seconds": seconds,
-        "wire_bytes": wire_bytes,
-        "host_bytes": host_bytes,
-        "looks": looks,
-    }
-
-
-def _hangs(name: str, options: argparse.Namespace) -> bool:
-    """Whether a method never ends, over loopback; its processes are ended anyway."""
-    with open_hosts(options.replicas, loopback=True) as hosts:
-        workers = _start(hosts, options, hang_after_s=options.hang_timeout)
-        _open(workers, name, options.seed, None)
-        answers = begin_all(workers, {"do": "steps", "name": name, "count": HANG_STEPS}, NOTICE_S)
-    return any(answer.get("hung", False) for answer in answers)
-
-
-def _turn(hosts: Loopback, workers: Sequence[Worker], name: str, count: int) -> dict[str, Any]:
-    """So many steps: means over them, and what each host sent and received in all of them."""
-    before = hosts.counters()
-    answers = begin_all(workers, {"do": "steps", "name": name, "count": count}, NOTICE_S)
-    time.sleep(SETTLE_S)
-    pairs = zip(hosts.counters(), before, strict=True)
-    return {
-        "steps": count,
-        "seconds": max(answer["seconds"] for answer in answers),
-        "loss": statistics.mean(answer["loss"] for answer in answers),
-        **{
-            key: statistics.mean(answer["means"][key] for answer in answers)
-            for key in answers[0]["means"]
-        },
-        **{key: answers[0][key] for key in ("factors", "at")},
-        "interfaces": [asdict(after - earlier) for after, earlier in pairs],
-    }
-
-
-def _open(workers: Sequence[Worker], name: str, seed: int, mbps: float | None) -> int:
-    """Makes a model with its method on all replicas; the bytes of its gradients."""
-    command = {"do": "open", "name": name, "seed": seed, "mbps": mbps}
-    dense_bytes: int = _ask_all(workers, command)[0]["dense_bytes"]
-    return dense_bytes
-
-
-def _ask_all(workers: Sequence[Worker], command: Any) -> list[Any]:
-    for worker in workers:
-        worker.tell(command)
-    return [worker.hear() for worker in workers]
-
-
-def _start(
-    hosts: Loopback, options: argparse.Namespace, *, hang_after_s: float | None = None
-) -> list[Worker]:
-    num_threads = options.threads or max(1, num_cores() // options.replicas)
-    same = ("data", "train_limit", "test_limit", "model", "width", "batch", "lr", "momentum")
-    common = {
-        "num_replicas": options.replicas,
-        "address": hosts.address(0),
-        "port": hosts.free_port(),
-        "device": hosts.device,
-        "num_threads": num_threads,
-        "timeout_s": options.timeout,
-        **{name: getattr(options, name) for name in same},
-        "latency_ms": options.latency_ms,
-        "path": options.path,
-        "hang_after_s": hang_after_s,
-    }
-    return start_workers(hosts, MODULE, common, num_threads)
+def _write(result: Mapping[str, Any], path: Path | None) -> None:
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result, indent=1))
 
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:

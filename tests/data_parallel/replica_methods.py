@@ -4,12 +4,9 @@ Keyed by class; `test_ranks_equal_weights.py` fails for a method that has no ent
 one is under all laws from its first day.
 """
 
-from mpcomp.compressors import Compressor
 from mpcomp.compressors.base import SpecValue, registered
 from mpcomp.data_parallel.base import ReplicaMethod
 from mpcomp.data_parallel.methods import Compressed
-from mpcomp.feedback import EF21, ErrorFeedback
-from mpcomp.parsing import parse
 
 #: A clock that repeats exactly.
 LINKS = "bandwidth_mbps=10:latency_ms=0.1:compute_ms=1"
@@ -51,6 +48,18 @@ COMPRESSED: list[str] = [
 
 SPECS = [*(spec for specs in BY_CLASS.values() for spec in specs), *COMPRESSED]
 
+#: One of each class, and of each kind of compressor: for what takes long.
+MAIN = [
+    *(specs[0] for specs in BY_CLASS.values()),
+    "topk:0.2",
+    "randomblock:0.2:unbiased=true",
+    "qsgd:4",
+    "ef+topk:0.1",
+    "ef+randomk:0.2",
+    "ef+sign",
+    "ef21+topk:0.2",
+]
+
 #: Those that remember something from one step to the next.
 STATEFUL = [spec for spec in SPECS if spec not in COMPRESSED[:4]]
 
@@ -59,13 +68,3 @@ def replica_classes() -> set[type[SpecValue]]:
     """The classes of the library that go between replicas alone."""
     found: set[type[SpecValue]] = set(registered(ReplicaMethod))
     return {cls for cls in found if cls.__module__.startswith("mpcomp.")} - {Compressed}
-
-
-def is_feedback(spec: str) -> bool:
-    """Whether it is a compressor in feedback."""
-    return isinstance(parse(spec), ErrorFeedback | EF21)
-
-
-def is_compressor(spec: str) -> bool:
-    """Whether it is a compressor alone."""
-    return isinstance(parse(spec), Compressor)

@@ -143,8 +143,8 @@ class Training:
         self.model = Branching().to(run.dtype)
         if run.channels_last:
             self.model = self.model.to(memory_format=torch.channels_last)
-        # Each layer is a bucket of its own, or nearly.
-        self.ddp = DistributedDataParallel(self.model, bucket_cap_mb=0.001, **dict(run.ddp))
+        # One bucket in the first step, three after that, in the order of the backward pass.
+        self.ddp = DistributedDataParallel(self.model, bucket_cap_mb=0.003, **dict(run.ddp))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=run.lr)
         self.groups: list[list[str]] = []
         self.handle: CompressedGradients | None = None

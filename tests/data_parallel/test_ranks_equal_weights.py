@@ -11,7 +11,7 @@ import pytest
 import torch
 from methods import BETWEEN_REPLICAS
 from ranks import preload
-from replica_methods import BY_CLASS, SPECS, replica_classes
+from replica_methods import BY_CLASS, MAIN, SPECS, replica_classes
 from replica_runs import SMALLEST, Outcome, Run, train_all
 
 from mpcomp import Cast, ReplicaNetwork
@@ -27,11 +27,11 @@ def test_every_method_between_replicas_is_under_these_laws():
 
 
 def outcomes_of(
-    ranks: Callable[..., list[Any]], num_ranks: int, make: Callable[[str], Run]
+    ranks: Callable[..., list[Any]], num_ranks: int, runs: dict[str, Run]
 ) -> Outcomes:
     """By method, those of all ranks."""
-    results = ranks(train_all, num_ranks, [make(spec) for spec in SPECS], timeout_s=170.0)
-    return {spec: [of_rank[i] for of_rank in results] for i, spec in enumerate(SPECS)}
+    results = ranks(train_all, num_ranks, list(runs.values()), timeout_s=170.0)
+    return {spec: [of_rank[i] for of_rank in results] for i, spec in enumerate(runs)}
 
 
 def check(outcomes: Outcomes, spec: str, *, rebuilt: bool = True) -> Outcome:
@@ -40,52 +40,41 @@ def check(outcomes: Outcomes, spec: str, *, rebuilt: bool = True) -> Outcome:
     assert all(isinstance(outcome, Outcome) for outcome in own), own
     first = own[0]
     assert {outcome.weights for outcome in own} == {first.weights}
-    assert {str(outcome.report["cf_min"]) for outcome in own if "cf_min" in outcome.report} in (
-        set(),
-        {str(first.report.get("cf_min"))},
-    )
+    for key in ("cf_min", "cf_candidate", "branch", "critical", "paths"):
+        assert all(outcome.report.get(key) == first.report.get(key) for outcome in own)
     steps = len(first.losses)
     assert first.finite and first.report["steps"] == steps == len(first.history)
-    assert all(outcome.report["ratio"] < 1 for outcome in own if outcome.report["wire_bytes"])
-    assert first.report["ratio"] < 0.9 and first.report["floats"] > 0
+    assert 0 < first.report["ratio"] < 0.9
     # The mean over the replicas' own data.
     losses = torch.tensor([outcome.losses for outcome in own]).mean(0)
-    assert losses[-10:].mean() < losses[:10].mean() - 0.01
+    few = min(10, steps // 3)
+    assert losses[-few:].mean() < losses[:few].mean() - 0.005
     for outcome in own:
         assert outcome.buckets == first.buckets
-        assert len(first.buckets[0]) > 3
         if rebuilt:
             assert first.buckets[0] != first.buckets[1] == first.buckets[-1]
+            assert len(first.buckets[1]) > 1
     return first
 
 
 @pytest.fixture(scope="module")
 def plain(ranks) -> Outcomes:
     """Four replicas, the cheapest path."""
-    return outcomes_of(ranks, 4, lambda spec: Run(spec))
+    return outcomes_of(ranks, 4, {spec: Run(spec) for spec in MAIN})
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", MAIN)
 def test_weights_are_equal(plain, spec):
     check(plain, spec)
-
-
-def odd_run(spec: str) -> Run:
-    return Run(
-        spec,
-        ReplicaNetwork("two-phase", smallest=SMALLEST),
-        (("find_unused_parameters", True), ("gradient_as_bucket_view", True)),
-        steps=30,
-        extra="changing",
-        channels_last=True,
-        lr=0.2,
-    )
 
 
 @pytest.fixture(scope="module")
 def odd(ranks) -> Outcomes:
     """Three replicas, two phases, unused parameters, kernels in channels-last."""
-    return outcomes_of(ranks, 3, odd_run)
+    network = ReplicaNetwork("two-phase", smallest=SMALLEST)
+    ddp = (("find_unused_parameters", True), ("gradient_as_bucket_view", True))
+    options = {"steps": 18, "extra": "changing", "channels_last": True, "lr": 0.2}
+    return outcomes_of(ranks, 3, {spec: Run(spec, network, ddp, **options) for spec in SPECS})
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -94,18 +83,26 @@ def test_weights_are_equal_with_unused_parameters(odd, spec):
     check(odd, spec, rebuilt=False)
 
 
-def machines_run(spec: str) -> Run:
-    inside = Cast("bf16") if SPECS.index(spec) % 2 else None
-    network = ReplicaNetwork(smallest=SMALLEST, per_machine=2, inside=inside)
-    return Run(spec, network, steps=30, dtype=torch.bfloat16, accumulate=2, lr=0.2)
-
-
 @pytest.fixture(scope="module")
 def machines(ranks) -> Outcomes:
     """Two machines of two replicas, parameters in bf16, two backward passes to a step."""
-    return outcomes_of(ranks, 4, machines_run)
+    runs = {}
+    for i, spec in enumerate(spec for spec in SPECS if spec not in MAIN or spec in MAIN[:6]):
+        inside = Cast("bf16") if i % 2 else None
+        network = ReplicaNetwork(smallest=SMALLEST, per_machine=2, inside=inside)
+        runs[spec] = Run(spec, network, steps=18, dtype=torch.bfloat16, accumulate=2, lr=0.2)
+    return outcomes_of(ranks, 4, runs)
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", [s for s in SPECS if s not in MAIN or s in MAIN[:6]])
 def test_weights_are_equal_over_two_levels_in_bf16(machines, spec):
     check(machines, spec)
+
+
+def test_weights_are_equal_with_a_static_graph(ranks):
+    """One that leaves a layer out for ever: DDP knows which, and ignores what comes of it."""
+    ddp = (("static_graph", True),)
+    specs = [MAIN[0], "dgc:0.1", "powersgd:1", "ef+sign", "ef21+topk:0.2"]
+    outcomes = outcomes_of(ranks, 2, {s: Run(s, ddp=ddp, steps=12, extra="never") for s in specs})
+    for spec in specs:
+        check(outcomes, spec, rebuilt=False)

@@ -445,14 +445,26 @@ def test_the_order_is_the_seeds():
         return list(ReplicaSampler(range(50), (1, 2), **kwargs))
 
     assert order() == order(seed=0) != order(seed=1)
-    assert order(shuffle=False) == list(range(1, 50, 2)) == sorted(order())
-    assert set(order(seed=5)) == set(order())
+    assert order(shuffle=False) == sorted(order())
+    assert set(order(seed=5)) != set(order()), "the share is the seed's as well"
+
+
+def test_classes_that_come_by_turns_are_dealt_to_all_replicas():
+    """By turns, replica 0 of 2 would see the even ones alone of ten classes in turn."""
+    for replica in range(2):
+        share = list(ReplicaSampler(range(400), (replica, 2), shuffle=False))
+        assert {sample % 10 for sample in share} == set(range(10))
+
+
+def test_one_replica_has_the_data_as_they_are():
+    assert list(ReplicaSampler(range(7), (0, 1), shuffle=False, seed=3)) == list(range(7))
 
 
 def test_it_feeds_a_loader():
     data = torch.utils.data.TensorDataset(torch.arange(11))
     loader = torch.utils.data.DataLoader(data, 2, sampler=ReplicaSampler(data, (1, 3)))
-    assert sorted(torch.cat([x for (x,) in loader]).tolist()) == [1, 4, 7]
+    share = sorted(torch.cat([x for (x,) in loader]).tolist())
+    assert share == list(ReplicaSampler(data, (1, 3), shuffle=False)) and len(share) == 3
 
 
 @pytest.mark.parametrize("place", [(2, 2), (-1, 2), (0, 0)])

@@ -1,0 +1,338 @@
+"""What arrives in the end: all of it in the lossless limit, and nothing is ever lost by feedback."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from methods import COMPRESSORS
+from ranks import preload
+from replica_runs import (
+    SMALLEST,
+    Run,
+    digest,
+    exchange_of,
+    exchanged,
+    gradients,
+    mean_gradients,
+    mean_over_replicas,
+    parameters,
+    train_all,
+)
+from torch import Tensor
+
+from mpcomp import EF21, Compressor, ErrorFeedback, ReplicaNetwork, parse
+from mpcomp.data_parallel.item import matrix_of
+from mpcomp.data_parallel.paths import _pieces
+from mpcomp.tensor_meta import TensorMeta
+
+preload("replica_runs")
+
+NETWORKS = {
+    "cheapest": ReplicaNetwork(smallest=SMALLEST),
+    "gather": ReplicaNetwork("gather", smallest=SMALLEST),
+    "two-phase": ReplicaNetwork("two-phase", smallest=SMALLEST),
+    "machines": ReplicaNetwork("gather", smallest=SMALLEST, per_machine=2),
+    "machines, two-phase": ReplicaNetwork("two-phase", smallest=SMALLEST, per_machine=2),
+}
+
+
+# -- lossless limits ------------------------------------------------------------------------------
+
+#: Everything is kept, or nothing compressed.
+WHOLE = [
+    "topk:1.0",
+    "ef+topk:1.0",
+    "ef21+topk:1.0",
+    "randomk:1.0",
+    "ef+randomk:1.0",
+    "randomk:1.0:unbiased=true",
+    "ef+randomblock:1.0",
+    "powersgd:7",
+    "gravac:cf=2-8:eps=0.999:window=3+topk:0.1",
+    "gravac:cf=1-1:window=3+topk:0.1",
+    "dgc:1.0:momentum=0",
+    "redsync:1.0:momentum=0",
+    "accordion:low=topk/1.0:high=topk/1.0:interval=2",
+]
+
+#: Lossless for gradients of one row in a matrix, though they go compressed.
+ONE_ROW = [
+    "topk:0.6",
+    "ef+topk:0.6",
+    "ef21+topk:0.6",
+    "ef+sampledtopk:0.6",
+    "ef+lowrank:1",
+    "powersgd:1:min_saving=1",
+    "gravac:cf=1.5-2:eps=0.3:window=3+topk:0.1",
+    "gravac:cf=1.5-2:eps=0.3:window=3:exact=true+topk:0.1",
+    "dgc:0.6:momentum=0",
+    "redsync:0.6:momentum=0",
+    "redsync:0.6:momentum=0:search=binary",
+    "accordion:low=topk/0.6:high=topk/0.5:interval=2",
+    "accordion:low=powersgd/2:high=powersgd/1:interval=2",
+]
+
+
+def one_row(given: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Of each matrix the second row alone, as many elements of it as half of a piece."""
+    found = {}
+    for name, g in given.items():
+        row = torch.zeros_like(g)
+        if g.dim() > 1:
+            row[1] = g[1]
+        found[name] = row if g.dim() > 1 else g
+    return found
+
+
+def lossless(cases: list[tuple[str, str, str]]) -> list[tuple[dict[str, float], dict[str, int]]]:
+    """Of each case the largest error relative to a tensor's largest element; the paths taken."""
+    found = []
+    for spec, network, kind in cases:
+        like = parameters()
+        exchange = exchange_of(spec, like, NETWORKS[network])
+        errors = dict.fromkeys(like, 0.0)
+        paths: dict[str, int] = {}
+        for step in range(5):
+            given = gradients(like, dist.get_rank(), step)
+            expected = mean_gradients(like, dist.get_world_size(), step)
+            if kind == "one row":
+                given, expected = one_row(given), one_row(expected)
+            result = exchanged(exchange, given)
+            for name, g in result.items():
+                error = (g.double() - expected[name]).abs().max() / expected[name].abs().max()
+                errors[name] = max(errors[name], float(error))
+            paths.update(exchange.report()["paths"])
+        found.append((errors, paths))
+    return found
+
+
+LOSSLESS = [
+    *((spec, "cheapest", "whole") for spec in WHOLE),
+    *((spec, name, "one row") for spec in ONE_ROW for name in ("gather", "two-phase")),
+    *((spec, "machines", "one row") for spec in ONE_ROW[::2]),
+]
+
+
+@pytest.fixture(scope="module")
+def lossless_runs(ranks):
+    results = ranks(lossless, 4, LOSSLESS, timeout_s=120.0)
+    return {case: [of_rank[i] for of_rank in results] for i, case in enumerate(LOSSLESS)}
+
+
+@pytest.mark.parametrize("case", LOSSLESS, ids="-".join)
+def test_a_lossless_limit_is_the_dense_mean(lossless_runs, case):
+    spec, network, kind = case
+    for errors, paths in lossless_runs[case]:
+        assert max(errors.values()) < 3e-6, errors
+        if kind == "one row" and paths:  # it has to have gone through the method
+            wanted = "factors" if "powersgd" in spec else network.removeprefix("machines")
+            assert (wanted or "gather") in paths
+
+
+def momentum_free() -> list[float]:
+    """DGC and RedSync with momentum, everything sent: masking clears the velocity each time."""
+    errors = []
+    like = parameters(vectors=False)
+    for spec in ("dgc:1.0", "dgc:1.0:nesterov=true", "redsync:1.0", "dgc:1.0:masking=false"):
+        exchange = exchange_of(spec, like)
+        error = 0.0
+        for step in range(4):
+            result = exchanged(exchange, gradients(like, dist.get_rank(), step))
+            expected = mean_gradients(like, dist.get_world_size(), step)
+            scale = 1.9 if "nesterov" in spec else 1.0
+            for name, g in result.items():
+                error = max(error, float((g.double() - scale * expected[name]).abs().max()))
+        errors.append(error)
+    return errors
+
+
+def test_masking_clears_momentum_where_all_is_sent(ranks):
+    for dgc, nesterov, redsync, unmasked in ranks(momentum_free, 2):
+        assert max(dgc, nesterov, redsync) < 1e-5 < 0.5 < unmasked
+
+
+def test_no_method_is_plain_ddp_bit_for_bit(ranks):
+    runs = [Run(None, steps=6), Run("identity", steps=6)]
+    for plain, none in ranks(train_all, 4, runs):
+        assert plain.weights == none.weights and plain.losses == none.losses
+        assert none.report["ratio"] == 1 and plain.report == {}
+
+
+# -- no mass is lost ------------------------------------------------------------------------------
+
+
+def fed_back() -> list[Compressor]:
+    """All compressors that may stand in error feedback."""
+    found = []
+    for compressor in COMPRESSORS:
+        try:
+            ErrorFeedback(compressor)
+        except ValueError:
+            assert "unbiased" in str(compressor)
+        else:
+            found.append(compressor)
+    return found
+
+
+METHODS = [
+    "powersgd:1",
+    "powersgd:2:min_saving=1",
+    "onebitsgd",
+    "gravac:cf=2-8:eps=0.85:window=2:smoothing=1+topk:0.1",
+    "gravac:cf=2-32:eps=0.6:window=2+topk:0.1+fp16",
+    "gravac:cf=2-8:eps=0.5:window=2:exact=true+sampledtopk:0.1",
+    "gravac:cf=4-32:eps=0.5:window=2+quant:8",
+    "gravac:cf=1.5-8:eps=0.4:window=2+randomk:0.5",
+    "accordion:low=topk/0.5:high=topk/0.1:interval=2",
+    "accordion:low=powersgd/2:high=topk/0.1:interval=2",
+    "dgc:0.1:momentum=0",
+    "dgc:0.1:momentum=0:warmup_steps=4:clip=1e6+fp16",
+    "redsync:0.1:momentum=0",
+    "redsync:0.1:momentum=0:same_sign=true",
+    "ef:lr_scaled=true+topk:0.1",
+]
+
+MASS = [
+    *((str(ErrorFeedback(c)), "two-phase") for c in fed_back()),
+    *((str(ErrorFeedback(c)), "gather") for c in fed_back()[::3]),
+    *((spec, name) for spec in METHODS for name in NETWORKS),
+]
+
+
+def left_over(exchange: Any, name: str, meta: TensorMeta, codec: Compressor | None) -> Tensor:
+    """The mean of what all replicas keep of a parameter [n]; the same on all."""
+    tensors = exchange.state_dict()["tensors"]
+    lr = 0.1 if exchange.method.lr_scaled else 1.0
+    total = torch.zeros(meta.numel, dtype=torch.float64)
+    for key in ("residual", "sum"):
+        total += tensors.get(f"own/{name}/{key}", torch.zeros(())).double() / lr
+    kept = mean_over_replicas(total) * exchange.network.per_machine
+    phase = torch.zeros_like(total)
+    found = [v for k, v in tensors.items() if k in (f"phase/{name}/residual", f"phase/{name}/sum")]
+    if found:
+        assert codec is not None
+        peers = exchange._peers
+        sizes = [piece.numel for piece in _pieces(codec, meta, peers.size)]
+        start = sum(sizes[: peers.rank])
+        phase[start : start + sizes[peers.rank]] = found[0].double() / lr
+    return kept + mean_over_replicas(phase) * dist.get_world_size()
+
+
+def masses(cases: list[tuple[str, str]]) -> list[Any]:
+    """Of each case the error of sums over steps, by parameter, and what was done."""
+    found = []
+    for spec, network in cases:
+        like = parameters()
+        exchange = exchange_of(spec, like, NETWORKS[network])
+        given = {name: torch.zeros(p.numel(), dtype=torch.float64) for name, p in like.items()}
+        arrived = {name: torch.zeros_like(v) for name, v in given.items()}
+        codecs: dict[str, Compressor | None] = dict.fromkeys(like)
+        results, branches = [], set()
+        for step in range(5):
+            means = mean_gradients(like, dist.get_world_size(), step)
+            exchange.begin(lr=0.1)
+            own = gradients(like, dist.get_rank(), step)
+            exchange.add(own)
+            exchange.finish()
+            for name in exchange._compressible:
+                codec = exchange.controller.codec(name)
+                if isinstance(codec, Compressor):
+                    codecs[name] = codec
+            exchange.settle(finite=True)
+            branches.add(exchange.history[-1].get("branch"))
+            for name, p in like.items():
+                meta = TensorMeta.of(p)
+                given[name] += meta.flatten(means[name]).reshape(-1)
+                arrived[name] += meta.flatten(own[name]).reshape(-1).double()
+            results.append(digest(own))
+        errors = {}
+        for name, p in like.items():
+            meta = TensorMeta.of(p)
+            kept = left_over(exchange, name, matrix_of(meta), codecs[name])
+            error = (given[name] - arrived[name] - kept).abs().max() / given[name].abs().max()
+            errors[name] = (float(error), float(kept.abs().max()))
+        found.append((errors, results, sorted(b for b in branches if b), exchange.report()))
+    return found
+
+
+@pytest.fixture(scope="module")
+def mass_runs(ranks):
+    results = ranks(masses, 4, MASS, timeout_s=170.0)
+    return {case: [of_rank[i] for of_rank in results] for i, case in enumerate(MASS)}
+
+
+def bound_of(spec: str) -> float:
+    """What sums in half precision round off; else the rounding of fp32."""
+    method = parse(spec)
+    codec = method.inner if isinstance(method, ErrorFeedback) else None
+    if codec is not None and codec.summable:
+        dtypes = {part.dtype for part in codec.layout(TensorMeta((1, 100)))}
+        return 0.05 if dtypes & {torch.float16, torch.bfloat16} else 1e-5
+    return 1e-5
+
+
+@pytest.mark.parametrize("case", MASS, ids="-".join)
+def test_nothing_is_lost(mass_runs, case):
+    """Sum of results + mean of what is kept = sum of the mean gradients."""
+    spec, _network = case
+    own = mass_runs[case]
+    for errors, results, _branches, report in own:
+        assert results == own[0][1]
+        assert max(error for error, _ in errors.values()) < bound_of(spec), errors
+        if set(report["paths"]) - {"dense"} and spec != "ef+fp32":
+            assert max(kept for _, kept in errors.values()) > 0  # it did leave something out
+
+
+def test_gravac_lost_nothing_on_any_branch(mass_runs):
+    taken = {spec: own[0][2] for (spec, _), own in mass_runs.items() if spec.startswith("gravac")}
+    assert {branch for branches in taken.values() for branch in branches} == {
+        "dense",
+        "minimum",
+        "candidate",
+    }
+
+
+# -- EF21 -----------------------------------------------------------------------------------------
+
+
+def estimates() -> list[Any]:
+    found = []
+    for spec in ("ef21+topk:0.2", "ef21+topk:0.2+quant:8", "ef21+quant:4", "ef21+randomk:0.3"):
+        for network in ("gather", "two-phase"):
+            like = parameters()
+            exchange = exchange_of(spec, like, NETWORKS[network])
+            given = gradients(like, dist.get_rank(), 0)
+            first, last = exchanged(exchange, given), {}
+            tensors = exchange.state_dict()["tensors"]
+            errors = []
+            for name in ("wide", "conv", "tall"):
+                meta = matrix_of(TensorMeta.of(like[name]))
+                mean = tensors[f"own/{name}/mean"]
+                own = mean_over_replicas(tensors[f"own/{name}/own"])
+                if network == "two-phase":
+                    # What a mean did not say is on its way.
+                    own = own - left_over(exchange, name, meta, parse(spec).inner)
+                errors.append(float((own - mean).abs().max() / own.abs().max()))
+            said = digest({k: v for k, v in tensors.items() if k.endswith("/mean")})
+            for _ in range(50):  # a gradient that does not change
+                last = exchanged(exchange, given)
+            expected = mean_gradients(like, dist.get_world_size(), 0)
+            far, near = (
+                max(
+                    float((r[n] - expected[n]).norm() / expected[n].norm())
+                    for n in ("wide", "conv", "tall")
+                )
+                for r in (first, last)
+            )
+            found.append((spec, network, errors, said, far, near, exchange.report()["ratio"]))
+    return found
+
+
+def test_estimates_agree_and_converge_to_a_fixed_gradient(ranks):
+    assert isinstance(parse("ef21+quant:4"), EF21)
+    for cases in zip(*ranks(estimates, 3), strict=True):
+        for spec, network, errors, said, far, near, ratio in cases:
+            assert max(errors) < 1e-6 and said == cases[0][3], (spec, network, errors)
+            assert far > 0.2 and near < 0.03 * far, (spec, network, far, near)
+            assert ratio < 0.9
