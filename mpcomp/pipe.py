@@ -380,7 +380,13 @@ class Pipeline(Parts):
     # -- persistence --------------------------------------------------------------------------
 
     def follow_lr(self, optimizer: torch.optim.Optimizer) -> None:
-        """Lets methods with ``lr_scaled=True`` follow this optimizer's (first group's) rate."""
+        """Lets methods with ``lr_scaled=True`` follow this optimizer's (first group's) rate.
+
+        Raises:
+            ValueError: the optimizer has momentum, and so has the method between replicas.
+        """
+        if self.engine.exchange is not None:
+            self.engine.exchange.method.check_optimizer(optimizer)
         self._lr_of = optimizer
 
     def save(

@@ -208,6 +208,9 @@ class ReplicaMethod(SpecValue, ABC):
     def check(self, setting: Setting) -> None:
         """Raises ValueError where the method does not suit a run."""
 
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raises ValueError for an optimizer that does what the method itself does."""
+
     @abstractmethod
     def controller(self, setting: Setting) -> Controller:
         """This rank's controller for a run."""

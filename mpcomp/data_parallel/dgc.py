@@ -62,6 +62,13 @@ class _Momentum(ReplicaMethod):
     def codec(self, step: int, name: str, setting: Setting) -> Codec:
         """What a parameter is sent with in a step."""
 
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        if any(group.get("momentum") for group in optimizer.param_groups):
+            raise ValueError(
+                f"{self} has the momentum on each replica, and the optimizer has one of its own: "
+                "make it with momentum=0"
+            )
+
     def controller(self, setting: Setting) -> Controller:
         return _ByStep(lambda step, name: self.codec(step, name, setting))
 

@@ -68,7 +68,12 @@ class CompressedGradients:
         return future
 
     def follow_lr(self, optimizer: torch.optim.Optimizer) -> None:
-        """Lets methods follow this optimizer's (first group's) learning rate."""
+        """Lets methods follow this optimizer's (first group's) learning rate.
+
+        Raises:
+            ValueError: the optimizer has momentum, and so has the method.
+        """
+        self.exchange.method.check_optimizer(optimizer)
         self._lr_of = optimizer
 
     @property

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mpcomp.compressors.lowrank import orthonormal_
+from mpcomp.compressors.lowrank import orthonormal_, times, transposed_times
 from mpcomp.data_parallel.base import Controller, Factored, ReplicaMethod, Setting, Static
 from mpcomp.data_parallel.item import Context, Item, matrix_of
 from mpcomp.data_parallel.memory import Memory, Residual
@@ -93,10 +93,10 @@ def factored_sum(items: Sequence[Item], context: Context) -> Path:
         matrix = item.wanted.reshape(meta.shape)
         matrices.append(matrix)
         rights.append(_start(item, meta.shape[1], rank, context))
-        lefts.append(matrix @ rights[-1])
+        lefts.append(times(matrix, rights[-1]).contiguous())
     lefts = yield from _mean(lefts, context)
     lefts = [orthonormal_(left.clone()) for left in lefts]
-    rights = [matrix.T @ left for matrix, left in zip(matrices, lefts, strict=True)]
+    rights = [transposed_times(m, left) for m, left in zip(matrices, lefts, strict=True)]
     for item, left, right in zip(items, lefts, rights, strict=True):
         if item.memory.keeps:
             # The replica's own right factor, not the mean: both leave the same sum over replicas.

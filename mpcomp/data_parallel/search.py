@@ -26,9 +26,10 @@ What the paper leaves open, or says twice, is decided here:
     The average of a CF starts with its first measurement, and goes with it when the CF changes
     its part (a candidate that becomes the minimum). A new candidate has none: until it is
     measured, the minimum is sent. It must not be judged by the gain of another CF.
-5.  The throughput of a CF, gain / seconds, is the mean over the steps of the last window in which
-    it was sent. It is forgotten after as many windows as there are rungs: long enough for a whole
-    ascent to be compared, and not for what was measured in another phase of training.
+5.  The throughput of a CF, gain / seconds, is the median over the steps of the last window in
+    which it was sent, so that a step that an evaluation fell into does not count for much. It is
+    forgotten after as many windows as there are rungs: long enough for a whole ascent to be
+    compared, and not for what was measured in another phase of training.
 6.  Steps that sent the gradient as it is have a throughput too, but not in that comparison.
 7.  The first window already looks at the second rung, as in Algorithm 1.
 8.  Nothing is ever compressed to no elements; see `mpcomp.compressors.base.num_kept`.
@@ -50,6 +51,7 @@ Every step counts towards a window, those too that a loss scaler skips: all repl
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 from typing import Any, Final, Literal, TypeAlias
@@ -74,16 +76,15 @@ def ladder(cf: tuple[float, float], policy: str) -> tuple[float, ...]:
 
 @dataclass
 class _Throughput:
-    """Of one CF: the sum and number of this window's measurements, and when they were made."""
+    """Of one CF: this window's measurements, and when they were made."""
 
-    total: float = 0.0
-    count: int = 0
-    window: int = 0
-    step: int = 0
+    values: list[float]
+    window: int
+    step: int
 
     @property
-    def mean(self) -> float:
-        return self.total / self.count
+    def median(self) -> float:
+        return statistics.median(self.values)
 
 
 class Search:
@@ -168,12 +169,12 @@ class Search:
     def throughputs(self) -> dict[float, float]:
         """Gain per second by CF, as far as it is remembered; dense steps not among them."""
         held = self._throughputs
-        return {self.rungs[rung]: held[rung].mean for rung in sorted(held)}
+        return {self.rungs[rung]: held[rung].median for rung in sorted(held)}
 
     @property
     def dense_throughput(self) -> float | None:
         """Gain per second, the gain being 1, of steps that sent the gradient as it is."""
-        return None if self._dense is None else self._dense.mean
+        return None if self._dense is None else self._dense.median
 
     def branch(self) -> Branch:
         """What to send, by the averages so far; dense while there are none.
@@ -242,8 +243,8 @@ class Search:
     def _noted(self, held: _Throughput | None, value: float) -> _Throughput:
         window = self.steps // self.window
         if held is None or held.window != window:
-            held = _Throughput(window=window)
-        return _Throughput(held.total + value, held.count + 1, window, self.steps)
+            held = _Throughput([], window, self.steps)
+        return _Throughput([*held.values, value], window, self.steps)
 
     def end_step(self) -> dict[str, Any] | None:
         """Counts a step, skipped or not; decides at the end of a window.
@@ -330,7 +331,7 @@ class Search:
 
     def _ideal(self) -> int | None:
         """The smaller of the two rungs of largest throughput, where these hardly differ."""
-        ranked = sorted((seen.mean, rung) for rung, seen in self._throughputs.items())
+        ranked = sorted((seen.median, rung) for rung, seen in self._throughputs.items())
         if len(ranked) < 2:
             return None
         (second, a), (best, b) = ranked[-2:]

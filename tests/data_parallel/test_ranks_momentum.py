@@ -1,0 +1,189 @@
+"""DGC and RedSync against the algorithm as it is written: N workers in one loop, exact top-k."""
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import preload
+from replica_runs import exchange_of, exchanged, gradients, parameters
+from torch import Tensor
+
+from mpcomp import DGC, RedSync
+from mpcomp.compressors.base import num_kept
+from mpcomp.data_parallel.dgc import _Momentum
+
+preload("replica_runs")
+
+STEPS = 20
+WORKERS = 3
+METHODS: list[_Momentum] = [
+    DGC(0.1),
+    DGC(0.1, nesterov=True),
+    DGC(0.1, masking=False, momentum=0.5),
+    DGC(0.05, clip=50.0, nesterov=True),
+    DGC(0.01, warmup_steps=10),
+    DGC(0.05, warmup_steps=10, warmup="code"),
+    DGC(0.2, momentum=0.0),
+    RedSync(0.1),
+    RedSync(0.1, search="binary", nesterov=True, clip=80.0),
+]
+
+
+class Worker:
+    """One worker of the reference: velocities and sums by parameter."""
+
+    def __init__(self, method: _Momentum, like: dict[str, Tensor]) -> None:
+        self.method = method
+        self.u = {name: torch.zeros(p.shape) for name, p in like.items()}
+        self.v = {name: torch.zeros(p.shape) for name, p in like.items()}
+
+    def send(self, given: dict[str, Tensor], keep: float) -> dict[str, Tensor]:
+        method, m = self.method, self.method.momentum
+        if method.clip is not None:
+            norm = math.sqrt(sum(float(g.double().square().sum()) for g in given.values()))
+            factor = min(1.0, method.clip / math.sqrt(WORKERS) / norm)
+            given = {name: g * factor for name, g in given.items()}
+        sent = {}
+        for name, g in given.items():
+            if g.dim() == 1 or g.numel() < 64:
+                sent[name] = g
+                continue
+            if method.nesterov:
+                self.u[name] = m * (self.u[name] + g)
+                self.v[name] = self.v[name] + (self.u[name] + g)
+            else:
+                self.u[name] = m * self.u[name] + g
+                self.v[name] = self.v[name] + self.u[name]
+            v = self.v[name].contiguous().view(-1)
+            mask = torch.zeros_like(v, dtype=torch.bool)
+            mask[v.abs().topk(num_kept(keep, v.numel())).indices] = True
+            mask = mask.view(g.shape)
+            sent[name] = self.v[name] * mask
+            self.v[name] = self.v[name] * ~mask
+            if method.masking:
+                self.u[name] = self.u[name] * ~mask
+        return sent
+
+
+def reference(method: _Momentum) -> list[dict[str, Tensor]]:
+    """The result of each step."""
+    like = {name: torch.zeros(p.shape) for name, p in parameters().items()}
+    workers = [Worker(method, like) for _ in range(WORKERS)]
+    mean_u = {name: torch.zeros(p.shape) for name, p in like.items()}
+    results = []
+    for step in range(STEPS):
+        keep = method.keep_at(step) if isinstance(method, DGC) else method.keep
+        given = [gradients(parameters(), rank, step) for rank in range(WORKERS)]
+        told = [w.send(g, keep) for w, g in zip(workers, given, strict=True)]
+        result = {}
+        for name in like:
+            mean = sum(t[name] for t in told) / WORKERS
+            if mean.dim() == 1 or mean.numel() < 64:  # goes as it is, and has momentum afterwards
+                m = method.momentum
+                mean_u[name] = m * ((mean_u[name] + mean) if method.nesterov else mean_u[name])
+                if not method.nesterov:
+                    mean_u[name] = mean_u[name] + mean
+                mean = mean_u[name] + mean if method.nesterov else mean_u[name]
+            result[name] = mean
+        results.append(result)
+    return results
+
+
+def run_methods(methods: list[_Momentum]) -> list[Any]:
+    found = []
+    for method in methods:
+        like = parameters()
+        exchange = exchange_of(method, like)
+        results = []
+        for step in range(STEPS):
+            given = gradients(like, dist.get_rank(), step)
+            results.append({k: v.contiguous() for k, v in exchanged(exchange, given).items()})
+        tensors = exchange.state_dict()["tensors"]
+        state = {f: tensors[f"own/wide/{f}"] for f in ("velocity", "sum")}
+        found.append((results, state, exchange.report()))
+    return found
+
+
+@pytest.fixture(scope="module")
+def momentum_runs(ranks):
+    results = ranks(run_methods, WORKERS, METHODS)
+    return {method: [of_rank[i] for of_rank in results] for i, method in enumerate(METHODS)}
+
+
+@pytest.mark.parametrize("method", METHODS, ids=str)
+def test_the_algorithm_as_written(momentum_runs, method):
+    """20 steps within 1e-6 of a tensor's largest element."""
+    expected = reference(method)
+    for results, _, report in momentum_runs[method]:
+        assert report["paths"]["gather"] == 3
+        for step, (ours, theirs) in enumerate(zip(results, expected, strict=True)):
+            for name, value in theirs.items():
+                error = (ours[name] - value).abs().max()
+                assert error <= 2e-6 * value.abs().max(), (step, name)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=str)
+def test_what_was_sent_is_cleared(momentum_runs, method):
+    for _, state, _ in momentum_runs[method]:
+        cleared = state["sum"] == 0
+        keep = method.keep_at(STEPS - 1) if isinstance(method, DGC) else method.keep
+        assert int(cleared.sum()) == num_kept(keep, 210)
+        assert bool((state["velocity"][cleared] == 0).all()) == (
+            method.masking or method.momentum == 0
+        )
+
+
+def test_stages_of_warm_up():
+    """The paper's list of sparsities, and the keep ratios that the authors' code computes."""
+    paper = DGC(0.001, warmup_steps=400)
+    assert [1 - keep for keep in paper.stages()] == pytest.approx(
+        [0.75, 0.9375, 0.984375, 0.99609375]
+    )
+    assert [paper.keep_at(step) for step in (0, 99, 100, 399, 400, 10_000)] == [
+        0.25,
+        0.25,
+        0.0625,
+        0.25**4,
+        0.001,
+        0.001,
+    ]
+    code = DGC(0.001, warmup_steps=5, warmup="code")
+    assert [code.keep_at(step) for step in range(6)] == pytest.approx(
+        [0.316, 0.1, 0.0316, 0.01, 0.00316, 0.001], rel=1e-2
+    )
+    assert DGC(0.5, warmup_steps=10).keep_at(0) == 0.5  # never less than in the end
+    assert DGC(0.001).keep_at(0) == 0.001
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"keep": 0.0}, "keep=0"),
+        ({"keep": 1.5}, "keep=1.5"),
+        ({"momentum": 1.0}, "momentum=1.0: expected a number in"),
+        ({"momentum": -0.1}, "momentum=-0.1: expected a number in"),
+        ({"clip": 0.0}, "clip=0.0: expected a norm above 0"),
+        ({"clip": math.inf}, "clip=inf: expected a norm above 0"),
+        ({"warmup_steps": -1}, "warmup_steps=-1: expected 0 or more"),
+        ({"warmup_steps": 2.5}, "warmup_steps=2.5: expected 0 or more"),
+        ({"warmup": "slow"}, "warmup='slow': expected paper or code"),
+        ({"sample": 0.0}, "sample=0"),
+    ],
+)
+def test_bad_settings(settings, message):
+    with pytest.raises(ValueError, match=message):
+        DGC(**{"keep": 0.1, **settings})
+    names = {field.name for field in dataclasses.fields(RedSync)}
+    if settings.keys() <= names:
+        with pytest.raises(ValueError, match=message):
+            RedSync(**{"keep": 0.1, **settings})
+
+
+def test_bad_settings_of_redsync():
+    with pytest.raises(ValueError, match="search"):
+        RedSync(0.1, search="linear")
+    with pytest.raises(ValueError, match="without same_sign=True"):
+        RedSync(0.1, plain="head.weight")
