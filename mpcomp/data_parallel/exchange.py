@@ -355,7 +355,9 @@ class Exchange:
                 if item.compressible:
                     item.load(self._context.unit, factor)
                     self.controller.look(item.name, item.wanted, self._draw(item.name, 0))
-            self.controller.decide(self._everywhere(self.controller.looked()))
+            *sums, bad = self._everywhere([*self.controller.looked(), float(self._bad)])
+            # A step that will be skipped must leave no trace in what the next ones are decided by.
+            self.controller.decide([math.nan] * len(sums) if bad else sums)
         for group in self._waiting:
             self._start(group, factor)
 

@@ -93,6 +93,9 @@ class Item:
         if factor != 1:
             gradient = gradient * factor
         self.wanted = self.memory.wanted(gradient, unit)
+        if self.compressible and self.wanted.data_ptr() == self.gradient.data_ptr():
+            # Sums round by how a tensor is aligned, and so by where it lies in a bucket of DDP.
+            self.wanted = self.wanted.clone()
         return gradient
 
     def shaped(self, codec: Compressor) -> TensorMeta:

@@ -96,6 +96,8 @@ def timed(function: Callable[[], object], repeats: int) -> str:
         start = time.perf_counter()
         function()
         times.append(1e3 * (time.perf_counter() - start))
+    if len(times) == 1:
+        return f"{times[0]:.1f}"
     low, median, high = statistics.quantiles(times, n=4)
     return f"{median:.1f} ({low:.1f}-{high:.1f})"
 

@@ -44,7 +44,7 @@ def poisoned(specs: list[str], kind: float, where: str) -> list[Any]:
             controller = exchange.controller.state_dict()
             given = gradients(like, dist.get_rank(), step)
             if step == 2 and dist.get_rank() == 1:
-                given[where].view(-1)[3] = kind
+                given[where][0, 1] = kind
             result = exchanged(exchange, given)
             unchanged = before == digest(exchange.state_dict()["tensors"])
             averages = [
@@ -106,6 +106,7 @@ def scaled(specs: list[str], scales: list[float | None]) -> list[Any]:
                 if math.isinf(scale) and dist.get_rank() == 1:
                     weight = ddp.module.middle.weight
                     handles = [weight.register_hook(lambda g: g * math.inf)]
+                scaler.scale(loss.detach())  # makes it begin
                 scaler.update(64.0 if math.isinf(scale) else scale)
                 scaler.scale(loss).backward()
                 for one in handles:
@@ -151,9 +152,9 @@ def test_a_step_that_the_scaler_skips(ranks):
 
 
 def followed() -> Any:
-    """Sums of updates, and what is left, under a rate that changes; of three methods."""
+    """Sums of updates, and what is left, under a rate that changes."""
     errors = []
-    for spec in ("ef:lr_scaled=true+topk:0.1", "ef+topk:0.1", "ef21:lr_scaled=true+topk:0.2"):
+    for spec in ("ef:lr_scaled=true+topk:0.1", "ef+topk:0.1"):
         like = parameters(vectors=False)
         exchange = exchange_of(spec, like)
         total = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in like.items()}
@@ -163,10 +164,8 @@ def followed() -> Any:
             for name in like:
                 total[name] += lr * (means[name] - result[name].double())
         tensors = exchange.state_dict()["tensors"]
-        kept = tensors.get("own/wide/residual")
-        if kept is not None:
-            left = mean_over_replicas(kept).reshape(7, 30)
-            errors.append(float((total["wide"] - left).abs().max()))
+        left = mean_over_replicas(tensors["own/wide/residual"]).reshape(7, 30)
+        errors.append(float((total["wide"] - left).abs().max()))
     return errors
 
 
