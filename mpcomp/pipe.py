@@ -364,7 +364,8 @@ class Pipeline(Parts):
 
         With several processes every rank calls it; the figures are those of all ranks together,
         links are measured, and it says whether compression pays (`mpcomp.payoff`). Fidelity is
-        then that of one microbatch a step.
+        then that of one microbatch a step. ``replicas`` is what replicas have exchanged with a
+        ``dp_comp``: bytes of all ranks, paths of one replica, seconds of the slowest rank.
 
         Args:
             show: print the table as well (on the first rank).

@@ -57,8 +57,8 @@ ROWS: Final[dict[str, Row]] = {
     "dense": Row("quality", "none"),
     # Values in 4 bits: then even the smallest factor, 8, is 28 times fewer bytes.
     "GraVAC": Row("quality", "gravac:cf=8-1000:eps=0.3:window=20:smoothing=0.2+topk:0.1+quant:4"),
-    "GraVAC, eps 0.1": Row(
-        "quality", "gravac:cf=20-1000:eps=0.1:window=20:smoothing=0.2+topk:0.1+fp16"
+    "GraVAC, stronger": Row(
+        "quality", "gravac:cf=20-1000:eps=0.1:window=20:smoothing=0.2+topk:0.1+quant:4"
     ),
     "DGC 0.1 %": Row("quality", "dgc:0.001:warmup_steps=100+fp16", _OWN_MOMENTUM),
     "EF Top-1 %": Row("quality", "ef+topk:0.01+fp16"),
@@ -122,7 +122,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--seeds", type=int, default=5, help="seeds 0 to n-1 of every row")
     add("--model", choices=MODELS, default="resnet18")
     add("--width", type=int, default=16)
-    add("--epochs", type=int, default=5)
+    add("--epochs", type=int, help="(default %(default)s)", default=5)
     add("--train-limit", type=int, default=8_192, help="images")
     add("--test-limit", type=int, default=4_000, help="images")
     add("--batch-size", type=int, default=128, help="of all replicas together")

@@ -158,7 +158,7 @@ class GraVACController(Controller):
         if finite:
             if not self.waits:
                 self._average(energies)
-            if math.isfinite(lap):
+            if 0 < lap < math.inf:  # of one replica alone a modelled step takes no time
                 self.search.record(self._branch, lap)
                 self._last["throughput"] = self._gain() / lap
         self._last["gain"] = self._gain()

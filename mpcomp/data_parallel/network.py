@@ -16,7 +16,9 @@ The two terms of a sum's latency are those of a ring and of recursive halving an
 a backend takes the better one. A gathered message goes to all others, so its traffic grows with n,
 and the sum of n selections is up to n times as dense as one. On the two-phase path replica i forms
 the mean of the i-th piece of every parameter, compresses it again (what that leaves out is
-remembered there) and sends it to all: traffic and density stay those of one message.
+remembered there) and sends it to all: traffic and density stay those of one message. But what is
+compressed twice arrives later, which costs quality, so this path is only taken where it is less
+than half as expensive as to gather: from five replicas on, or so.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ from mpcomp.compressors import Compressor
 __all__ = ["PATHS", "ReplicaNetwork"]
 
 PATHS: Final = ("auto", "sum", "gather", "two-phase")
+#: What weighs on the path that compresses twice.
+TWICE: Final = 2.0
 
 
 @dataclass(frozen=True)
@@ -124,4 +128,5 @@ class ReplicaNetwork:
                 ("dense", dense_bytes),
             )
         }
+        costs["two-phase"] *= TWICE
         return min(costs, key=costs.__getitem__)

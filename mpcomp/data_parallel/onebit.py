@@ -22,8 +22,8 @@ class OneBit(ReplicaMethod):
     Each column of a matrix arrives as the mean of its non-negative elements and that of its
     negative ones; what that leaves out is added to the next gradient. As published, the mean of all
     replicas is quantized again, with an error of its own that is fed back too; that is the
-    two-phase path (`ReplicaNetwork`), which is chosen where it is the cheaper one, from three
-    replicas on. Seide et al., Interspeech 2014, section 3.
+    two-phase path (`ReplicaNetwork`), which is chosen from about five replicas on. Seide et al.,
+    Interspeech 2014, section 3.
 
     Args:
         storage: "fp32", "fp16", "bf16" or bits (1-8) of what is kept.

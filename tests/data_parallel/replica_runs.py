@@ -18,6 +18,7 @@ from mpcomp.data_parallel.methods import replica_method_of
 
 #: Elements from which on a parameter of these small models goes compressed.
 SMALLEST = 64
+NETWORK = ReplicaNetwork(smallest=SMALLEST)
 
 # -- exchanges alone ------------------------------------------------------------------------------
 
@@ -52,8 +53,8 @@ def mean_gradients(like: dict[str, Tensor], num_replicas: int, step: int) -> dic
 def exchange_of(
     method: Any, like: dict[str, Tensor], network: ReplicaNetwork | None = None, **kwargs: Any
 ) -> Exchange:
-    network = network or ReplicaNetwork(smallest=SMALLEST)
-    return Exchange(like, replica_method_of(method), dist.group.WORLD, network=network, **kwargs)
+    method = replica_method_of(method)
+    return Exchange(like, method, dist.group.WORLD, network=network or NETWORK, **kwargs)
 
 
 def exchanged(
@@ -118,7 +119,7 @@ class Run:
     """
 
     spec: str | None
-    network: ReplicaNetwork = ReplicaNetwork(smallest=SMALLEST)
+    network: ReplicaNetwork = NETWORK
     ddp: tuple[tuple[str, Any], ...] = ()
     steps: int = 50
     extra: str = "all"

@@ -1,5 +1,7 @@
 """What `compress_gradients` refuses: on all ranks, saying what is accepted."""
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,7 +14,7 @@ from mpcomp import ReplicaNetwork, parse
 
 def ddp_of(*sizes: int, dtype: torch.dtype = torch.float32) -> DistributedDataParallel:
     torch.manual_seed(0)
-    layers = [nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False)]
+    layers = [nn.Linear(a, b) for a, b in itertools.pairwise(sizes)]
     return DistributedDataParallel(nn.Sequential(*layers).to(dtype))
 
 

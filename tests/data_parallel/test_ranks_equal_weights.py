@@ -4,11 +4,12 @@ Also after DDP has rebuilt its buckets, with parameters that some or all replica
 bf16, on all paths and over two levels.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 import torch
+from chunks import Chunks
 from methods import BETWEEN_REPLICAS
 from ranks import preload
 from replica_methods import BY_CLASS, MAIN, SPECS, replica_classes
@@ -18,7 +19,7 @@ from mpcomp import Cast, ReplicaNetwork
 
 preload("replica_methods", "replica_runs")
 
-Outcomes = dict[str, list[Outcome]]
+Outcomes = Mapping[str, list[Outcome]]
 
 
 def test_every_method_between_replicas_is_under_these_laws():
@@ -26,12 +27,9 @@ def test_every_method_between_replicas_is_under_these_laws():
     assert replica_classes() == BETWEEN_REPLICAS.keys()
 
 
-def outcomes_of(
-    ranks: Callable[..., list[Any]], num_ranks: int, runs: dict[str, Run]
-) -> Outcomes:
+def outcomes_of(ranks: Callable[..., list[Any]], num_ranks: int, runs: dict[str, Run]) -> Outcomes:
     """By method, those of all ranks."""
-    results = ranks(train_all, num_ranks, list(runs.values()), timeout_s=170.0)
-    return {spec: [of_rank[i] for of_rank in results] for i, spec in enumerate(runs)}
+    return Chunks(ranks, train_all, num_ranks, runs, size=5)
 
 
 def check(outcomes: Outcomes, spec: str, *, rebuilt: bool = True) -> Outcome:
@@ -106,3 +104,15 @@ def test_weights_are_equal_with_a_static_graph(ranks):
     outcomes = outcomes_of(ranks, 2, {s: Run(s, ddp=ddp, steps=12, extra="never") for s in specs})
     for spec in specs:
         check(outcomes, spec, rebuilt=False)
+
+
+def alone(specs: list[str]) -> list[Outcome | str]:
+    return train_all([Run(spec, steps=8) for spec in specs])
+
+
+def test_one_replica_alone(ranks):
+    """A script that is run on one machine for once: nothing to send, nothing to divide by."""
+    specs = [*MAIN, "gravac:cf=2-8:bandwidth_mbps=100:window=2+topk:0.1"]
+    for spec, outcome in zip(specs, ranks(alone, 1, specs)[0], strict=True):
+        assert isinstance(outcome, Outcome), (spec, outcome)
+        assert outcome.finite and outcome.report["traffic_bytes"] == 0

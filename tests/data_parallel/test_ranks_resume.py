@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from chunks import Chunks
 from ranks import preload
 from replica_methods import STATEFUL
 from replica_runs import SMALLEST, Run, Training, digest
@@ -43,7 +44,9 @@ def resumed(specs: list[str], path: str) -> list[Any]:
         later.load(start)
         later.go(0, 12)
         results.append(ends(later))
-        found.append((results, whole.buckets[5], later.buckets[0], len(start["replica"]["tensors"])))
+        found.append(
+            (results, whole.buckets[5], later.buckets[0], len(start["replica"]["tensors"]))
+        )
     return found
 
 
@@ -51,8 +54,7 @@ def resumed(specs: list[str], path: str) -> list[Any]:
 def gathered(ranks):
     # Two replicas: of three, an all-reduce of other buckets would round in another order, with a
     # plain DDP too.
-    results = ranks(resumed, 2, STATEFUL, "auto", timeout_s=170.0)
-    return {spec: [of_rank[i] for of_rank in results] for i, spec in enumerate(STATEFUL)}
+    return Chunks(ranks, resumed, 2, {spec: spec for spec in STATEFUL}, "auto", size=6)
 
 
 @pytest.mark.parametrize("spec", STATEFUL)

@@ -395,7 +395,7 @@ def test_other_data_within_a_replica_are_named(ranks):
 @pytest.mark.parametrize(
     "num_ranks, replicas, message",
     [
-        (2, 2, "2 ranks for replicas=2: a pipeline of one rank sends nothing"),
+        (2, 2, "2 stages on 1 ranks: in-flight 1F1B takes 1 stage on each rank; pass split=1"),
         (3, 2, "replicas=2 with 3 ranks: expected a divisor of 3"),
         (2, 0, "replicas=0 with 2 ranks: expected a divisor of 2"),
     ],
