@@ -190,8 +190,7 @@ def test_another_number_of_replicas_has_the_same_mean(ranks, tmp_path):
 
 def other_stages(root):
     """Two replicas of two ranks: one stage each, then two of another schedule."""
-    cases = ["ef+topk:0.2", "ef21+topk:0.2", "dgc:0.2", "powersgd:2"]
-    cases += ["accordion:low=topk/0.5:high=topk/0.1:interval=4"]
+    cases = ["dgc:0.2", "powersgd:2", "accordion:low=topk/0.5:high=topk/0.1:interval=4"]
     for dp in cases:
         folder = Path(root) / dp.replace("/", "_")
         one = pipe_of(dp, network=NETWORK, split=["2"])
