@@ -12,9 +12,9 @@ import stages as staging
 from mpcomp.boundary import Boundary
 from mpcomp.choices import Choices
 from mpcomp.data_parallel.base import ReplicaMethod
-from mpcomp.data_parallel.exchange import check_run
 from mpcomp.data_parallel.methods import replica_method_of
 from mpcomp.data_parallel.network import ReplicaNetwork
+from mpcomp.data_parallel.routes import check_run
 from mpcomp.engines.distributed import DistributedEngine
 from mpcomp.engines.schedules import Schedule, schedule_named
 from mpcomp.methods import boundaries_of, method_of

@@ -68,6 +68,11 @@ class Accordion(ReplicaMethod):
                     f"{name}={shown(method)}: Accordion switches between two compressors such as "
                     "TopK(0.1), and keeps what they leave out itself (feedback=True)"
                 )
+        if getattr(self.low, "by_matrix", False) != getattr(self.high, "by_matrix", False):
+            raise ValueError(
+                f"low={shown(self.low)}, high={shown(self.high)}: both have to work by matrix, as "
+                "onebit and lowrank do, or neither"
+            )
         if not _count(self.interval):
             raise ValueError(f"interval={self.interval!r}: expected a number of steps, 1 or more")
         if self.span is not None and not (_count(self.span) and self.span <= self.interval):

@@ -15,9 +15,8 @@ import dataclasses
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -25,84 +24,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mpcomp.compressors import Compressor, Identity
-from mpcomp.data_parallel.base import Controller, Draw, Factored, ReplicaMethod, Setting
-from mpcomp.data_parallel.item import Context, Item, matrix_of
+from mpcomp.data_parallel.base import Controller, Draw, ReplicaMethod, Setting
+from mpcomp.data_parallel.item import Context, Item
 from mpcomp.data_parallel.levels import broadcast, mean_inside, split_group
-from mpcomp.data_parallel.memory import Memory
 from mpcomp.data_parallel.network import ReplicaNetwork
-from mpcomp.data_parallel.paths import Path, dense_sum, gather, payload_sum, two_phase
+from mpcomp.data_parallel.paths import Path
 from mpcomp.data_parallel.peers import Peers, Works
-from mpcomp.data_parallel.powersgd import factored_sum
+from mpcomp.data_parallel.remembered import Remembered
+from mpcomp.data_parallel.routes import PATH_OF, check_run, matrices, routes
+from mpcomp.data_parallel.totals import Totals, density
 from mpcomp.randomness import generator_for
-from mpcomp.tensor_meta import TensorMeta
 
-__all__ = ["Exchange", "Totals", "check_run"]
+__all__ = ["Exchange"]
 
 #: Steps between counts of the zeros in a result.
 DENSITY_EVERY = 50
-
-
-@dataclass
-class Totals:
-    """What this rank has sent since it began.
-
-    Attributes:
-        steps: that were exchanged, skipped ones counted.
-        wire_bytes: bytes of its messages.
-        dense_bytes: what they would have been uncompressed.
-        floats: numbers of 32 bits in its messages, without indices.
-        traffic_bytes: what went over its link, with the messages' copies to several others.
-        dense_traffic_bytes: what a sum of uncompressed gradients would have put on its link.
-        encode_s: seconds of encoding (and of beginning to send).
-        wait_s: seconds of waiting for other replicas and the network.
-        decode_s: seconds of decoding.
-    """
-
-    steps: int = 0
-    wire_bytes: int = 0
-    dense_bytes: int = 0
-    floats: float = 0.0
-    traffic_bytes: float = 0.0
-    dense_traffic_bytes: float = 0.0
-    encode_s: float = 0.0
-    wait_s: float = 0.0
-    decode_s: float = 0.0
-
-
-def check_run(
-    parameters: Mapping[str, Tensor],
-    method: ReplicaMethod,
-    network: ReplicaNetwork,
-    num_replicas: int,
-) -> None:
-    """What ranks can tell alike before anything is connected.
-
-    Args:
-        parameters: those of the whole model that require gradients, by name.
-        method: between replicas.
-        network: how they are connected.
-        num_replicas: how many.
-
-    Raises:
-        ValueError: the method does not suit the model, or the network these replicas.
-        TypeError: parameters of fp64.
-    """
-    wide = [name for name, p in parameters.items() if p.dtype == torch.float64]
-    if wide:
-        raise TypeError(f"{wide[0]} is fp64: gradients between replicas are at most fp32")
-    network.check_replicas(num_replicas)
-    method.check(Setting(num_replicas, _matrices(parameters, network)))
-
-
-def _matrices(parameters: Mapping[str, Tensor], network: ReplicaNetwork) -> dict[str, TensorMeta]:
-    """Parameters that may go compressed, as matrices."""
-    metas = {name: TensorMeta.of(p) for name, p in parameters.items()}
-    return {
-        name: matrix_of(meta)
-        for name, meta in metas.items()
-        if len(meta.shape) > 1 and meta.numel >= network.smallest
-    }
 
 
 class Exchange:
@@ -165,7 +101,7 @@ class Exchange:
         self._unused = unused
         self._seed = seed
         self._device = next((p.device for p in parameters.values()), torch.device("cpu"))
-        self._compressible = _matrices(parameters, self.network)
+        self._compressible = matrices(parameters, self.network)
         self._sizes = {name: p.numel() for name, p in parameters.items()}
         self._names = list(parameters)
         #: Number of parameters on each path, in the step under way or the last one.
@@ -181,12 +117,7 @@ class Exchange:
         method = self.method
         setting = Setting(self.num_replicas, self._compressible)
         self.controller: Controller = method.controller(setting)
-        self._memories: dict[str, Memory] = {
-            name: method.memory(numel, self._device, compressed=name in self._compressible)
-            for name, numel in self._sizes.items()
-        }
-        self._phase_memories: dict[str, Memory] = {}
-        self._factors: dict[str, Tensor] = {}
+        self._state = Remembered(method, self._sizes, self._compressible, self._device)
         self.step = 0
         self.totals = Totals()
 
@@ -244,8 +175,8 @@ class Exchange:
             self.controller,
             unit,
             self._draw,
-            self._phase_memory,
-            self._factors,
+            self._state.phase_memory,
+            self._state.factors,
         )
 
     def add(self, gradients: Mapping[str, Tensor]) -> None:
@@ -253,12 +184,12 @@ class Exchange:
 
         Every replica adds the same parameters in the same order.
         """
-        with self._timed("encode_s"):
+        with self.totals.timed("encode_s"):
             items = [
                 Item(
                     name,
                     gradient,
-                    self._memories[name],
+                    self._state.memories[name],
                     self._compress and name in self._compressible,
                 )
                 for name, gradient in gradients.items()
@@ -281,7 +212,7 @@ class Exchange:
         If a gradient was not finite on some rank, all results are NaN, as they would be
         uncompressed, and `nonfinite` is set.
         """
-        with self._timed("encode_s"):
+        with self.totals.timed("encode_s"):
             self._start_waiting()
         self._drive()
         if self._inside is not None:
@@ -308,8 +239,10 @@ class Exchange:
         else:
             self._leave_alone({n for n, u in zip(self._names, used, strict=False) if not u})
         if self.step % DENSITY_EVERY == 0:
-            self.density = self._density_of_result()
-        self._count(traffic)
+            self.density = math.nan if self.nonfinite else density(self._items)
+        self.totals.count(
+            self._context.tally, traffic_bytes=traffic, num_replicas=self.num_replicas
+        )
 
     def settle(self, finite: bool) -> None:
         """Ends the step: what memories noted is kept if it was finite everywhere, else forgotten.
@@ -318,13 +251,10 @@ class Exchange:
         """
         if not hasattr(self, "_context"):
             return
-        for memory in (*self._memories.values(), *self._phase_memories.values()):
-            if finite:
-                memory.commit()
-            else:
-                memory.discard()
         if finite:
-            self._factors.update(self._context.new_factors)
+            self._state.commit(self._context.new_factors)
+        else:
+            self._state.discard()
         if hasattr(self, "_sums"):  # else the step ended with an error
             self.controller.end(self._sums, finite=finite, traffic_bytes=self._mean_traffic)
             self.history.append(self._entry(finite))
@@ -387,51 +317,13 @@ class Exchange:
 
     def _routes(self, items: Sequence[Item]) -> list[Path]:
         """The path of each gradient, those of a kind together."""
-        routes: dict[str, list[Item]] = {}
-        to_weigh: list[Item] = []
-        for item in items:
-            route = self._route(item)
-            if route is None:
-                to_weigh.append(item)
-            else:
-                routes.setdefault(route, []).append(item)
-        if to_weigh:
-            routes.setdefault(self._weighed(to_weigh), []).extend(to_weigh)
-        makers = {
-            "dense": dense_sum,
-            "sum": payload_sum,
-            "gather": gather,
-            "two-phase": two_phase,
-            "factors": factored_sum,
-        }
-        for name, of_route in routes.items():
-            self._routed[name] = self._routed.get(name, 0) + len(of_route)
-        return [makers[name](routes[name], self._context) for name in makers if name in routes]
-
-    def _route(self, item: Item) -> str | None:
-        """The path of one gradient; None where that depends on how much goes with it."""
-        codec = self.controller.codec(item.name) if item.compressible else None
-        if codec is None or isinstance(codec, Identity):
-            return "dense"
-        if isinstance(codec, Factored):
-            return "factors" if codec.worthwhile(matrix_of(item.meta)) else "dense"
-        if codec.wire_bytes(item.shaped(codec)) >= item.meta.dense_bytes:
-            return "dense"
-        return "sum" if codec.summable else None
-
-    def _weighed(self, items: Sequence[Item]) -> str:
-        wire = dense = 0
-        for item in items:
-            codec = self.controller.codec(item.name)
-            assert isinstance(codec, Compressor)
-            wire += codec.wire_bytes(item.shaped(codec))
-            dense += item.meta.dense_bytes
-        return self.network.choose(
-            summable=False,
-            wire_bytes=wire,
-            dense_bytes=dense,
-            num_replicas=self._context.peers.size,
-        )
+        context = self._context
+        by_path = routes(items, self.controller, self.network, context.peers.size)
+        for name, of_path in by_path.items():
+            self._routed[name] = self._routed.get(name, 0) + len(of_path)
+            for item in of_path if name != "two-phase" else ():
+                self._state.hand_back(item, context.unit, context.peers.size)
+        return [PATH_OF[name](of_path, context) for name, of_path in by_path.items()]
 
     @staticmethod
     def _begun(path: Path) -> tuple[Path, Works | None]:
@@ -445,11 +337,11 @@ class Exchange:
             for path, works in paths:
                 if works is None:
                     continue
-                with self._timed("wait_s"):
+                with self.totals.timed("wait_s"):
                     for work in works:
                         with self._everyone.waiting():
                             work.wait()
-                with self._timed("decode_s"):
+                with self.totals.timed("decode_s"):
                     going.append((path, next(path, None)))
             paths = going
 
@@ -460,11 +352,6 @@ class Exchange:
             return generator_for("replicas", self._seed, drawn, piece, self.step, who)
 
         return draw
-
-    def _phase_memory(self, name: str, numel: int, device: torch.device) -> Memory:
-        if name not in self._phase_memories:
-            self._phase_memories[name] = self.method.phase_memory(numel, device)
-        return self._phase_memories[name]
 
     def _sum(self, numbers: Sequence[float]) -> list[float]:
         """Over the replicas, in fp64, on the gradients' device."""
@@ -481,29 +368,9 @@ class Exchange:
         """
         for item in self._items:
             if item.name in unused:
-                item.memory.discard()
-                item.gradient.zero_()
+                self._state.discard_one(item.name)
                 self._context.new_factors.pop(item.name, None)
-                if item.name in self._phase_memories:
-                    self._phase_memories[item.name].discard()
-
-    def _density_of_result(self) -> float:
-        """Elements that are not zero in the results of parameters that went compressed."""
-        looked = [item for item in self._items if item.compressible]
-        total = sum(item.numel for item in looked)
-        if not total or self.nonfinite:
-            return math.nan
-        return sum(int(item.gradient.count_nonzero()) for item in looked) / total
-
-    def _count(self, traffic: float) -> None:
-        totals, tally = self.totals, self._context.tally
-        n = self.num_replicas
-        totals.steps += 1
-        totals.wire_bytes += tally.wire_bytes
-        totals.dense_bytes += tally.dense_bytes
-        totals.floats += tally.floats
-        totals.traffic_bytes += traffic
-        totals.dense_traffic_bytes += 2 * (n - 1) / n * tally.dense_bytes
+                item.gradient.zero_()
 
     def _entry(self, finite: bool) -> dict[str, Any]:
         tally = self._context.tally
@@ -518,12 +385,6 @@ class Exchange:
             **self.controller.report(),
         }
 
-    @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        setattr(self.totals, name, getattr(self.totals, name) + time.perf_counter() - start)
-
     # -- what happened, and going on from it ------------------------------------------------------
 
     @property
@@ -534,12 +395,11 @@ class Exchange:
     def report(self) -> dict[str, Any]:
         """Totals of this rank, the ratio, and what the method is at."""
         totals = dataclasses.asdict(self.totals)
-        dense = self.totals.dense_bytes
         return {
             "method": str(self.method),
             "replicas": self.num_replicas,
             **totals,
-            "ratio": self.totals.wire_bytes / dense if dense else math.nan,
+            "ratio": self.totals.ratio,
             "density": self.density,
             "paths": dict(sorted(self._routed.items())),
             **self.controller.report(),
@@ -551,11 +411,7 @@ class Exchange:
         Returns:
             ``tensors`` by name, and ``rest``, which JSON can hold.
         """
-        tensors: dict[str, Tensor] = {}
-        for kind, memories in (("own", self._memories), ("phase", self._phase_memories)):
-            for name, memory in memories.items():
-                tensors.update({f"{kind}/{name}/{k}": v for k, v in memory.state_dict().items()})
-        tensors.update({f"factor/{name}": value for name, value in self._factors.items()})
+        tensors = self._state.tensors()
         held = self.controller.tensors()
         tensors.update({f"controller/{name}": value for name, value in held.items()})
         rest = {
@@ -578,16 +434,7 @@ class Exchange:
                 f"the state is that of {method}, these replicas use {self.method}: "
                 "use the same method"
             )
-        for key in state["tensors"]:
-            kind, _, rest = key.partition("/")
-            name, _, field = rest.rpartition("/")
-            if kind == "own" and not (
-                name in self._memories and field.partition(":")[0] in self._memories[name].fields
-            ):
-                raise ValueError(
-                    f"the state has the {field} of {name}, for which there is no place here: "
-                    "train the same parameters, with the same smallest= of ReplicaNetwork"
-                )
+        self._state.check(state["tensors"])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from what `state_dict` gave, on the same replica of as many.
@@ -598,23 +445,11 @@ class Exchange:
         self.check_state(state)
         self.reset()
         rest = state["rest"]
-        found: dict[tuple[str, str], dict[str, Tensor]] = {}
-        by_name: dict[str, dict[str, Tensor]] = {"factor": {}, "controller": {}}
-        for key, value in state["tensors"].items():
-            kind, _, name = key.partition("/")
-            if kind in by_name:
-                by_name[kind][name] = value.to(self._device)
-                continue
-            name, _, field = name.rpartition("/")
-            found.setdefault((kind, name), {})[field] = value.to(self._device)
-        self._factors.update(by_name["factor"])
-        self.controller.load_tensors(by_name["controller"])
-        for (kind, name), fields in found.items():
-            if kind == "phase":
-                numel = next(v for k, v in fields.items() if ":" not in k).numel()
-                self._phase_memory(name, numel, self._device).load_state_dict(fields)
-            else:
-                self._memories[name].load_state_dict(fields)
+        self._state.load(state["tensors"])
+        own = {k: v for k, v in state["tensors"].items() if k.startswith("controller/")}
+        self.controller.load_tensors(
+            {k.removeprefix("controller/"): v.to(self._device) for k, v in own.items()}
+        )
         self.step = rest["step"]
         self.totals = Totals(**rest["totals"])
         self.controller.load_state_dict(rest["controller"])

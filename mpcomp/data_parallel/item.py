@@ -47,7 +47,8 @@ class Context:
         controller: what chooses codecs.
         unit: factor from what memories keep to this step's gradients.
         draw: ``draw(name, piece)(alike)`` is a fresh generator.
-        phase_memory: of a piece of a parameter that this replica forms the mean of.
+        phase_memory: of a piece of a parameter that this replica forms the mean of, by name, first
+            element and number of elements.
         factors: the right factors of PowerSGD, by parameter, and those of this step.
         tally: of this step.
     """
@@ -56,7 +57,7 @@ class Context:
     controller: Controller
     unit: float
     draw: Callable[[str, int], Draw]
-    phase_memory: Callable[[str, int, torch.device], Memory]
+    phase_memory: Callable[[str, int, int], Memory]
     factors: dict[str, Tensor]
     new_factors: dict[str, Tensor] = field(default_factory=dict)
     tally: Tally = field(default_factory=Tally)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
 from mpcomp.compressors import Compressor
@@ -77,7 +76,7 @@ def mean_inside(
     def pieces(name: str, piece: int) -> Draw:
         return draw(name, -1 - piece)
 
-    def no_memory(name: str, numel: int, device: torch.device) -> Memory:
+    def no_memory(name: str, start: int, numel: int) -> Memory:
         return forget
 
     context = Context(peers, Static(codec), 1.0, pieces, no_memory, {})

@@ -22,6 +22,7 @@ class StateTensor:
     """One fp32 vector in the precision and place of a `StoragePlan`; zeros until written."""
 
     def __init__(self, numel: int, plan: StoragePlan, device: torch.device) -> None:
+        self.numel = numel
         self._store = SlotStore(numel, plan, device)
         self._rounds = isinstance(plan.storage, int)
         self._noted: Tensor | None = None
@@ -98,6 +99,16 @@ class Memory:
     def result(self, mean: Tensor, unit: float) -> Tensor:
         """The gradient for the optimizer, from the mean of what the replicas sent."""
         return mean
+
+    @property
+    def known(self) -> bool:
+        """Whether anything was ever kept."""
+        return any(tensor.known for tensor in self._state.values())
+
+    @property
+    def numel(self) -> int:
+        """Elements of what it keeps; 0 if it keeps nothing."""
+        return next((tensor.numel for tensor in self._state.values()), 0)
 
     def commit(self) -> None:
         """Keeps what was noted."""

@@ -76,6 +76,11 @@ def replica_method_of(value: Any) -> ReplicaMethod:
         value = parse(value)
     if isinstance(value, ReplicaMethod):
         return value
+    if isinstance(value, EF21) and value.first is not None:
+        raise ValueError(
+            f"dp_comp={value}: between replicas estimates begin at zero, so there is no first "
+            "message to compress in another way; leave first out"
+        )
     if isinstance(value, Compressor) or type(value) in (ErrorFeedback, EF21):
         return Compressed(value)
     if isinstance(value, SpecValue):

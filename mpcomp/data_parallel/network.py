@@ -90,6 +90,14 @@ class ReplicaNetwork:
                 f"of {num_replicas}, as every machine holds as many"
             )
 
+    def check_path(self, summable: bool) -> None:
+        """Raises ValueError for ``path="sum"`` and a payload that cannot be added."""
+        if self.path == "sum" and not summable:
+            raise ValueError(
+                "path='sum' for a method whose messages cannot be added elementwise: use randomk, "
+                "randomblock, fp16 or powersgd, or path='gather'"
+            )
+
     def seconds(self, path: str, num_bytes: float, num_replicas: int) -> float:
         """What a path takes for messages of so many bytes a replica; see the module's table."""
         n = num_replicas
@@ -111,22 +119,14 @@ class ReplicaNetwork:
         Raises:
             ValueError: ``path="sum"`` for a payload that cannot be added.
         """
-        if self.path == "sum" and not summable:
-            raise ValueError(
-                "path='sum' for a method whose messages cannot be added elementwise: use randomk, "
-                "randomblock, fp16 or powersgd, or path='gather'"
-            )
+        self.check_path(summable)
         if summable:
             return "sum"
         if self.path != "auto":
             return self.path
-        costs = {
-            path: self.seconds(path, num_bytes, num_replicas)
-            for path, num_bytes in (
-                ("gather", wire_bytes),
-                ("two-phase", wire_bytes),
-                ("dense", dense_bytes),
-            )
-        }
-        costs["two-phase"] *= TWICE
-        return min(costs, key=costs.__getitem__)
+        gather = self.seconds("gather", wire_bytes, num_replicas)
+        two_phase = self.seconds("two-phase", wire_bytes, num_replicas)
+        dense = self.seconds("dense", dense_bytes, num_replicas)
+        if gather > dense:
+            return "two-phase" if two_phase < dense else "dense"
+        return "two-phase" if TWICE * two_phase < gather else "gather"

@@ -139,7 +139,8 @@ def two_phase(items: Sequence[Item], context: Context) -> Path:
             start = _add(mean, item.name, own, metas[own], codec, message, start, context)
     for item, codec, metas, mean in zip(items, codecs, cuts, means, strict=True):
         meta = metas[own]
-        memory = context.phase_memory(item.name, meta.numel, mean.device)
+        start = sum(before.numel for before in metas[:own])
+        memory = context.phase_memory(item.name, start, meta.numel)
         wanted = memory.wanted(mean, unit)
         draw = context.draw(item.name, peers.size + own)
         encoded = encode_with(codec, narrow(wanted, meta.dtype).reshape(meta.shape), draw)

@@ -34,22 +34,19 @@ def chosen(network: ReplicaNetwork, n: int, wire: float, dense: float = 1e8) -> 
 
 
 def test_two_phases_where_replicas_are_many():
-    """2 (n-1)/n messages against n-1: from three replicas on, where bandwidth counts."""
-    assert [chosen(NETWORK, n, 1e6) for n in (1, 2, 3, 4, 64)] == [
-        "gather",
-        "gather",
-        "two-phase",
-        "two-phase",
-        "two-phase",
+    """Twice 2 (n-1)/n messages against n-1: from five replicas on, where bandwidth counts."""
+    assert [chosen(NETWORK, n, 1e6) for n in (1, 2, 3, 4, 5, 64)] == [
+        *("gather", "gather", "gather", "gather"),
+        *("two-phase", "two-phase"),
     ]
 
 
 def test_one_gather_where_latency_counts():
     far = ReplicaNetwork(latency_ms=50.0, bandwidth_mbps=1000.0)
-    assert chosen(far, 4, 1e4) == "gather" and chosen(far, 4, 1e8, 1e10) == "two-phase"
-    # The two are equal at a (n-1) = (n-1) (1 - 2/n) B/b.
-    n, latency, per_byte = 4, 0.05, 8 / 1e9
-    equal = latency / (1 - 2 / n) / per_byte
+    assert chosen(far, 8, 1e4) == "gather" and chosen(far, 8, 1e8, 1e10) == "two-phase"
+    # Twice the one is the other at 3 a (n-1) = (n-1) (1 - 4/n) B/b.
+    n, latency, per_byte = 8, 0.05, 8 / 1e9
+    equal = 3 * latency / (1 - 4 / n) / per_byte
     assert chosen(far, n, 0.99 * equal) == "gather" and chosen(far, n, 1.01 * equal) == "two-phase"
 
 
@@ -57,6 +54,7 @@ def test_dense_where_little_is_saved():
     assert chosen(NETWORK, 8, 0.99e6, 1e6) == "two-phase"
     assert chosen(NETWORK, 8, 1.0e6, 1e6) == "dense"  # fewer rounds for as many bytes
     assert chosen(NETWORK, 2, 0.5e6, 1e6) == "gather"
+    assert chosen(NETWORK, 4, 0.6e6, 1e6) == "two-phase"  # to gather costs more than dense
     # 15 messages of two phases against 2 * 4 of a sum, whatever they carry.
     late = ReplicaNetwork(latency_ms=100.0, bandwidth_mbps=1e6)
     assert chosen(late, 16, 1e3, 1e6) == "dense"
