@@ -117,9 +117,7 @@ class RunConfig:
                 f"dp_comp is {self.dp_comp}, replicas is 1; there is nobody to exchange gradients "
                 "with, so pass --replicas 2 or more, with as many processes"
             )
-        if isinstance(method, mpcomp.DGC | mpcomp.RedSync) and (
-            self.optimizer != "sgd" or self.momentum
-        ):
+        if getattr(method, "momentum", 0.0) and (self.optimizer != "sgd" or self.momentum):
             raise ValueError(
                 f"dp_comp is {self.dp_comp}, optimizer is {self.optimizer}, momentum is "
                 f"{self.momentum}; this method has the momentum itself, on each replica, so pass "

@@ -60,6 +60,11 @@ ROWS: Final[dict[str, Row]] = {
     "GraVAC, stronger": Row(
         "quality", "gravac:cf=20-1000:eps=0.1:window=20:smoothing=0.2+topk:0.1+quant:4"
     ),
+    "GraVAC, momentum on replicas": Row(
+        "quality",
+        "gravac:cf=20-1000:eps=0.05:window=20:smoothing=0.2:momentum=0.9+topk:0.1+fp16",
+        _OWN_MOMENTUM,
+    ),
     "DGC 0.1 %": Row("quality", "dgc:0.001:warmup_steps=100+fp16", _OWN_MOMENTUM),
     "EF Top-1 %": Row("quality", "ef+topk:0.01+fp16"),
     "Top-1 %, no EF": Row("quality", "topk:0.01+fp16"),

@@ -15,7 +15,12 @@ from mpcomp.compressors.base import check_keep
 from mpcomp.compressors.gather import check_values
 from mpcomp.data_parallel.base import Codec, Controller, ReplicaMethod, Setting
 from mpcomp.data_parallel.memory import Memory
-from mpcomp.data_parallel.momentum import LocalMomentum, MomentumCorrection
+from mpcomp.data_parallel.momentum import (
+    MomentumCorrection,
+    check_momentum,
+    momentum_memory,
+    refuse_momentum,
+)
 
 __all__ = ["DGC", "RedSync"]
 
@@ -53,8 +58,7 @@ class _Momentum(ReplicaMethod):
 
     def __post_init__(self) -> None:
         check_keep(self.keep)
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum={self.momentum}: expected a number in [0, 1)")
+        check_momentum(self.momentum)
         if self.clip is not None and not (self.clip > 0 and math.isfinite(self.clip)):
             raise ValueError(f"clip={self.clip}: expected a norm above 0, or None")
 
@@ -63,22 +67,17 @@ class _Momentum(ReplicaMethod):
         """What a parameter is sent with in a step."""
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        if any(group.get("momentum") for group in optimizer.param_groups):
-            raise ValueError(
-                f"{self} has the momentum on each replica, and the optimizer has one of its own: "
-                "make it with momentum=0"
-            )
+        refuse_momentum(self, optimizer)
 
     def controller(self, setting: Setting) -> Controller:
         return _ByStep(lambda step, name: self.codec(step, name, setting))
 
     def memory(self, numel: int, device: torch.device, *, compressed: bool) -> Memory:
-        if not compressed:
-            return LocalMomentum(numel, device, momentum=self.momentum, nesterov=self.nesterov)
-        return MomentumCorrection(
+        return momentum_memory(
             numel,
             device,
-            momentum=self.momentum,
+            self.momentum,
+            compressed=compressed,
             nesterov=self.nesterov,
             masking=self.masking,
         )

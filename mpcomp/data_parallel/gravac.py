@@ -14,6 +14,7 @@ from mpcomp.data_parallel.base import Controller, ReplicaMethod, Setting
 from mpcomp.data_parallel.clock import Clock, ModelledClock, WallClock
 from mpcomp.data_parallel.gravac_controller import GraVACController
 from mpcomp.data_parallel.memory import Memory, Residual
+from mpcomp.data_parallel.momentum import check_momentum, momentum_memory, refuse_momentum
 from mpcomp.data_parallel.search import POLICIES, Search
 from mpcomp.feedback.slots import StoragePlan
 
@@ -67,6 +68,8 @@ class GraVAC(ReplicaMethod):
         exact: decide a step by its own gradient, as Algorithm 1 does: then nothing is sent before
             the last gradient is there. Otherwise by the averages up to the step before, so that
             sending overlaps with the backward pass; the first step then is dense.
+        momentum: of each replica's own gradient, in [0, 1), as DGC has it (`MomentumCorrection`);
+            the optimizer then must have none. 0 is error feedback, as in the paper.
         bandwidth_mbps: megabits a second of links of which the time of a step is computed, so that
             runs repeat exactly; None measures it.
         latency_ms: of a message on such links.
@@ -85,6 +88,7 @@ class GraVAC(ReplicaMethod):
     policy: str = "exponential"
     smoothing: float | None = None
     exact: bool = False
+    momentum: float = 0.0
     bandwidth_mbps: float | None = None
     latency_ms: float = 0.0
     compute_ms: float = 0.0
@@ -119,6 +123,7 @@ class GraVAC(ReplicaMethod):
                 f"smoothing={self.smoothing}: expected a weight in (0, 1], or None for the number "
                 "of replicas / 100"
             )
+        check_momentum(self.momentum)
         if self.bandwidth_mbps is None and (self.latency_ms or self.compute_ms):
             raise ValueError(
                 f"latency_ms={self.latency_ms}, compute_ms={self.compute_ms} without "
@@ -193,4 +198,13 @@ class GraVAC(ReplicaMethod):
         return GraVACController(self, setting.num_replicas)
 
     def memory(self, numel: int, device: torch.device, *, compressed: bool) -> Memory:
+        if self.momentum:
+            return momentum_memory(numel, device, self.momentum, compressed=compressed)
         return Residual(numel, StoragePlan(), device) if compressed else Memory()
+
+    def phase_memory(self, numel: int, device: torch.device) -> Memory:
+        return Residual(numel, StoragePlan(), device)
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.momentum:
+            refuse_momentum(self, optimizer)

@@ -16,7 +16,13 @@ from torch import Tensor
 from mpcomp.data_parallel.memory import Memory, StateTensor
 from mpcomp.feedback.slots import StoragePlan
 
-__all__ = ["LocalMomentum", "MomentumCorrection"]
+__all__ = [
+    "LocalMomentum",
+    "MomentumCorrection",
+    "check_momentum",
+    "momentum_memory",
+    "refuse_momentum",
+]
 
 
 class MomentumCorrection(Memory):
@@ -86,3 +92,33 @@ class LocalMomentum(Memory):
         velocity = self._momentum * velocity + mean
         self._velocity.note(velocity, unit)
         return velocity
+
+
+def momentum_memory(
+    numel: int,
+    device: torch.device,
+    momentum: float,
+    *,
+    compressed: bool,
+    nesterov: bool = False,
+    masking: bool = True,
+) -> Memory:
+    """The memory of a parameter of a method that has the momentum itself."""
+    if not compressed:
+        return LocalMomentum(numel, device, momentum=momentum, nesterov=nesterov)
+    return MomentumCorrection(numel, device, momentum=momentum, nesterov=nesterov, masking=masking)
+
+
+def check_momentum(momentum: float) -> None:
+    """Raises ValueError unless ``momentum`` is in [0, 1)."""
+    if not 0 <= momentum < 1:
+        raise ValueError(f"momentum={momentum}: expected a number in [0, 1)")
+
+
+def refuse_momentum(method: object, optimizer: torch.optim.Optimizer) -> None:
+    """Raises ValueError for an optimizer with momentum."""
+    if any(group.get("momentum") for group in optimizer.param_groups):
+        raise ValueError(
+            f"{method} has the momentum on each replica, and the optimizer has one of its own: "
+            "make it with momentum=0"
+        )

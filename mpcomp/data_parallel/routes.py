@@ -64,8 +64,8 @@ def check_run(
     controller = method.controller(setting)
     if controller.waits and network.per_machine > 1:
         raise ValueError(
-            f"{method} with per_machine={network.per_machine}: exact=True looks at gradients before "
-            "machines have averaged theirs; leave exact out"
+            f"{method} with per_machine={network.per_machine}: exact=True looks at gradients "
+            "before machines have averaged theirs; leave exact out"
         )
     if network.path == "sum":
         controller.begin(0, None)

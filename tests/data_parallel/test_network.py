@@ -47,7 +47,8 @@ def test_one_gather_where_latency_counts():
     # Twice the one is the other at 3 a (n-1) = (n-1) (1 - 4/n) B/b.
     n, latency, per_byte = 8, 0.05, 8 / 1e9
     equal = 3 * latency / (1 - 4 / n) / per_byte
-    assert chosen(far, n, 0.99 * equal) == "gather" and chosen(far, n, 1.01 * equal) == "two-phase"
+    assert chosen(far, n, 0.99 * equal, 1e12) == "gather"
+    assert chosen(far, n, 1.01 * equal, 1e12) == "two-phase"
 
 
 def test_dense_where_little_is_saved():
