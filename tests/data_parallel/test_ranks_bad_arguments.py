@@ -43,6 +43,13 @@ def compressed(what: str) -> list[str]:
         method = "same"
     if what == "machines":
         arguments["network"] = ReplicaNetwork(smallest=16, per_machine=3)
+    if what == "exact machines":
+        method = "gravac:exact=true+topk:0.1"
+        arguments["network"] = ReplicaNetwork(smallest=16, per_machine=2)
+    if what == "no sum":
+        arguments["network"] = ReplicaNetwork("sum", smallest=16)
+    if what == "first":
+        method = "ef21:first=quant/8+topk:0.1"
     if what == "nonsense":
         method = 0.1
     said = []
@@ -71,6 +78,9 @@ REFUSED = {
     "a cut's method": "ValueError: dp_comp=aqsgd+quant:4: it belongs at a cut",
     "same indices": "ValueError: dp_comp=same: it belongs at a cut",
     "machines": "ValueError: per_machine=3 with 2 replicas: expected a divisor of 2",
+    "exact machines": "ValueError: gravac:exact=True+topk:0.1 with per_machine=2: exact=True looks",
+    "no sum": "ValueError: path='sum' for a method whose messages cannot be added",
+    "first": "ValueError: dp_comp=ef21:first=quant/8+topk:0.1: between replicas estimates begin at",
     "nonsense": "TypeError: dp_comp=0.1: expected a compressor such as TopK(0.01)",
 }
 
