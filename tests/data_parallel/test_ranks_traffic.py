@@ -60,11 +60,7 @@ def test_traffic_is_that_of_the_formulas(ranks, n):
             (n - 1) * (NUMEL / 8 / n + 200 * 8) * 2,
         ),
         ("powersgd:2", "auto"): ("factors", 4 * 2 * 264, ring * 4 * 2 * 264),
-        ("topk:0.05", "auto"): (
-            ("gather", wire, (n - 1) * wire)
-            if n == 2
-            else ("two-phase", wire * (1 + 1 / n), ring * wire)
-        ),
+        ("topk:0.05", "auto"): ("gather", wire, (n - 1) * wire),
     }
     for of_rank in results:
         for case, (entry, report, _) in zip(CASES, of_rank, strict=True):
