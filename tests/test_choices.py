@@ -92,8 +92,8 @@ def test_the_local_engine_has_only_its_own_order(choice, engine, one_process):
 
 @pytest.mark.parametrize("engine", [None, "local", "distributed"])
 @pytest.mark.parametrize("given", ["topk:0.1", mpcomp.TopK(0.1)], ids=repr)
-def test_compression_between_replicas_is_not_there(given, engine, one_process):
-    with pytest.raises(ValueError, match="dp_comp=.*go uncompressed in this version; leave it out"):
+def test_compression_between_replicas_takes_several(given, engine, one_process):
+    with pytest.raises(ValueError, match="dp_comp=.*nobody to exchange gradients with; leave"):
         pipe_of(dp_comp=given, engine=engine)
 
 
@@ -138,7 +138,7 @@ def test_a_group_of_one_is_no_pipeline(one_process):
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        message = "1 ranks for replicas=1: a pipeline of one rank sends nothing.*engine='local'"
+        message = "1 rank: a pipeline of one rank sends nothing.*engine='local'"
         with pytest.raises(ValueError, match=message):
             pipe_of(engine="distributed")
         assert pipe_of().num_ranks == 1  # the local engine, chosen by itself

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -68,6 +69,8 @@ message: what one replica hands over to be summed or gathered; counted: what a h
 encode, wait, decode: milliseconds of a step on one replica, where mpcomp counts them
 factor: by which the method says that it compresses in the timed steps; a span has not settled
 paths: of how many parameters the messages took which; statistics of BatchNorm are not sent"""
+
+LABEL_CHARACTERS: Final = 30  # of a line in the plot
 
 
 def summarise(turns: Sequence[Record]) -> list[dict[str, Any]]:
@@ -296,13 +299,25 @@ def _plot_steps(axes: Axes, result: Record, colours: Mapping[str, str]) -> None:
     below = [median - low for median, (low, _) in zip(medians, spans, strict=True)]
     above = [high - median for median, (_, high) in zip(medians, spans, strict=True)]
     names = [row["variant"] for row in rows]
-    axes.barh(names, medians, color=[colours[name] for name in names], zorder=2)
-    axes.errorbar(medians, names, xerr=(below, above), fmt="none", color="#444444", capsize=2)
+    places = range(len(names))
+    axes.barh(places, medians, color=[colours[name] for name in names], zorder=2)
+    axes.errorbar(medians, places, xerr=(below, above), fmt="none", color="#444444", capsize=2)
+    axes.set_yticks(places, [_broken(name) for name in names])
     label = f"{REFERENCE}, unlimited links"
     axes.axvline(result["dense"]["unlimited_s"]["median"], color="#444444", ls=":", label=label)
     axes.set_xlabel("s a step, median and quartiles")
     rate = "unlimited links" if result["mbps"] is None else f"{result['mbps']:g} Mbit/s"
     axes.set_title(f"{result['settings']['replicas']} replicas, {rate}")
+
+
+def _broken(name: str) -> str:
+    """A spec over several lines: long ones would leave no room for the bars."""
+    lines = [""]
+    for part in re.split(r"(?<=[:+ ])", name):
+        if len(lines[-1]) + len(part) > LABEL_CHARACTERS:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(lines)
 
 
 def _plot_trainings(axes: Axes, result: Record, colours: Mapping[str, str]) -> None:

@@ -51,6 +51,10 @@ def check_success(ends: Sequence[End]) -> None:
 def history(folder: Path, without: tuple[str, ...] = ("seconds",)) -> list[dict[str, object]]:
     """The metrics, but not of these names."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:  # what replicas exchanged, without the time that took
+        told = row.get("replicas", {})
+        for name in [k for k in told if k.endswith("_s") or k == "scaling_efficiency"]:
+            del told[name]
     return [{k: v for k, v in row.items() if k not in without} for row in rows]
 
 

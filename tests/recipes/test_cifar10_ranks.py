@@ -119,7 +119,7 @@ def test_mistakes_end_every_process_and_one_says_so(ranks, tmp_path):
     (tmp_path / "taken" / "config.json").write_text("{}")
     commands = {
         "pass --split 2, or start 4 processes": [*TINY, *out],
-        "replicas is 2, but there are 2 processes": [*TINY, *out, "--replicas", "2"],
+        "pass --split 1, or start 8 processes": [*TINY, *out, "--replicas", "2"],
         "batch_size is 16, replicas is 3": [*TINY, *out, "--replicas", "3"],
         "schedule='GPie'": [*TINY, *out, "--schedule", "GPie"],
         "invalid int value: 'x'": [*TINY, *out, "--epochs", "x"],

@@ -99,7 +99,7 @@ def test_stages_that_fit_the_processes(chosen, num_ranks):
         ({"replicas": 2}, 4, "the 2 processes of a replica take 2 .* or start 8 processes"),
         ({"schedule": "DualPipeV"}, 4, "take 8 with the schedule DualPipeV; .* or start 2"),
         ({"replicas": 4}, 6, "replicas is 4, but there are 6 processes"),
-        ({"replicas": 4}, 4, "replicas is 4, but there are 4 processes"),
+        ({"replicas": 4}, 4, "the 1 processes of a replica take 1 .* pass --split 1, or start 16"),
     ],
 )
 def test_stages_that_do_not(chosen, num_ranks, message):
