@@ -199,6 +199,11 @@ class Selecting(Compressor):
             generator: for methods that draw.
         """
 
+    def compress(self, x: Tensor, generator: torch.Generator | None = None) -> Payload:
+        flat = TensorMeta.of(x).flatten(x).reshape(-1)
+        positions = self.choose(flat, self.num_kept(flat.numel()), generator)
+        return self.take(x, positions, generator)
+
     @abstractmethod
     def take(
         self, x: Tensor, positions: Tensor, generator: torch.Generator | None = None

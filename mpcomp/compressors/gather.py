@@ -96,11 +96,6 @@ class SentPositions(Selecting):
         indices = TensorMeta((index_bytes(meta.numel, values.count),), torch.uint8)
         return (*values.layout(meta.dtype), indices)
 
-    def compress(self, x: Tensor, generator: torch.Generator | None = None) -> Payload:
-        flat = TensorMeta.of(x).flatten(x).reshape(-1)
-        positions = self.choose(flat, self.num_kept(flat.numel()), generator)
-        return self.take(x, positions, generator)
-
     def take(
         self, x: Tensor, positions: Tensor, generator: torch.Generator | None = None
     ) -> Payload:

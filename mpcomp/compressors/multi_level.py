@@ -117,11 +117,6 @@ class MultiLevel(Selecting):
     def choose(self, flat: Tensor, k: int, generator: torch.Generator | None = None) -> Tensor:
         return _levels(self.first, k, flat, generator)[1]
 
-    def compress(self, x: Tensor, generator: torch.Generator | None = None) -> Payload:
-        flat = TensorMeta.of(x).flatten(x).reshape(-1)
-        positions = self.choose(flat, self.num_kept(flat.numel()), generator)
-        return self.take(x, positions, generator)
-
     def take(
         self, x: Tensor, positions: Tensor, generator: torch.Generator | None = None
     ) -> Payload:

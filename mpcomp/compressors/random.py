@@ -57,11 +57,6 @@ class _SharedChoice(Selecting):
     def layout(self, meta: TensorMeta) -> tuple[TensorMeta, ...]:
         return self._values(meta).layout(meta.dtype)
 
-    def compress(self, x: Tensor, generator: torch.Generator | None = None) -> Payload:
-        flat = TensorMeta.of(x).flatten(x).reshape(-1)
-        positions = self.choose(flat, self.num_kept(flat.numel()), generator)
-        return self.take(x, positions, generator)
-
     def take(
         self, x: Tensor, positions: Tensor, generator: torch.Generator | None = None
     ) -> Payload:

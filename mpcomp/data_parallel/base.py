@@ -42,14 +42,14 @@ __all__ = [
 Draw: TypeAlias = Callable[[bool], torch.Generator]
 
 
-class Factored:
+class Factored(ABC):
     """Marks a method that sends a matrix as two factors, in two sums (PowerSGD)."""
 
     rank: int
 
+    @abstractmethod
     def worthwhile(self, meta: TensorMeta) -> bool:
         """Whether a matrix like ``meta`` is sent as factors."""
-        raise NotImplementedError
 
 
 #: What a parameter can be sent with; None sends it as it is.

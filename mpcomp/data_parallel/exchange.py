@@ -166,7 +166,7 @@ class Exchange:
         self._paths: list[tuple[Path, Works | None]] = []
         self._waiting: list[list[Item]] = []
         self._bad = torch.zeros((), device=self._device)
-        self._used = [0.0] * len(self._names) if self._unused else []
+        self._used = dict.fromkeys(self._names, 0.0) if self._unused else {}
         self._started = time.perf_counter()
         self._routed = {}
         self.controller.begin(self.step, lr)
@@ -200,7 +200,7 @@ class Exchange:
                 # A sum is finite unless an element is not, or it overflows, which is as bad.
                 self._bad += (~item.gradient.sum(dtype=torch.float32).isfinite()).float()
                 if self._unused:
-                    self._used[self._names.index(item.name)] = float(bool(item.gradient.any()))
+                    self._used[item.name] = float(bool(item.gradient.any()))
             if self.controller.waits or self.method.clip is not None:
                 self._waiting.append(items)
             else:
@@ -223,7 +223,7 @@ class Exchange:
         traffic = self._everyone.take_traffic()
         if self._peers is not None and self._peers is not self._everyone:
             traffic += self._peers.take_traffic()
-        said = [1.0, float(self._bad), traffic, *self._used]
+        said = [1.0, float(self._bad), traffic, *self._used.values()]
         figures = self.controller.figures()
         if self.controller.among_replicas:
             ranks, bad, total_traffic, *used = self._everywhere(said)
@@ -237,7 +237,7 @@ class Exchange:
             for item in self._items:
                 item.gradient.fill_(math.nan)
         else:
-            self._leave_alone({n for n, u in zip(self._names, used, strict=False) if not u})
+            self._leave_alone({n for n, u in zip(self._used, used, strict=True) if not u})
         if self.step % DENSITY_EVERY == 0:
             self.density = math.nan if self.nonfinite else density(self._items)
         self.totals.count(
