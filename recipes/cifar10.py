@@ -5,6 +5,12 @@
     python -m recipes.cifar10 --resume runs/<folder>
     torchrun --nproc-per-node 4 -m recipes.cifar10 --data digits --compare   # a stage a process
 
+The WideResNet-28-10 of ConEF's authors, 16 replicas with 16 images each:
+
+    torchrun --nproc-per-node 16 -m recipes.cifar10 --model wide_resnet --split 1 --replicas 16 \\
+        --batch-size 256 --chunks 1 --epochs 150 --lr 0.1 --lr-milestones 80 120 --nesterov \\
+        --dp-comp conef:0.4:beta=0.9+randomblock:0.1
+
 Defaults are those of Rudakov et al. for CIFAR-10 (`ImageConfig`), with smaller ones for
 `--data digits`.
 """
@@ -42,7 +48,9 @@ def _parser() -> Parser:
     add = parser.add_argument
     add("--data", help="hub name (default uoft-cs/cifar10), folder of parquet files, or digits")
     add("--model", choices=MODELS)
-    add("--width", type=int, help="channels of the first layers (64 is the papers')")
+    add("--width", type=int, help="channels of the first layers (64 is the papers', wide 16)")
+    add("--depth", type=int, help="of a wide_resnet: 10, 16, 22, 28 (default), ...")
+    add("--widen", type=int, help="of a wide_resnet, its factor (default 10)")
     add("--schedule-epochs", type=int, help="half a period of the cosine schedule")
     add("--drop-last", action=argparse.BooleanOptionalAction, help="in training only")
     add("--channels-last", action=argparse.BooleanOptionalAction)

@@ -18,7 +18,7 @@ from typing import Any, Final, Generic, NoReturn, TypeVar
 
 from mpcomp.data_parallel.network import PATHS
 from recipes import plots
-from recipes.config import OPTIMIZERS, PRECISIONS, AnyConfig
+from recipes.config import LISTS, OPTIMIZERS, PRECISIONS, AnyConfig
 from recipes.ranks import Ranks, joined
 from recipes.run_folder import RunFolder, write_json
 from recipes.summary import Summary, table
@@ -61,6 +61,14 @@ class Parser(argparse.ArgumentParser):
         add("--lr", type=float)
         add("--base-batch", type=int, metavar="N", help="that lr is for: it is times batch / N")
         add("--lr-warmup-epochs", type=int, help="in which the learning rate rises, step by step")
+        add(
+            "--lr-milestones",
+            type=int,
+            nargs="+",
+            metavar="EPOCH",
+            help="after so many epochs the rate falls, in place of the recipe's own schedule",
+        )
+        add("--lr-factor", type=float, help="by which it falls there (default 0.1)")
         add("--momentum", type=float, help="of sgd and lars")
         add("--nesterov", action=argparse.BooleanOptionalAction, help="of sgd and lars")
         add("--weight-decay", type=float)
@@ -79,6 +87,9 @@ class Parser(argparse.ArgumentParser):
         several("--dp-comp", metavar="SPEC", help="what compresses gradients between replicas")
         several("--dp-path", choices=PATHS, help="of these gradients (default: the cheapest)")
         several("--per-machine", type=int, metavar="N", help="replicas on a machine: two levels")
+        several("--shard", action="store_true", default=None,
+            help="replicas share parameters and the optimizer's state (ZeRO)")  # fmt: skip
+        several("--param-comp", metavar="SPEC", help="of parameters that sharing replicas gather")
         several("--schedule", help="GPipe, 1F1B, Interleaved1F1B, ... (default: the engine's own)")
         several(
             "--in-flight",
@@ -133,7 +144,7 @@ def _started(
 ) -> tuple[RunFolder, AnyConfig, bool]:
     """A new run: its folder, its configuration, and whether to compare."""
     chosen = {key: value for key, value in options.items() if key not in OWN_OPTIONS}
-    chosen |= {key: tuple(chosen[key]) for key in ("act", "grad") if key in chosen}
+    chosen |= {key: tuple(chosen[key]) for key in LISTS if key in chosen}
     if chosen.get("split") == "1":  # replicas alone: no cut to compress at
         chosen = {"act": ("none",), "grad": ("none",), **chosen}
     config = recipe.configure(chosen)

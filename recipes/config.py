@@ -5,15 +5,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, ClassVar, Final, TypeVar
 
 import mpcomp
-from mpcomp.data_parallel.methods import replica_method_of
+from mpcomp.data_parallel.methods import param_comp_of, replica_method_of
 from mpcomp.engines.schedules import schedule_named
 
 PRECISIONS: Final = ("fp32", "bf16", "fp16", "auto")
 OPTIMIZERS: Final = ("sgd", "adamw", "lars", "lamb")
 WITH_MOMENTUM: Final = ("sgd", "lars")
+#: Options with several values.
+LISTS: Final = ("act", "grad", "lr_milestones")
 
 AnyConfig = TypeVar("AnyConfig", bound="RunConfig")
 
@@ -57,6 +60,8 @@ class RunConfig:
     lr: float
     base_batch: int | None = None  # that `lr` is for: it grows as the batch of a step does
     lr_warmup_epochs: int = 0  # in which the rate rises
+    lr_milestones: tuple[int, ...] = ()  # epochs after which the rate is `lr_factor` times what
+    lr_factor: float = 0.1  # it was, in place of a recipe's own schedule
     momentum: float = 0.9  # of sgd and lars
     nesterov: bool = False
     weight_decay: float
@@ -72,6 +77,8 @@ class RunConfig:
     dp_comp: str = "none"  # what compresses their gradients
     dp_path: str = "auto"  # of gradients: one of PATHS
     per_machine: int = 1  # replicas on a machine, which average their gradients first
+    shard: bool = False  # replicas share parameters and the optimizer's state (ZeRO, FSDP2)
+    param_comp: str = "none"  # what compresses the parameters that they gather then
     schedule: str | None = None  # one of torch's; None is the engine's own
     in_flight: int | str | None = None  # depth of the engine's own, or "auto"
     timeout: float = 300.0  # seconds that a rank waits for another
@@ -117,6 +124,16 @@ class RunConfig:
                 f"dp_comp is {self.dp_comp}, replicas is 1; there is nobody to exchange gradients "
                 "with, so pass --replicas 2 or more, with as many processes"
             )
+        if self.shard and self.replicas == 1:
+            raise ValueError(
+                "shard is set, replicas is 1; there is nobody to share parameters with, so pass "
+                "--replicas 2 or more, with as many processes"
+            )
+        if param_comp_of(self.param_comp) != mpcomp.Identity() and not self.shard:
+            raise ValueError(
+                f"param_comp is {self.param_comp}, shard is not set; replicas that have all "
+                "parameters send none, so pass --shard as well"
+            )
         if getattr(method, "momentum", 0.0) and (self.optimizer != "sgd" or self.momentum):
             raise ValueError(
                 f"dp_comp is {self.dp_comp}, optimizer is {self.optimizer}, momentum is "
@@ -159,6 +176,17 @@ class RunConfig:
                 f"lr_warmup_epochs is {self.lr_warmup_epochs}, epochs is {self.epochs}; pass fewer "
                 "epochs of warm-up than of training"
             )
+        if not 0 < self.lr_factor <= 1:
+            raise ValueError(f"lr_factor is {self.lr_factor}; pass more than 0 and at most 1")
+        bounds = (max(1, self.lr_warmup_epochs), *self.lr_milestones, self.epochs)
+        ascending = all(one < later for one, later in pairwise(bounds[1:]))
+        if self.lr_milestones and not (bounds[0] <= bounds[1] and ascending):
+            raise ValueError(
+                f"lr_milestones is {' '.join(map(str, self.lr_milestones))}, epochs is "
+                f"{self.epochs}, lr_warmup_epochs is {self.lr_warmup_epochs}; pass numbers of "
+                "epochs that rise, none before the end of the warm-up and all before that of the "
+                "training"
+            )
 
     @property
     def step_batch(self) -> int:
@@ -177,16 +205,18 @@ class RunConfig:
         """How plots and tables call the run: ``act / grad``, or once where both are the same."""
         act, grad = " ".join(self.act), " ".join(self.grad)
         cuts = act if act == grad else f"act {act} / grad {grad}"
-        if self.dp_comp == "none":
+        if self.dp_comp == self.param_comp == "none":
             return "uncompressed" if cuts == "none" else cuts
         replicas = f"replicas {self.dp_comp}"
+        if self.param_comp != "none":
+            replicas += f", parameters {self.param_comp}"
         return replicas if cuts == "none" else f"{cuts} / {replicas}"
 
     def uncompressed(self: AnyConfig) -> AnyConfig:
         """The same training without compression, to compare with."""
-        return dataclasses.replace(
-            self, act=("none",), grad=("none",), dp_comp="none", warmup_steps=0, warmup_epochs=0
-        )
+        nothing: dict[str, Any] = {"act": ("none",), "grad": ("none",), "dp_comp": "none"}
+        nothing |= {"param_comp": "none", "warmup_steps": 0, "warmup_epochs": 0}
+        return dataclasses.replace(self, **nothing)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; `from_json` is the way back."""
@@ -201,7 +231,7 @@ class RunConfig:
                 f"the configuration has unknown options {unknown}; known are {sorted(known)}; "
                 "it was written by another version, start the run anew"
             )
-        lists = {key: tuple(values[key]) for key in ("act", "grad") if key in values}
+        lists = {key: tuple(values[key]) for key in LISTS if key in values}
         return cls(**{**values, **lists})
 
 

@@ -9,7 +9,11 @@ from typing import Any, ClassVar, Final
 
 from recipes.config import RunConfig, check_choice, check_rate_chosen
 
-MODELS: Final = ("resnet18", "resnet34", "resnet50", "resnet101", "vgg16")
+WIDE: Final = "wide_resnet"
+MODELS: Final = ("resnet18", "resnet34", "resnet50", "resnet101", "vgg16", WIDE)
+#: Sizes that only this one has, and its width, which is multiplied.
+WIDE_SIZES: Final = ("depth", "widen")
+WIDE_WIDTH: Final = 16
 
 # 1,257 small images: more, smaller steps, and a cosine that ends with the training.
 DIGITS_DEFAULTS: Final[Mapping[str, Any]] = {
@@ -40,12 +44,14 @@ class ImageConfig(RunConfig):
     sample: ClassVar[str] = "image"
     at_least_0: ClassVar[tuple[str, ...]] = (*RunConfig.at_least_0, "crop_padding", "aug_seeds")
     at_least_1: ClassVar[tuple[str, ...]] = (
-        *(*RunConfig.at_least_1, "width", "schedule_epochs", "test_limit"),
+        *(*RunConfig.at_least_1, "width", *WIDE_SIZES, "schedule_epochs", "test_limit"),
     )
 
     data: str = "uoft-cs/cifar10"  # hub name, folder of parquet files, or "digits"
     model: str = "resnet18"
     width: int = 64
+    depth: int | None = None  # of a WideResNet; None is 28
+    widen: int | None = None  # its factor of the width; None is 10
     split: str = "paper"
     epochs: int = 100
     schedule_epochs: int = 200  # T_max of the cosine
@@ -63,8 +69,14 @@ class ImageConfig(RunConfig):
 
     def __post_init__(self) -> None:
         check_choice("model", self.model, MODELS)
+        for name in WIDE_SIZES:
+            if self.model != WIDE and (value := getattr(self, name)) is not None:
+                raise ValueError(
+                    f"{name} is {value}, but the model {self.model} has its own; drop --{name}, or "
+                    f"pass --model {WIDE}"
+                )
         super().__post_init__()
-        if self.lr_warmup_epochs >= self.schedule_epochs:
+        if not self.lr_milestones and self.lr_warmup_epochs >= self.schedule_epochs:
             raise ValueError(
                 f"lr_warmup_epochs is {self.lr_warmup_epochs}, schedule_epochs is "
                 f"{self.schedule_epochs}; pass fewer epochs of warm-up than of the whole schedule"
@@ -74,7 +86,13 @@ class ImageConfig(RunConfig):
     def for_data(cls, data: str, **chosen: Any) -> ImageConfig:
         """The defaults that suit the data set, with `chosen` on top."""
         check_rate_chosen(cls.optimizer, chosen)
-        defaults = DIGITS_DEFAULTS if data == "digits" else {}
+        if "lr_milestones" in chosen and "schedule_epochs" in chosen:
+            raise ValueError(
+                "lr_milestones and schedule_epochs are both given; pass the first for a rate that "
+                "falls at milestones, or the second for a cosine"
+            )
+        defaults = {"width": WIDE_WIDTH} if chosen.get("model") == WIDE else {}
+        defaults |= DIGITS_DEFAULTS if data == "digits" else {}
         config = cls(data=data, **{**defaults, **chosen})
         if data == "digits" and "epochs" in chosen and "schedule_epochs" not in chosen:
             config = dataclasses.replace(config, schedule_epochs=config.epochs)

@@ -1,4 +1,4 @@
-"""Trains a ResNet or VGG on images: a cosine schedule, accuracy."""
+"""Trains a ResNet or VGG on images: a cosine schedule or milestones, accuracy."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import Tensor
 
 import stages
 from recipes import data
-from recipes.image_config import ImageConfig
+from recipes.image_config import WIDE_SIZES, ImageConfig
 from recipes.loader import loaders_of
 from recipes.metric import ACCURACY
-from recipes.optimizers import make_optimizer, warm_up
+from recipes.optimizers import make_optimizer, milestone_rate, warm_up
 from recipes.ranks import Ranks
 from recipes.summary import Summary
 from recipes.training import Trainer
@@ -58,7 +58,7 @@ class ImageTrainer(Trainer[ImageConfig]):
         schedules = torch.optim.lr_scheduler
         self.scheduler = (
             schedules.LambdaLR(self.optimizer, self._rate)
-            if config.lr_warmup_epochs
+            if self._by_steps
             else schedules.CosineAnnealingLR(self.optimizer, T_max=config.schedule_epochs)
         )
 
@@ -76,8 +76,8 @@ class ImageTrainer(Trainer[ImageConfig]):
         return self.pipe.forward_backward(x, y, sample_ids=ids)
 
     def end_step(self) -> None:
-        """A schedule with a warm-up goes by steps of the optimizer."""
-        if self.config.lr_warmup_epochs:
+        """A schedule with a warm-up or milestones goes by steps of the optimizer."""
+        if self._by_steps:
             self.scheduler.step()
 
     def judge(self) -> float:
@@ -86,8 +86,8 @@ class ImageTrainer(Trainer[ImageConfig]):
         return mean
 
     def end_epoch(self) -> dict[str, Any]:
-        """The schedule goes by epochs, unless it has a warm-up."""
-        if not self.config.lr_warmup_epochs:
+        """The cosine alone goes by epochs."""
+        if not self._by_steps:
             self.scheduler.step()
         counts = self.pipe.collect((int(self.loss.num_right), self.loss.num_seen))
         right, seen = zip(*counts, strict=True)
@@ -99,14 +99,21 @@ class ImageTrainer(Trainer[ImageConfig]):
             return {}
         return {"accuracy": f"{self.loss.num_right / self.loss.num_seen:.3f}"}
 
+    @property
+    def _by_steps(self) -> bool:
+        return bool(self.config.lr_warmup_epochs or self.config.lr_milestones)
+
     def _rate(self, step: int) -> float:
         """The learning rate of a step (from 0), as a part of the highest.
 
-        After the warm-up the cosine goes by epochs, and ends when it would without one.
+        After the warm-up it goes by epochs: by the milestones, or by the cosine, which ends when
+        it would without one.
         """
         warmup = self.config.lr_warmup_epochs
         if step < warmup * self.steps_per_epoch:
             return warm_up(self.config, step, warmup * self.steps_per_epoch)
+        if self.config.lr_milestones:
+            return milestone_rate(self.config, step // self.steps_per_epoch)
         part = (step // self.steps_per_epoch - warmup) / (self.config.schedule_epochs - warmup)
         return (1.0 + math.cos(math.pi * part)) / 2.0
 
@@ -137,9 +144,10 @@ def accuracy(output: Tensor, target: Tensor) -> Tensor:
 def _model(config: ImageConfig, num_classes: int) -> torch.nn.Module:
     """The freshly initialised model, a function of the seed alone."""
     make: Callable[..., torch.nn.Module] = getattr(stages, config.model)
+    sizes = {name: getattr(config, name) for name in WIDE_SIZES if getattr(config, name)}
     with torch.random.fork_rng(devices=[]):  # leave the caller's random state alone
         torch.manual_seed(config.seed)
-        model = make(num_classes=num_classes, width=config.width)
+        model = make(num_classes=num_classes, width=config.width, **sizes)
     if config.channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return model

@@ -1,4 +1,4 @@
-"""The optimizers that recipes offer, and the warm-up of the learning rate for large batches.
+"""The optimizers that recipes offer, and what their learning rates have in common.
 
 LARS (You et al. 2017) and LAMB (You et al. 2020) are those of pytorch-optimizer. They scale the
 step of each layer by norms of that layer alone, never by a norm over all gradients, so that ranks
@@ -76,6 +76,11 @@ def warm_up(config: RunConfig, step: int, num_steps: int) -> float:
         return (step + 1) / (num_steps + 1)
     first = min(config.lr / config.peak_lr, 1.0)
     return first + (1.0 - first) * step / num_steps
+
+
+def milestone_rate(config: RunConfig, epoch: int) -> float:
+    """The learning rate of an epoch (from 0) by the milestones, as a part of the highest."""
+    return config.lr_factor ** sum(epoch >= milestone for milestone in config.lr_milestones)
 
 
 def _groups(trained: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:

@@ -12,39 +12,26 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import platform
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Final
 
-import torch
 from tabulate import tabulate
 
 from recipes.image_config import MODELS, ImageConfig
-from recipes.image_training import ImageTrainer, load_data
-from recipes.ranks import Ranks, joined
-from recipes.run_folder import append_json_line, read_json_lines
-
-Line = dict[str, Any]
-
-
-class Row(NamedTuple):
-    """One row of a table.
-
-    Attributes:
-        group: the table it belongs to.
-        dp_comp: what compresses gradients between replicas.
-        also: other options of the configuration.
-        against: the row it is compared with.
-    """
-
-    group: str
-    dp_comp: str
-    also: Mapping[str, Any] = MappingProxyType({})
-    against: str = "dense"
-
+from recipes.ranks import joined
+from recipes.replica_runs import (
+    Line,
+    Row,
+    add_common,
+    by_row,
+    check_replicas,
+    paired,
+    run_missing,
+    spread,
+)
+from recipes.run_folder import read_json_lines
 
 #: DGC and RedSync have the momentum themselves.
 _OWN_MOMENTUM: Final = {"momentum": 0.0}
@@ -63,6 +50,11 @@ ROWS: Final[dict[str, Row]] = {
     "GraVAC, momentum on replicas": Row(
         "quality",
         "gravac:cf=20-1000:eps=0.05:window=20:smoothing=0.2:momentum=0.9+topk:0.1+fp16",
+        _OWN_MOMENTUM,
+    ),
+    "GraVAC from 100, momentum on replicas": Row(
+        "quality",
+        "gravac:cf=100-1000:eps=0.02:window=10:smoothing=0.3:momentum=0.9+topk:0.1+fp16",
         _OWN_MOMENTUM,
     ),
     "DGC 0.1 %": Row("quality", "dgc:0.001:warmup_steps=100+fp16", _OWN_MOMENTUM),
@@ -95,16 +87,19 @@ ROWS: Final[dict[str, Row]] = {
     ),
 }
 
-#: Quantiles of Student's t for two-sided intervals of 95 %, by degrees of freedom.
-_T_95: Final = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs what is missing, then prints the tables; `--table` prints only."""
     with joined() as ranks:
         options = _parse(argv)
         if not options.table:
-            _run_missing(options, ranks)
+            check_replicas(ranks)
+            configs = {
+                (row, seed): configuration(options, row, seed, ranks.size)
+                for seed in range(options.seeds)
+                for row in options.rows
+            }
+            run_missing(configs, options.out, ranks)
         if not ranks.speaks:
             return
         lines = read_json_lines(options.out)
@@ -120,11 +115,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--out", type=Path, default=Path("runs/replica_study.jsonl"), help="results file")
+    add_common(parser, Path("runs/replica_study.jsonl"))
     add("--data", default=ImageConfig.data, help="hub name, folder of parquet files, or digits")
     add("--rows", nargs="+", choices=ROWS, metavar="ROW", help="; ".join(ROWS).replace("%", "%%"))
     add("--groups", nargs="+", choices=sorted({row.group for row in ROWS.values()}))
-    add("--seeds", type=int, default=5, help="seeds 0 to n-1 of every row")
     add("--model", choices=MODELS, default="resnet18")
     add("--width", type=int, default=16)
     add("--epochs", type=int, help="(default %(default)s)", default=5)
@@ -132,10 +126,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--test-limit", type=int, default=4_000, help="images")
     add("--batch-size", type=int, default=128, help="of all replicas together")
     add("--lr", type=float, default=0.05)
-    add("--precision", default="auto")
-    add("--device", default="auto")
-    add("--threads", type=int, default=1, help="of each process, on the CPU")
-    add("--table", action="store_true", help="print the tables of the results, run nothing")
     options = parser.parse_args(argv)
     chosen = options.rows or list(ROWS)
     options.rows = [r for r in chosen if not options.groups or ROWS[r].group in options.groups]
@@ -155,61 +145,6 @@ def configuration(options: argparse.Namespace, row: str, seed: int, replicas: in
     return ImageConfig(**chosen)
 
 
-def _run_missing(options: argparse.Namespace, ranks: Ranks) -> None:
-    if ranks.size < 2:
-        raise ValueError(
-            "every process is a replica; start this with torchrun --nproc-per-node 4, or pass "
-            "--table"
-        )
-    configs = {
-        (row, seed): configuration(options, row, seed, ranks.size)
-        for seed in range(options.seeds)
-        for row in options.rows
-    }
-    done = ranks.gather([[x["row"], x["seed"]] for x in read_json_lines(options.out)])[0]
-    missing = {key: c for key, c in configs.items() if list(key) not in done}
-    print(f"{len(configs) - len(missing)} of {len(configs)} runs are finished in {options.out}")
-    dataset = None
-    for (row, seed), config in missing.items():
-        dataset = dataset or ranks.together(lambda config=config: load_data(config))  # type: ignore[misc]
-        line = _train(row, config, dataset, ranks)
-        if ranks.speaks:
-            append_json_line(options.out, line)
-            print(f"{row}, seed {seed}: {_shown(line)}", flush=True)
-
-
-def _train(row: str, config: ImageConfig, dataset: Any, ranks: Ranks) -> Line:
-    """Trains one run on all ranks; a divergence is a result too."""
-    start: Line = {"row": row, "seed": config.seed, "settings": config.to_json()}
-    machine = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
-    start |= {"device": machine, "torch": torch.__version__}
-    start["settings"]["data"] = Path(config.data).name
-    trainer = ImageTrainer(config, dataset, ranks)
-    try:
-        summary = trainer.fit(progress=False)
-    except FloatingPointError as error:  # on all ranks
-        return {**start, "diverged": str(error)}
-    steps = trainer.replica_log.new_steps()
-    every = max(1, len(steps) // 50)
-    return {
-        **start,
-        "accuracy": summary.on,
-        "loss": summary.loss,
-        "seconds": summary.seconds,
-        "wire_bytes": summary.wire_bytes,
-        "dense_bytes": summary.dense_bytes,
-        "replicas": summary.history[-1]["replicas"],
-        "cfs": [step["cf"] for step in steps[::every]] if "cf" in steps[-1] else None,
-    }
-
-
-def _shown(line: Line) -> str:
-    if "diverged" in line:
-        return "diverged"
-    saved = line["dense_bytes"] / line["wire_bytes"]
-    return f"{100 * line['accuracy']:.2f} %, {saved:.1f} x fewer bytes, {line['seconds']:.0f} s"
-
-
 def render(lines: Sequence[Line]) -> str:
     """The tables of all groups that have results."""
     groups = dict.fromkeys(row.group for row in ROWS.values())
@@ -217,9 +152,7 @@ def render(lines: Sequence[Line]) -> str:
 
 
 def _group_table(group: str, lines: Sequence[Line]) -> str:
-    found: dict[str, dict[int, Line]] = {}
-    for line in lines:
-        found.setdefault(line["row"], {})[line["seed"]] = line
+    found = by_row(lines)
     rows = [name for name in found if name in ROWS and ROWS[name].group == group]
     if not rows:
         return ""
@@ -236,8 +169,10 @@ def _group_table(group: str, lines: Sequence[Line]) -> str:
             [
                 name,
                 len(runs),
-                _spread([100 * x["accuracy"] for x in runs]),
-                _difference(found, name),
+                spread([100 * x["accuracy"] for x in runs]),
+                ""
+                if name == ROWS[name].against
+                else paired(found, name, ROWS[name].against, "accuracy", percent=95, scale=100.0),
                 *(statistics.mean(_saved(x, k) for x in runs) for k in ("bytes", "floats", "link")),
                 ROWS[name].dp_comp,
             ]
@@ -257,30 +192,6 @@ def _saved(line: Line, kind: str) -> float:
     if kind == "floats":
         return float(sent["dense_bytes"] / 4 / sent["floats"])
     return float(sent["dense_traffic_bytes"] / sent["traffic_bytes"])
-
-
-def _difference(found: Mapping[str, Mapping[int, Line]], name: str) -> str:
-    """The mean of paired differences in points, with its interval of 95 %."""
-    against = found.get(ROWS[name].against, {})
-    if name == ROWS[name].against:
-        return ""
-    pairs = [
-        100 * (line["accuracy"] - against[seed]["accuracy"])
-        for seed, line in found[name].items()
-        if "accuracy" in line and "accuracy" in against.get(seed, {})
-    ]
-    if not pairs:
-        return "-"
-    mean = statistics.mean(pairs)
-    if len(pairs) == 1:
-        return f"{mean:+.2f}"
-    error = _T_95[min(len(pairs) - 2, len(_T_95) - 1)] * statistics.stdev(pairs)
-    return f"{mean:+.2f} +- {error / len(pairs) ** 0.5:.2f}"
-
-
-def _spread(values: Sequence[float]) -> str:
-    mean = statistics.mean(values)
-    return f"{mean:.2f} +- {statistics.stdev(values):.2f}" if len(values) > 1 else f"{mean:.2f}"
 
 
 if __name__ == "__main__":

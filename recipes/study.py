@@ -37,8 +37,9 @@ Line = dict[str, Any]
 FREE_OPTIONS: Final = (
     *("act", "grad", "warmup_epochs", "seed", "data", "device", "threads"),
     *("replicas", "schedule", "in_flight", "timeout"),
-    *("optimizer", "nesterov", "base_batch", "lr_warmup_epochs"),
-    *("dp_comp", "dp_path", "per_machine"),
+    *("optimizer", "nesterov", "base_batch", "lr_warmup_epochs", "lr_milestones", "lr_factor"),
+    *("depth", "widen"),
+    *("dp_comp", "dp_path", "per_machine", "shard", "param_comp"),
 )
 
 

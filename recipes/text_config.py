@@ -77,7 +77,8 @@ class TextConfig(RunConfig):
     accumulate: int = 1  # batches of one step of the optimizer
     optimizer: str = "adamw"
     lr: float = 5e-5
-    lr_warmup_steps: int = 0  # of the optimizer; then the rate falls linearly, to 0 at the end
+    # Of the optimizer; then the rate falls linearly, to 0 at the end, or by the milestones.
+    lr_warmup_steps: int = 0
     weight_decay: float = 0.0  # of matrices
     clip: float | None = 1.0
     precision: str = "auto"

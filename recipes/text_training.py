@@ -1,4 +1,4 @@
-"""Trains a causal language model on text: a linear schedule, perplexity."""
+"""Trains a causal language model on text: a linear schedule or milestones, perplexity."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import mpcomp
 from recipes.metric import PERPLEXITY
-from recipes.optimizers import make_optimizer, warm_up
+from recipes.optimizers import make_optimizer, milestone_rate, warm_up
 from recipes.ranks import Ranks
 from recipes.run_folder import RunFolder
 from recipes.summary import Summary
@@ -168,6 +168,8 @@ class TextTrainer(Trainer[TextConfig]):
         warmup = config.lr_warmup_steps or config.lr_warmup_epochs * self.steps_per_epoch
         if step < warmup:
             return warm_up(config, step, warmup)
+        if config.lr_milestones:
+            return milestone_rate(config, step // self.steps_per_epoch)
         return max(0.0, (total - step) / max(1, total - warmup))
 
 

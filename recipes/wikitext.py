@@ -6,6 +6,13 @@
     python -m recipes.wikitext --resume runs/<folder>
     torchrun --nproc-per-node 4 -m recipes.wikitext --model tiny --data python-docs
 
+The LSTM of ConEF's authors, 16 replicas with 2 rows of text each:
+
+    torchrun --nproc-per-node 16 -m recipes.wikitext --model lstm --hidden 672 --split 1 \\
+        --replicas 16 --batch-size 32 --chunks 1 --seq-len 35 --epochs 60 --clip 0.25 \\
+        --optimizer sgd --lr 2 --lr-milestones 15 30 45 --lr-factor 0.25 \\
+        --dp-comp conef:0.4:beta=0.9+randomblock:0.1
+
 Defaults are those of Rudakov et al. for GPT-2 on WikiText-2 (`TextConfig`), with others for models
 that begin with random weights.
 """

@@ -18,6 +18,7 @@ from stages.sharing import shared_parameters
 from stages.split import split
 from stages.stage import Stage, StageState, Tie, merge, tie_names, ties
 from stages.vgg import VGG, vgg16
+from stages.wide_resnet import WideResNet, wide_resnet
 
 __all__ = [
     "LSTMLM",
@@ -27,6 +28,7 @@ __all__ = [
     "Stage",
     "StageState",
     "Tie",
+    "WideResNet",
     "balance",
     "blocks",
     "lstm_lm",
@@ -42,4 +44,5 @@ __all__ = [
     "tie_names",
     "ties",
     "vgg16",
+    "wide_resnet",
 ]

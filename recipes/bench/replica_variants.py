@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -24,6 +24,7 @@ from mpcomp.data_parallel.methods import replica_method_of
 from recipes import data
 from recipes.image_config import ImageConfig
 from recipes.loader import Loader, loaders_of
+from recipes.tokens import TokenLoader
 
 REFERENCE: Final = "torch fp32"
 #: The same steps of a model that no other replica hears of.
@@ -108,10 +109,13 @@ class Variant:
     #: they are at.
     report: Callable[[], Mapping[str, Any]]
     watch: Stopwatch = field(default_factory=Stopwatch)
+    loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy
+    #: What of the report grows from step to step.
+    totals: Sequence[str] = TOTALS
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
         """Forward, loss, backward with its communication, and the update."""
-        loss = F.cross_entropy(self.model(x), y)
+        loss = self.loss(self.model(x), y)
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         return loss.detach()
@@ -136,7 +140,7 @@ def open_variant(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: nn.Module = getattr(stages, job.model)(dataset.num_classes, width=job.width)
-    batches = _endless(_train_loader(config, dataset, job.rank))
+    batches = endless(_train_loader(config, dataset, job.rank))
     if name == ALONE:
         return Variant(model, _sgd(model, job), batches, dict)
     whole = name.startswith(f"{TORCH}powersgd") and not name.endswith(OWN_BUCKETS)
@@ -225,8 +229,8 @@ def _mpcomp_variant(
     method = replica_method_of(spec)
     watch = Stopwatch()
     time_by(method, watch)
-    # DGC and RedSync have momentum on the replicas' side, and want none in the optimizer.
-    optimizer = _sgd(ddp, job, momentum=0.0 if hasattr(method, "momentum") else None)
+    # A method with momentum on the replicas' side wants none in the optimizer.
+    optimizer = _sgd(ddp, job, momentum=0.0 if getattr(method, "momentum", 0.0) else None)
     handle = mpcomp.compress_gradients(ddp, method, network=network, seed=seed)
     handle.follow_lr(optimizer)
     return Variant(ddp, optimizer, batches, handle.report, watch)
@@ -252,5 +256,6 @@ def _train_loader(config: ImageConfig, dataset: data.Dataset, rank: int) -> Load
     return dataclasses.replace(train, replica=rank)
 
 
-def _endless(loader: Loader) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def endless(loader: Loader | TokenLoader) -> Iterator[Any]:
+    """The batches of one epoch after the other."""
     return itertools.chain.from_iterable(map(loader.epoch, itertools.count()))

@@ -129,6 +129,15 @@ def test_second_run_in_a_folder_is_refused(tmp_path):
     assert "holds a run already" in error_of(*TINY, "--out", tmp_path)
 
 
+def test_wide_networks_of_any_size(tmp_path, capsys):
+    model = ["--model", "wide_resnet", "--width", "4", "--depth", "10", "--widen", "2"]
+    cifar10.main([*TINY, *model, "--epochs", "1", "--out", str(tmp_path / "run")])
+    assert "3 stages" in capsys.readouterr().out
+    weights = load_file(tmp_path / "run" / "checkpoint" / "weights.safetensors")
+    assert weights["layer3.0.conv2.weight"].shape == (32, 32, 3, 3)
+    assert "depth is 12; pass 6 n + 4" in error_of(*TINY, *model[:4], "--depth", "12")
+
+
 def test_vgg_is_cut_after_its_pools(tmp_path, capsys):
     """Digits are smaller than its pools were made for."""
     model = ["--model", "vgg16", "--width", "2", "--epochs", "1"]

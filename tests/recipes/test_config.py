@@ -1,5 +1,7 @@
 """Bad options are refused before any work, with the value, what is accepted, and the fix."""
 
+import json
+
 import pytest
 
 from recipes.image_config import ImageConfig
@@ -11,6 +13,8 @@ from recipes.image_config import ImageConfig
         ({"model": "resnet19"}, "model is 'resnet19'; pass one of resnet18"),
         ({"precision": "int8"}, "precision is 'int8'; pass one of fp32"),
         ({"chunks": 0}, "chunks is 0; pass at least 1"),
+        ({"model": "wide_resnet", "depth": 0}, "depth is 0; pass at least 1"),
+        ({"widen": 2}, "widen is 2, but the model resnet18 has its own; drop --widen, or pass"),
         ({"width": -1}, "width is -1; pass at least 1"),
         ({"epochs": 0}, "epochs is 0; pass at least 1"),
         ({"train_limit": 0}, "train_limit is 0; pass at least 1"),
@@ -52,11 +56,20 @@ def test_digits_have_their_own_defaults_and_schedule():
     assert ImageConfig.for_data("somewhere/cifar") == ImageConfig(data="somewhere/cifar")
 
 
+def test_wide_networks_are_as_wide_as_in_the_paper():
+    assert ImageConfig.for_data("somewhere/cifar", model="wide_resnet").width == 16
+    assert ImageConfig.for_data("somewhere/cifar", model="wide_resnet", width=4).width == 4
+
+
 def test_json_round_trip():
     config = ImageConfig(
-        act=("topk:0.1", "none", "quant:4"), clip=1.0, replicas=2, in_flight="auto"
+        act=("topk:0.1", "none", "quant:4"),
+        clip=1.0,
+        replicas=2,
+        in_flight="auto",
+        lr_milestones=(80, 90),
     )
-    assert ImageConfig.from_json(config.to_json()) == config
+    assert ImageConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
 
 
 def test_configuration_of_another_version():

@@ -1,6 +1,7 @@
 """Optimizers and rates for large batches: the papers' steps, wherever the model is cut."""
 
 import copy
+import dataclasses
 import json
 import math
 from itertools import pairwise
@@ -210,9 +211,51 @@ def test_text_after_the_warm_up(tmp_path):
     assert falls == pytest.approx([0.02 / (2 * num)] * (2 * num))
 
 
+def test_images_by_milestones(tiny):
+    """2 steps an epoch; a warm-up keeps its place, and the milestones theirs."""
+    config = tiny(lr=0.1, lr_milestones=(2, 3), lr_factor=0.5, epochs=4, batch_size=16)
+    expected = [0.1] * 4 + [0.05] * 2 + [0.025] * 2
+    assert rates_of(ImageTrainer(config, load_data(config)), 8) == pytest.approx(expected)
+    warm = dataclasses.replace(config, lr_warmup_epochs=1)
+    rises = [0.1 / 3, 0.2 / 3]
+    assert rates_of(ImageTrainer(warm, load_data(warm)), 8) == pytest.approx(rises + expected[2:])
+
+
+def test_text_by_milestones(tmp_path):
+    """The whole schedule of ConEF's LSTM, by epochs."""
+    file = tmp_path / "words.txt"
+    file.write_text("".join(f"the cut number {i} sends a small message.\n" for i in range(40)))
+    config = TextConfig.for_model(
+        "lstm",
+        data=str(file),
+        vocab_size=270,
+        hidden=4,
+        batch_size=4,
+        chunks=1,
+        epochs=60,
+        split="2",
+        device="cpu",
+        optimizer="sgd",
+        lr=2.0,
+        lr_milestones=(15, 30, 45),
+        lr_factor=0.25,
+    )
+    trainer = TextTrainer(config, load_text(config))
+    num = trainer.steps_per_epoch
+    rates = rates_of(trainer, 60 * num)
+    expected = [rate for rate in (2.0, 0.5, 0.125, 0.03125) for _ in range(15 * num)]
+    assert rates == pytest.approx(expected)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"lr_milestones": (0, 4)}, "lr_milestones is 0 4, epochs is 100, .* pass numbers"),
+        ({"lr_milestones": (4, 4)}, "pass numbers of epochs that rise"),
+        ({"lr_milestones": (80, 100)}, "all before that of the training"),
+        ({"lr_milestones": (2,), "lr_warmup_epochs": 3}, "none before the end of the warm-up"),
+        ({"lr_factor": 0.0}, "lr_factor is 0.0; pass more than 0 and at most 1"),
+        ({"lr_factor": 4.0}, "lr_factor is 4.0; pass more than 0 and at most 1"),
         ({"optimizer": "adam"}, "optimizer is 'adam'; pass one of sgd, adamw, lars, lamb"),
         ({"base_batch": 0}, "base_batch is 0; pass at least 1"),
         ({"base_batch": -8}, "base_batch is -8; pass at least 1"),
@@ -235,6 +278,8 @@ def test_another_optimizer_needs_its_own_rate():
     with pytest.raises(ValueError, match="the default rate is for adamw"):
         TextConfig.for_model("tiny", optimizer="sgd")
     assert ImageConfig.for_data("digits", optimizer="sgd").lr == 0.05
+    with pytest.raises(ValueError, match="lr_milestones and schedule_epochs are both given"):
+        ImageConfig.for_data("digits", lr_milestones=(3,), schedule_epochs=5)
     with pytest.raises(
         ValueError, match="lr_warmup_steps is 3 and lr_warmup_epochs is 1; pass one"
     ):
@@ -270,6 +315,16 @@ def check_same_run(one, other):
     ours, theirs = weights(one), weights(other)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_resumed_run_keeps_its_milestones(tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    falls = ["--epochs", "3", "--lr-milestones", "1", "2", "--lr-factor", "0.5"]
+    cifar10.main([*TINY, *falls, "--lr", "0.4", "--out", str(whole)])
+    cifar10.main([*TINY, *falls, "--lr", "0.4", "--out", str(parts), "--stop-after", "1"])
+    cifar10.main(["--resume", str(parts)])
+    check_same_run(whole, parts)
+    assert [row["lr"] for row in history(whole)] == [0.4, 0.2, 0.1]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
