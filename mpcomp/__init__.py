@@ -5,6 +5,7 @@ pipe = mpcomp.pipeline(model, chunks=8, split=4, act_comp="topk:0.1", grad_comp=
 loss = pipe.forward_backward(x, y)
 """
 
+from mpcomp.adaptive.method import Adaptive
 from mpcomp.api import pipeline
 from mpcomp.boundary import Boundary
 from mpcomp.compressors import (
@@ -34,7 +35,7 @@ from mpcomp.data_parallel.hook import CompressedGradients, compress_gradients
 from mpcomp.data_parallel.network import ReplicaNetwork
 from mpcomp.data_parallel.onebit import OneBit
 from mpcomp.data_parallel.powersgd import PowerSGD
-from mpcomp.feedback import AQSGD, EF21, EFMixed, ErrorFeedback, Feedback
+from mpcomp.feedback import AQSGD, EF21, ConEF, EFMixed, ErrorFeedback, Feedback
 from mpcomp.link import Link
 from mpcomp.loss import CausalLMLoss
 from mpcomp.network.faults import PeerError
@@ -51,11 +52,13 @@ __all__ = [
     "EF21",
     "QSGD",
     "Accordion",
+    "Adaptive",
     "Boundary",
     "Cast",
     "CausalLMLoss",
     "CompressedGradients",
     "Compressor",
+    "ConEF",
     "EFMixed",
     "ErrorFeedback",
     "Feedback",

@@ -11,6 +11,7 @@ from torch import nn
 
 import stages as staging
 from mpcomp.choices import Choices
+from mpcomp.compressors import Compressor
 from mpcomp.data_parallel.network import ReplicaNetwork
 from mpcomp.engines.local import LocalEngine
 from mpcomp.launch import distributed_pipeline
@@ -40,6 +41,8 @@ def pipeline(
     sample: Any = None,
     devices: str | torch.device | Sequence[str | torch.device] | None = None,
     replicas: int = 1,
+    shard: bool = False,
+    param_comp: Compressor | str | None = None,
     schedule: str | None = None,
     in_flight: int | str | None = None,
     in_flight_bytes: int | None = None,
@@ -68,7 +71,7 @@ def pipeline(
             the name of the block it comes after, to one (others: none).
         grad_comp: method for gradients, likewise.
         dp_comp: what compresses gradients between replicas: `GraVAC`, `DGC`, `PowerSGD` ..., a
-            compressor, `ErrorFeedback` or `EF21` round one, or a spec string.
+            compressor, `ErrorFeedback`, `EF21` or `ConEF` round one, or a spec string.
         tie_comp: method for the gradient of a parameter that two stages share (a language model's
             embedding and head), which they exchange once a step.
         network: how replicas are connected, which decides about the way of their gradients.
@@ -83,6 +86,11 @@ def pipeline(
             number on its machine, or the CPU.
         replicas: copies of the pipeline, on so many times the ranks. Each is given its own share
             of the data (`ReplicaSampler`); gradients are averaged once a step.
+        shard: each replica holds a piece of every parameter and of the optimizer's state (ZeRO, by
+            torch's FSDP2), and a stage is whole during a step alone. Not with a schedule that
+            splits backward, and not with a tied weight in two stages.
+        param_comp: with ``shard``, compressor of the parameters that replicas gather, such as
+            ``Quantize(8, scale=128)``; None for none.
         schedule: "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble",
             "ZBVZeroBubble" or "DualPipeV", for several processes; None is the engine's own (1F1B
             of depth ``in_flight``).
@@ -127,6 +135,8 @@ def pipeline(
         sample=sample,
         devices=devices,
         replicas=replicas,
+        shard=shard,
+        param_comp=param_comp,
         schedule=schedule,
         in_flight=in_flight,
         in_flight_bytes=in_flight_bytes,

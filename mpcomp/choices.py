@@ -36,6 +36,8 @@ class Choices:
     sample: Any
     devices: str | torch.device | Sequence[str | torch.device] | None
     replicas: int
+    shard: bool
+    param_comp: Any
     schedule: str | None
     in_flight: int | str | None
     in_flight_bytes: int | None
@@ -81,6 +83,16 @@ class Choices:
                 f"dp_comp={self.dp_comp!r}, network={self.network!r} with replicas=1: there is "
                 "nobody to exchange gradients with; leave them out, or pass replicas=2 and start "
                 "twice as many processes"
+            )
+        if self.shard and self.replicas == 1:
+            raise ValueError(
+                "shard=True with replicas=1: there is nobody to share parameters with; pass "
+                "replicas=2 and start twice as many processes"
+            )
+        if self.param_comp is not None and not self.shard:
+            raise ValueError(
+                f"param_comp={self.param_comp!r} without shard=True: replicas that have all "
+                "parameters send none; leave it out, or shard them"
             )
         if not _positive(self.timeout):
             raise ValueError(f"timeout={self.timeout!r}: expected seconds, more than 0")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpcomp.feedback.base import Feedback, Receiver, Sender
+from mpcomp.feedback.base import Adaptable, Feedback, Receiver, Sender
 from mpcomp.tensor_meta import TensorMeta
 from mpcomp.visit import SampleIds
 
@@ -41,6 +41,17 @@ class Ends:
         self._method = method
         self._held = _Held()
         self._former: _Held | None = None  # before the open step brought another shape
+
+    def use(self, method: Feedback) -> None:
+        """Codes with another inner compressor from now on; what is remembered stays."""
+        if method is self._method:
+            return
+        self._method = method
+        for held in (self._held, self._former or _Held()):
+            for end in (held.sender, held.receiver):
+                if end is not None:
+                    assert isinstance(end, Adaptable), "Adaptive refuses methods of other ends"
+                    end.use(method)
 
     @property
     def by_role(self) -> dict[str, Sender | Receiver]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,9 +13,10 @@ import stages as staging
 from mpcomp.boundary import Boundary
 from mpcomp.choices import Choices
 from mpcomp.data_parallel.base import ReplicaMethod
-from mpcomp.data_parallel.methods import replica_method_of
+from mpcomp.data_parallel.methods import param_comp_of, replica_method_of
 from mpcomp.data_parallel.network import ReplicaNetwork
 from mpcomp.data_parallel.routes import check_run
+from mpcomp.data_parallel.sharded_average import Sharding
 from mpcomp.engines.distributed import DistributedEngine
 from mpcomp.engines.schedules import Schedule, schedule_named
 from mpcomp.methods import boundaries_of, method_of
@@ -22,6 +24,7 @@ from mpcomp.network.handshake import announcing_failure, exchange, shake_hands
 from mpcomp.network.world import World, join
 from mpcomp.pipe import Pipeline
 from mpcomp.replicas import trained_in
+from mpcomp.sharding import on_meta
 from mpcomp.tie import Tie, ties_of
 from mpcomp.version import __version__
 from mpcomp.weights import check_weights, let_go, load_weights
@@ -70,6 +73,9 @@ def distributed_pipeline(model: nn.Module, choices: Choices) -> Pipeline:
         if dp_comp is not None:
             network = choices.network or ReplicaNetwork()
             check_run(trained_in(cut), dp_comp, network, choices.replicas)
+        param_comp = param_comp_of(choices.param_comp)
+        if choices.shard:
+            _check_sharding(schedule, ties)
         own = [i for i in range(len(cut)) if schedule.place_of(i, ranks) == world.place]
         check_weights([cut[i] for i in own], choices.weights)
         crossings: list[Boundary | Tie] = [*boundaries, *ties]
@@ -84,6 +90,9 @@ def distributed_pipeline(model: nn.Module, choices: Choices) -> Pipeline:
             load_weights(stage, choices.weights)
         stage.to(device)
     staging.tie_names(model, cut)  # else its head keeps an embedding that another rank trains
+    # A stage that is sharded cannot be run on tensors without data any more, but a copy can.
+    plain = [on_meta(stage) if choices.shard and i in own else stage for i, stage in enumerate(cut)]
+    plain_model = on_meta(model) if choices.shard else None
     engine = DistributedEngine(
         cut,
         boundaries,
@@ -97,10 +106,13 @@ def distributed_pipeline(model: nn.Module, choices: Choices) -> Pipeline:
         ties=ties,
         dp_comp=dp_comp,
         network=choices.network,
+        plain=plain,
+        sharding=Sharding(param_comp) if choices.shard else None,
     )
+    engine.plain_model = plain_model
     return Pipeline(
         [cut[i] for i in own],
-        cut,
+        plain,
         boundaries,
         engine,
         chunks=choices.chunks,
@@ -169,6 +181,21 @@ def _check_one_stage(cut: list[staging.Stage], choices: Choices) -> None:
         )
 
 
+def _check_sharding(schedule: Schedule, ties: Sequence[Tie]) -> None:
+    if schedule.splits_backward:
+        raise ValueError(
+            f"shard=True with schedule={schedule.name!r}, which splits backward into two passes: "
+            "FSDP2 would free parameters between them; use the engine's own schedule, GPipe, 1F1B, "
+            "Interleaved1F1B or LoopedBFS"
+        )
+    if ties:
+        raise ValueError(
+            f"shard=True with {ties[0].name}, a tied weight in two stages: their gradients are "
+            "added up whole, before replicas would have shared them out; keep both in one stage, "
+            "or untie them"
+        )
+
+
 def _check_recompute(choices: Choices, schedule: Schedule) -> None:
     if choices.recompute and schedule.splits_backward:
         raise ValueError(
@@ -205,6 +232,8 @@ def _config(
         "in_flight_bytes": choices.in_flight_bytes,
         "chunks": choices.chunks,
         "replicas": choices.replicas,
+        "shard": choices.shard,
+        "param_comp": str(choices.param_comp),
         "recompute": choices.recompute,
         "seed": choices.seed,
         "warmup_steps": choices.warmup_steps,

@@ -13,12 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpcomp.adaptive.adaptation import state_of
+from mpcomp.adaptive.method import Adaptive
+from mpcomp.adaptive.states import LinkState
 from mpcomp.checks import check_tensor, nonfinite_error
 from mpcomp.compressors.base import Compressor, Payload, Selecting
 from mpcomp.compressors.identity import Identity, or_dense
 from mpcomp.compressors.same_indices import SameIndices
 from mpcomp.ends import Ends
-from mpcomp.feedback.base import Feedback, Receiver, Sender
+from mpcomp.feedback.base import AdaptableSender, Feedback, Receiver, Sender
 from mpcomp.message import COMPRESSED, DENSE, Header, frame, message_bytes, unframe
 from mpcomp.meters import Meter, Traffic
 from mpcomp.padding import blanked, padded_positions
@@ -28,7 +31,7 @@ from mpcomp.visit import SampleIds, Step, Visit
 
 __all__ = ["ACT", "GRAD", "Link", "Method"]
 
-Method = Compressor | Feedback | SameIndices
+Method = Compressor | Feedback | SameIndices | Adaptive
 
 ACT, GRAD = "act", "grad"
 
@@ -76,7 +79,12 @@ class Link:
         #: raised at once: with several ranks, all of them must raise it.
         self.defers_nonfinite = False
         self._seed = (seed, replica, boundary, direction)
-        self._ends = Ends(method) if isinstance(method, Feedback) else None
+        inner = method.inner if isinstance(method, Adaptive) else method
+        #: The feedback method, also of an adaptive link, whose ratio then is not the present one.
+        self.feedback = inner if isinstance(inner, Feedback) else None
+        #: What an adaptive link has come to; None of others.
+        self.adaptive: LinkState | None = state_of(method) if isinstance(method, Adaptive) else None
+        self._ends = Ends(self.feedback) if self.feedback is not None else None
         self._nonfinite: list[tuple[Traffic, Tensor]] = []
 
     @property
@@ -94,9 +102,9 @@ class Link:
         Raises:
             ValueError: the method needs sample ids of another form, or a learning rate.
         """
-        if step.train and isinstance(self.method, Feedback):
+        if step.train and self.feedback is not None:
             for microbatch in range(len(sizes)):
-                self.method.check_visit(self._visit(step, microbatch), sizes[microbatch])
+                self.feedback.check_visit(self._visit(step, microbatch), sizes[microbatch])
 
     def encode(
         self, x: Tensor, step: Step, microbatch: int, positions: Tensor | None = None
@@ -134,9 +142,12 @@ class Link:
             sender = self._ends.sender(meta, x.device)
             check = sender.check(visit, meta.num_rows)
             payload = sender.encode(x, visit)
-        message = frame(Header(kind, 0, check, step.index), payload)
+        self._measure(x, meta, step, visit)
+        message = frame(Header(kind, 0, check, step.index, self._cf(coder, step)), payload)
         if status is not None:
             message[2] = status
+        if self.adaptive is not None and step.train and self.enabled(step):
+            self.adaptive.note_message(message.numel(), meta)
         traffic = self._traffic(step)
         if self.on_wire:
             traffic.count(message.numel(), meta.dense_bytes)
@@ -189,7 +200,7 @@ class Link:
 
         Only positions that count are compared, given the number of the microbatch.
         """
-        if self._enabled(step) and not isinstance(self.method, Identity):
+        if self.enabled(step) and not isinstance(self.method, Identity):
             meta = TensorMeta.of(x)  # memory order, which spares a transposition
             arrived = meta.flatten(arrived.to(x.device))
             valid = None if microbatch is None else step.valid_of(microbatch)
@@ -206,7 +217,7 @@ class Link:
         positions: Tensor | None = None,
     ) -> None:
         """As `compare`, where ``x`` was just encoded here but arrives elsewhere."""
-        if not self._enabled(step) or isinstance(self.method, Identity):
+        if not self.enabled(step) or isinstance(self.method, Identity):
             return
         self.compare(x, self.arrived(x, message, step, microbatch, positions), step, microbatch)
 
@@ -305,20 +316,59 @@ class Link:
 
     # -- which method speaks ------------------------------------------------------------------
 
-    def _enabled(self, step: Step) -> bool:
+    def enabled(self, step: Step) -> bool:
+        """Whether this link compresses in a step; an adaptive one may send dense all the same."""
+        if step.probe is not None:
+            return step.probe.link == self.name
         on = step.compress_act if self.direction == ACT else step.compress_grad
         return on and not (step.train and step.index < self.warmup_steps)
 
     def _traffic(self, step: Step) -> Traffic:
-        return self.meter.of(step.train, self._enabled(step))
+        if step.probe is not None:
+            return self.meter.probe
+        return self.meter.of(step.train, self.enabled(step))
+
+    def _present(self, step: Step) -> Compressor | Feedback | SameIndices:
+        """The method; of an adaptive link with the ratio of this step."""
+        if not isinstance(self.method, Adaptive):
+            return self.method
+        if step.probe is not None:
+            return self.method.compressor(step.probe.cf)
+        assert self.adaptive is not None
+        coder = self.adaptive.coder
+        if isinstance(coder, Feedback):
+            assert self._ends is not None
+            self._ends.use(coder)  # they know no step, and are asked nothing before this
+        return coder
+
+    def _cf(self, coder: Compressor | Feedback, step: Step) -> float:
+        """The header's: of an adaptive link what it codes with."""
+        if self.adaptive is None or isinstance(coder, Identity):
+            return 0.0
+        return self.adaptive.cf if step.probe is None else step.probe.cf
+
+    def _measure(self, x: Tensor, meta: TensorMeta, step: Step, visit: Visit) -> None:
+        """Measures what compression would leave out of ``x``, in one microbatch of a step."""
+        state = self.adaptive
+        if state is None or not (step.train and self.enabled(step) and state.measures_energies):
+            return
+        if visit.microbatch != step.index % step.num_microbatches:
+            return
+        padded = padded_positions(visit.valid, meta, x.device)
+        wanted = against = blanked(x.detach(), padded)
+        if self._ends is not None:
+            sender = self._ends.sender(meta, x.device)
+            assert isinstance(sender, AdaptableSender)
+            wanted, against = sender.measured(wanted, visit)
+        state.note_energies(wanted, against, padded, visit.draw)
 
     def _coder(
         self, meta: TensorMeta, step: Step, positions: Tensor | None
     ) -> Compressor | Feedback:
         """What codes this message: a compressor, or the feedback method's ends."""
-        if not self._enabled(step):
+        if not self.enabled(step):
             return Identity()
-        method = self.method
+        method = self._present(step)
         if isinstance(method, SameIndices):
             return Identity() if positions is None else or_dense(method.at(positions), meta)
         if isinstance(method, Feedback):
@@ -346,7 +396,7 @@ class Link:
         again = ("call", step.call) if step.call else ()
         seed = (*self._seed, kind, step.index, microbatch, *again)
         unit = 1.0 if self.direction == ACT else step.loss_scale
-        if isinstance(self.method, Feedback) and self.method.lr_scaled and step.train:
+        if self.feedback is not None and self.feedback.lr_scaled and step.train:
             if not step.lr:
                 raise ValueError(
                     f"{self.method} keeps its residual in units of the learning rate, which this "
@@ -366,6 +416,8 @@ class Link:
 
     def _check_finite(self, x: Tensor, step: Step) -> Tensor | None:
         """The status byte as a 0-d tensor, or None for an all-clear on the CPU."""
+        if step.probe is not None:
+            return None  # the loss will say it
         low, high = x.detach().aminmax()  # NaN passes through both
         nonfinite = ~(low.isfinite() & high.isfinite())
         if x.device.type == "cpu":
@@ -394,7 +446,8 @@ class Link:
             kind = DENSE if isinstance(coder, Identity) else COMPRESSED
             check = receiver.check(visit, meta.num_rows) if receiver is not None else 0
             got = Header.of(message)
-            expected = Header(kind, got.status, check, step.index & 0xFFFFFFFF, got.next_ratio)
+            number, cf = step.index & 0xFFFFFFFF, self._cf(coder, step)
+            expected = Header(kind, got.status, check, number, cf)
             if got != expected:
                 raise RuntimeError(
                     f"{self.name}, step {step.index}, microbatch {visit.microbatch}: the two ends "
@@ -405,10 +458,18 @@ class Link:
     # -- persistence --------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Stored rows of each end, and the sample shape they belong to."""
-        return self._ends.state_dict() if self._ends is not None else {}
+        """Stored rows of each end, the sample shape they belong to, and what is adapted."""
+        state = self._ends.state_dict() if self._ends is not None else {}
+        if self.adaptive is not None:
+            state["adaptive"] = self.adaptive.state_dict()
+        return state
 
     def load_state_dict(self, state: dict[str, Any], device: dict[str, torch.device]) -> None:
         """Restores `state_dict`; ``device`` says where each role's end lives."""
+        rows = {name: value for name, value in state.items() if name != "adaptive"}
         if self._ends is not None:
-            self._ends.load_state_dict(state, device)
+            self._ends.load_state_dict(rows, device)
+        if isinstance(self.method, Adaptive):
+            self.adaptive = state_of(self.method)
+            if "adaptive" in state:
+                self.adaptive.load_state_dict(state["adaptive"])

@@ -1,11 +1,11 @@
 """What travels: one flat uint8 buffer, a 16-byte header and then the payload.
 
-The header says what a receiver cannot derive: whether the sender saw non-finite values, and a
-checksum over what it must agree with the receiver about (slots and their flags). Its fields,
-little-endian::
+The header says what a receiver cannot derive: whether the sender saw non-finite values; and
+what it must agree with the receiver about: a checksum over slots and their flags, and the
+compression factor. Its fields, little-endian::
 
     0        1     2       3         4      8     12
-    version  kind  status  reserved  check  step  next_ratio
+    version  kind  status  reserved  check  step  cf
 
 Payload tensors follow in the order of the layout, each aligned to its element size.
 """
@@ -24,10 +24,11 @@ from mpcomp.tensor_meta import TensorMeta
 
 __all__ = ["COMPRESSED", "DENSE", "HEADER_BYTES", "Header", "frame", "message_bytes", "unframe"]
 
-VERSION = 1
+VERSION = 2
 DENSE, COMPRESSED = 0, 1
 HEADER_BYTES = 16
 _HEADER = struct.Struct("<BBBxIIf")
+_FP32 = struct.Struct("<f")
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ class Header:
         status: 0, or 1 if the tensor had non-finite values.
         check: checksum over slots and flags.
         step: number of the step, modulo 2^32.
-        next_ratio: compression ratio of the sender's next step; 0 keeps the present one.
+        cf: compression factor that an adaptive link coded the message with, in fp32; 0 for a dense
+            message, and where the method is fixed.
         version: of this format.
     """
 
@@ -47,8 +49,12 @@ class Header:
     status: int = 0
     check: int = 0
     step: int = 0
-    next_ratio: float = 0.0
+    cf: float = 0.0
     version: int = VERSION
+
+    def __post_init__(self) -> None:
+        # As it travels, so that what arrives is equal to what is expected.
+        object.__setattr__(self, "cf", _FP32.unpack(_FP32.pack(self.cf))[0])
 
     def to_tensor(self) -> Tensor:
         """The header as uint8 [16] on the CPU."""
@@ -58,7 +64,7 @@ class Header:
             self.status,
             self.check,
             self.step & 0xFFFFFFFF,
-            self.next_ratio,
+            self.cf,
         )
         return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
 
@@ -66,8 +72,8 @@ class Header:
     def of(cls, message: Tensor) -> Header:
         """Reads the header of a message (from an accelerator this waits for it)."""
         raw = bytes(message[:HEADER_BYTES].tolist())
-        version, kind, status, check, step, next_ratio = _HEADER.unpack(raw)
-        return cls(kind, status, check, step, next_ratio, version)
+        version, kind, status, check, step, cf = _HEADER.unpack(raw)
+        return cls(kind, status, check, step, cf, version)
 
 
 def message_bytes(layout: tuple[TensorMeta, ...]) -> int:

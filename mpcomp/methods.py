@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mpcomp.adaptive.method import Adaptive
 from mpcomp.boundary import Boundary
 from mpcomp.compressors import Compressor, Identity, SameIndices, Selecting
 from mpcomp.feedback import EFMixed, Feedback
@@ -105,11 +106,17 @@ def method_of(argument: str, value: MethodLike) -> Method:
             f"{argument}=SameIndices(): it reuses the activation's selection, so it is for "
             "grad_comp"
         )
+    if isinstance(value, Adaptive):
+        _check_adaptive(argument, value)
+        method_of(argument, value.inner)
+        return value
     if not isinstance(value, Compressor | Feedback | SameIndices):
         raise TypeError(
             f"{argument}={value!r}: expected a compressor such as TopK(0.1), a feedback method "
             "round one, a spec string such as 'topk:0.1', or None"
         )
+    if isinstance(value, Feedback):
+        value.check_cut()
     if argument == "act_comp" and isinstance(value, Feedback) and value.lr_scaled:
         raise ValueError(
             f"act_comp={value}: lr_scaled is for gradients; activations have no learning rate"
@@ -117,10 +124,24 @@ def method_of(argument: str, value: MethodLike) -> Method:
     return value
 
 
+def _check_adaptive(argument: str, value: Adaptive) -> None:
+    if argument == "tie_comp":
+        raise ValueError(
+            f"tie_comp={value}: adaptive ratios are for cuts; give a tie a fixed one, such as "
+            f"{value.inner}"
+        )
+    if argument == "grad_comp" and value.gain == "loss":
+        raise ValueError(
+            f"grad_comp={value}: the loss of a step does not depend on what happens to its "
+            "gradients, so gain=loss is for activations; use gain=energy"
+        )
+
+
 def _check_pair(boundary: int, act: Method, grad: Method) -> None:
     if not isinstance(grad, SameIndices):
         return
-    selecting = act.inner if isinstance(act, Feedback) else act
+    selecting = act.inner if isinstance(act, Adaptive) else act
+    selecting = selecting.inner if isinstance(selecting, Feedback) else selecting
     if not isinstance(selecting, Selecting) or isinstance(act, EFMixed):
         raise ValueError(
             f"grad_comp=SameIndices() at boundary {boundary} with act_comp={act}: there must be "

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from mpcomp.sharding import whole
+
 if TYPE_CHECKING:
     from mpcomp.pipe import Pipeline
 
@@ -36,7 +38,7 @@ def clip_grad_norm_(
         raise ValueError(f"max_norm={max_norm}: expected a positive number")
     again = {name for tie in pipe.ties for _, name in tie.copies[1:]}  # counted once
     norms = {
-        name: torch.linalg.vector_norm(parameter.grad, norm_type)
+        name: whole(torch.linalg.vector_norm(parameter.grad, norm_type))
         for name, parameter in pipe.named_parameters()
         if parameter.grad is not None and name not in again
     }

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
+from mpcomp.sharding import placed_like, whole
+
 __all__ = ["OriginalNames"]
 
 
@@ -48,26 +50,30 @@ class OriginalNames(nn.Module):
     def state_dict(
         self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False
     ) -> Any:
-        """The original model's ``state_dict``."""
+        """The original model's ``state_dict``; sharded parameters are gathered, by all replicas."""
         state = {} if destination is None else destination
         for stage in self.stages:
-            state.update(stage.state_dict(prefix=prefix, keep_vars=keep_vars))
+            own = stage.state_dict(prefix=prefix, keep_vars=keep_vars)
+            state.update(own if keep_vars else {name: whole(x) for name, x in own.items()})
         return state
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
         """Loads the original model's ``state_dict``."""
-        own = self.state_dict().keys()
-        missing = [key for key in own if key not in state_dict]
+        here = {key for stage in self.stages for key in stage.state_dict()}
+        missing = [
+            key for stage in self.stages for key in stage.state_dict() if key not in state_dict
+        ]
         elsewhere = {key for stage in self._elsewhere for key in stage.state_dict()}
-        unexpected = [key for key in state_dict if key not in own and key not in elsewhere]
+        unexpected = [key for key in state_dict if key not in here and key not in elsewhere]
         if strict and (missing or unexpected):
             raise RuntimeError(
                 f"state_dict does not fit the model: missing {missing}, unexpected {unexpected}"
             )
         for stage in self.stages:
-            part = {key: state_dict[key] for key in stage.state_dict() if key in state_dict}
+            own = stage.state_dict()
+            part = {k: placed_like(state_dict[k], x) for k, x in own.items() if k in state_dict}
             stage.load_state_dict(part, strict=False, assign=assign)
         return _IncompatibleKeys(missing, unexpected)
 

@@ -40,6 +40,7 @@ class Parts(OriginalNames):
         ties: Sequence[Tie],
         engine: Engine,
     ) -> None:
+        # Where stages are sharded, plans are made with copies of them, which must follow too.
         super().__init__(stages, elsewhere=[s for s in cut if all(s is not o for o in stages)])
         self.cut_stages = list(cut)
         self.boundaries = list(boundaries)
@@ -134,7 +135,7 @@ class Parts(OriginalNames):
 
         With several processes a copy of it with all weights, on the CPU of every rank.
         """
-        model = staging.merge(self.cut_stages)
+        model = self.engine.plain_model or staging.merge(self.cut_stages)
         if self.engine.num_ranks == 1:
             return model.to(self.engine.device_of(0))
         self.engine.align_replicas()

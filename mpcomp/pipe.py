@@ -16,8 +16,12 @@ from torch import Tensor
 
 import stages as staging
 from mpcomp import checkpoint
+from mpcomp.adaptive.adaptation import Adaptation
+from mpcomp.adaptive.losses import measure_losses
 from mpcomp.boundary import Boundary
 from mpcomp.engines.base import Engine
+from mpcomp.engines.plan import Planner
+from mpcomp.engines.runner import Autocast
 from mpcomp.evaluation import Metric, evaluating, mean_over
 from mpcomp.generation import generate
 from mpcomp.loss import LossFn, StepLoss, num_terms, with_target
@@ -28,7 +32,9 @@ from mpcomp.report import print_report, report_of
 from mpcomp.sample_ids import ids_of_batch, split_sample_ids
 from mpcomp.scaling import check_without_gradients
 from mpcomp.settlement import bytes_sent, raise_if_nonfinite, settle
+from mpcomp.sharding import local
 from mpcomp.state_bytes import state_bytes
+from mpcomp.tensor_meta import TensorMeta
 from mpcomp.tie import Tie
 from mpcomp.visit import Step
 
@@ -81,6 +87,10 @@ class Pipeline(Parts):
         self._compress_act = self._compress_grad = self._compress_dp = True
         self._warmup_steps = warmup_steps
         self._open: Step | None = None
+        self._began = 0.0  # when the open step did
+        self.adaptation = Adaptation(
+            self.links, num_ranks=engine.num_ranks, num_replicas=engine.num_replicas
+        )
         #: Of the last steps on this rank: seconds, and of these waiting for messages.
         self.step_times: deque[tuple[float, float]] = deque(maxlen=100)
 
@@ -122,9 +132,16 @@ class Pipeline(Parts):
         self._settle()
         sizes = self._microbatch_rows(batch, train)
         step = self._step(sizes, batch, sample_ids, train)
-        self._open = step
+        if any(state.measures_losses for state in self.adaptation.states):
+            raise ValueError(
+                "pipe(x) with gradients and gain='loss', which is measured by the loss function: "
+                "train with pipe.forward_backward(x, y), or use gain='energy' or 'centred'"
+            )
+        parts = scatter(batch, sizes)
+        self._begin_adaptation(parts)
+        self._open, self._began = step, time.perf_counter()
         with self._undone_on_error(train):
-            return gather(self.engine.forward(scatter(batch, sizes), step, ()))
+            return gather(self.engine.forward(parts, step, ()))
 
     def _infer(self, batch: Any, same: Any, target: Any = None) -> tuple[list[Tensor], list[Any]]:
         """Outputs, where the last stage is, and targets of the microbatches."""
@@ -186,7 +203,12 @@ class Pipeline(Parts):
         if self.scaler is not None and not self.engine.computes_loss:
             # A scaler is made by its first loss, but `unscale_` and `update` need it on all ranks.
             self.scaler.scale(torch.zeros((), device=self.engine.device))
-        self._open = step
+        self._begin_adaptation(parts)
+        with self._undone_on_error(False):
+            measure_losses(
+                self.adaptation, self.engine, self.stages, parts, targets, step, self._loss_fn
+            )
+        self._open, self._began = step, time.perf_counter()
         with self._undone_on_error(True), torch.enable_grad():
             self.engine.forward_backward(parts, targets, step, loss, same)
             total = self._settle(loss)
@@ -378,6 +400,11 @@ class Pipeline(Parts):
             print_report(report)
         return report
 
+    @property
+    def adaptive_history(self) -> list[dict[str, Any]]:
+        """What adaptive links sent with in each step; see `mpcomp.adaptive.adaptation`."""
+        return list(self.adaptation.history)
+
     # -- persistence --------------------------------------------------------------------------
 
     def follow_lr(self, optimizer: torch.optim.Optimizer) -> None:
@@ -425,6 +452,16 @@ class Pipeline(Parts):
 
     # -- inside -------------------------------------------------------------------------------
 
+    def _begin_adaptation(self, parts: Sequence[Any]) -> None:
+        """Lets adaptive links with a budget begin, before the first step has sent anything."""
+
+        def metas() -> list[list[TensorMeta]]:
+            planner = Planner(self.cut_stages, self.engine.device)
+            autocast = Autocast.of_caller(self.engine.device)
+            return [planner.crossing(part, autocast) for part in parts]
+
+        self.adaptation.begin(metas, self.engine.agree)
+
     def _microbatch_rows(self, batch: Any, train: bool) -> list[int]:
         rows = num_rows(batch)
         self.cut_stages[0].check_batch(batch)
@@ -452,6 +489,7 @@ class Pipeline(Parts):
             loss_scale=self.scaler.get_scale() if self.scaler is not None and scaled else 1.0,
             lr=None if lr is None else float(lr),
             valid=valid_positions(mask, sizes),
+            num_microbatches=len(sizes),
         )
         for link in self.links:
             link.check_step(step, sizes)
@@ -463,7 +501,9 @@ class Pipeline(Parts):
         if step is None:
             return None
         overflowed = self._overflowed(step)
-        outcome = settle(self.engine, self.crossings, step, loss, overflowed)
+        outcome = settle(
+            self.engine, self.crossings, step, loss, overflowed, self.adaptation, self._began
+        )
         self.engine.settle_replicas(outcome.finite)
         if self.scaler is not None and step.scaled and self.engine.num_ranks > 1:
             if not outcome.finite:
@@ -490,7 +530,7 @@ class Pipeline(Parts):
         return self.scaler.get_scale() < step.loss_scale or self._gradients_overflowed()
 
     def _gradients_overflowed(self) -> bool:
-        grads = [p.grad for p in self.parameters() if p.grad is not None]
+        grads = [local(p.grad) for p in self.parameters() if p.grad is not None]
         if not grads:
             return False
         largest = torch.nn.utils.get_total_norm(grads, norm_type=math.inf)
@@ -507,6 +547,7 @@ class Pipeline(Parts):
                 for each in self.crossings:
                     each.settle(finite=False)
                 self.engine.settle_replicas(finite=False)
+                self.adaptation.discard()
             for link in self.links:
                 link.found_nonfinite(train)  # counts and clears
             raise

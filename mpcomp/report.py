@@ -47,6 +47,7 @@ def report_of(pipe: Pipeline) -> dict[str, Any]:
                 "after": after[link.boundary],
                 "direction": link.direction,
                 "method": str(link.method),
+                "adaptive": pipe.adaptation.report(link),
                 "on_wire": link.on_wire,
                 **{phase: traffic.to_dict() for phase, traffic in merged.items()},
             }

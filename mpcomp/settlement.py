@@ -4,17 +4,20 @@ What links noted in a step is stored if the step was finite everywhere, and else
 everywhere. Ranks find out in one sum, which also takes the loss to all of them, and the counts of
 bytes::
 
-    [stopped, loss, its dtype, wire bytes, dense bytes, a flag for each link that saw NaN or Inf]
+    [stopped, loss, its dtype, wire bytes, dense bytes, a flag for each link that saw NaN or Inf,
+     what adaptive links have measured]
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from mpcomp.adaptive.adaptation import Adaptation
 from mpcomp.boundary import Boundary
 from mpcomp.checks import nonfinite_error
 from mpcomp.engines.base import Engine
@@ -52,6 +55,8 @@ def settle(
     step: Step,
     loss: StepLoss | None,
     overflowed: bool,
+    adaptation: Adaptation,
+    began: float,
 ) -> Outcome:
     """Ends a step: all ranks commit what links noted, or all discard it.
 
@@ -61,6 +66,8 @@ def settle(
         step: the step.
         loss: its loss, if it was computed here or elsewhere.
         overflowed: whether a loss scaler will skip it because of this rank's gradients.
+        adaptation: of the adaptive links, which decide for the next step.
+        began: when the step did, on the scale of `time.perf_counter`.
 
     Raises:
         FloatingPointError: NaN or Inf at a cut (in a gradient only without a loss scaler).
@@ -73,14 +80,19 @@ def settle(
     said = [0.0, 0.0]
     if total is not None and not alone:
         said = [float(total), _LOSS_DTYPES.index(total.dtype)]
-    sums = engine.agree([float(failed or overflowed), *said, *bytes_sent(links), *broken])
-    stopped, value, dtype, wire_bytes, dense_bytes, *flags = sums
+    measured = adaptation.figures(time.perf_counter() - began)
+    sums = engine.agree(
+        [float(failed or overflowed), *said, *bytes_sent(links), *broken, *measured]
+    )
+    stopped, value, dtype, wire_bytes, dense_bytes, *rest = sums
+    flags, measured = rest[: len(links)], rest[len(links) :]
     found = [link for link, flag in zip(links, flags, strict=True) if flag]
     finite = not (found or stopped)
     for boundary in boundaries:
         boundary.settle(finite)
     if found and not (step.scaled and all(link.direction != "act" for link in found)):
         raise nonfinite_error(_origin(found).name, step.index)
+    adaptation.settle(step, measured, finite=finite)
     if loss is not None and not alone:
         replicas = engine.num_replicas
         of_dtype = _LOSS_DTYPES[int(dtype) // replicas]

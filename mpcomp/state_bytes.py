@@ -76,8 +76,8 @@ def state_bytes(pipe: Pipeline, batch: Any, num_samples: int | None = None) -> d
         entry
         for links, meta in crossing
         for link in links
-        if isinstance(link.method, Feedback)
-        for entry in _of_link(link, link.method, meta, num_samples, here)
+        if link.feedback is not None
+        for entry in _of_link(link, link.feedback, meta, num_samples, here)
     ]
     return {"total": sum(entry["bytes"] for entry in entries), "per_link": entries}
 
@@ -103,7 +103,7 @@ def _of_link(
             {
                 "boundary": link.boundary,
                 "direction": link.direction,
-                "method": str(method),
+                "method": str(link.method),
                 "role": role,
                 "rows": rows,
                 "row_bytes": store.row_bytes,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Key", "SampleIds", "Step", "Visit"]
+__all__ = ["Key", "Probe", "SampleIds", "Step", "Visit"]
 
 #: What a slot of a feedback method's state is found by.
 Key = tuple[int, ...]
@@ -40,6 +40,19 @@ class Visit:
 
 
 @dataclass(frozen=True)
+class Probe:
+    """A forward pass beside training, in which one link alone is compressed.
+
+    Attributes:
+        link: its name; "" for none.
+        cf: compression factor of that link.
+    """
+
+    link: str = ""
+    cf: float = 1.0
+
+
+@dataclass(frozen=True)
 class Step:
     """What a step, or one pass of evaluation, is for its links.
 
@@ -56,6 +69,8 @@ class Step:
         call: number of this call, where one pass makes several (a token each, in generation): each
             draws anew.
         valid: per microbatch which positions count, of `mpcomp.padding.valid_positions`.
+        num_microbatches: in this step.
+        probe: what is compressed instead, in a pass that measures a loss.
     """
 
     index: int
@@ -69,6 +84,8 @@ class Step:
     lr: float | None = None
     call: int = 0
     valid: tuple[Tensor | None, ...] = ()
+    num_microbatches: int = 1
+    probe: Probe | None = None
 
     def ids_of(self, microbatch: int) -> SampleIds:
         """Sample ids of one microbatch."""

@@ -43,6 +43,15 @@ class RunFolder:
         return self.path / "replicas.png"
 
     @property
+    def adaptive_steps(self) -> Path:
+        """What adaptive cuts sent with in each step."""
+        return self.path / "adaptive.jsonl"
+
+    @property
+    def adaptive_plot(self) -> Path:
+        return self.path / "adaptive.png"
+
+    @property
     def checkpoint(self) -> Path:
         return self.path / "checkpoint"
 

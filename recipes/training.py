@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 import mpcomp
-from recipes import plots, replica_log
+from recipes import adaptive_log, plots, replica_log
+from recipes.adaptive_log import AdaptiveLog
 from recipes.config import AnyConfig
 from recipes.metric import Metric
 from recipes.placement import check_ranks, common_dtype, devices_of, parse_split
@@ -95,13 +96,15 @@ class Trainer(ABC, Generic[AnyConfig]):
         )
 
         self.replica_log = ReplicaLog(self.pipe)
+        self.adaptive_log = AdaptiveLog(self.pipe)
 
     def _between_replicas(self) -> dict[str, Any]:
         config = self.config
         if config.replicas == 1:
             return {}
         # Also for "none": the exchange counts what goes uncompressed.
-        return {"dp_comp": config.dp_comp, "network": config.network()}
+        found = {"dp_comp": config.dp_comp, "network": config.network(), "shard": config.shard}
+        return {**found, "param_comp": config.param_comp} if config.shard else found
 
     # -- what a subclass adds -----------------------------------------------------------------
 
@@ -268,6 +271,10 @@ class Trainer(ABC, Generic[AnyConfig]):
             replica_log.append_steps(folder.replica_steps, self.replica_log.new_steps())
             steps = replica_log.read_steps(folder.replica_steps)
             replica_log.plot_steps(steps, folder.replica_plot, self.config.dp_comp)
+        if self.ranks.speaks and self.adaptive_log.active:
+            replica_log.append_steps(folder.adaptive_steps, self.adaptive_log.new_steps())
+            steps = replica_log.read_steps(folder.adaptive_steps)
+            adaptive_log.plot_ratios(steps, folder.adaptive_plot)
 
     def load(self, folder: RunFolder) -> None:
         """The state that `save` left."""

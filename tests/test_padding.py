@@ -11,6 +11,7 @@ from mpcomp import (
     AQSGD,
     EF21,
     Boundary,
+    ConEF,
     EFMixed,
     ErrorFeedback,
     Identity,
@@ -384,9 +385,12 @@ def test_estimates_are_equal_at_both_ends_and_stay_where_it_is_padded(method, dt
                 assert torch.equal(arrived[m], tensor_of(0, m, dtype) * mask[:, :, None])
 
 
-@pytest.mark.parametrize("method", FEEDBACK, ids=str)
+@pytest.mark.parametrize("method", [m for m in FEEDBACK if not isinstance(m, ConEF)], ids=str)
 def test_a_dense_send_speaks_of_valid_positions_alone(method):
-    """It arrives whole; estimates become it and residuals vanish where positions count."""
+    """It arrives whole; estimates become it and residuals vanish where positions count.
+
+    Cells of a sketch belong to no one position: feedback/test_conef.py says what becomes of them.
+    """
     link = link_of(method)
     for index in range(3):
         carry(link, tensor_of(index), step_of(index, mask_of(index)))

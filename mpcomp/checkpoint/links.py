@@ -1,4 +1,7 @@
-"""What a checkpoint holds of links: the state of their ends, by role, and their traffic."""
+"""What a checkpoint holds of links: the state of their ends, by role, and their traffic.
+
+And of adaptive links what they have come to, which is the same on all ranks, as plain JSON.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+import stages as staging
 from mpcomp.checkpoint.files import Part, Saved
 from mpcomp.link import Link
 from mpcomp.meters import Meter
@@ -26,8 +30,7 @@ __all__ = [
 
 def stages_here(pipe: Pipeline) -> list[int]:
     """Numbers of the stages of this rank."""
-    own = {id(stage) for stage in pipe.stages}
-    return [i for i, stage in enumerate(pipe.cut_stages) if id(stage) in own]
+    return [stage.index for stage in pipe.stages if isinstance(stage, staging.Stage)]
 
 
 def cut_of(pipe: Pipeline) -> dict[str, Any]:
@@ -51,6 +54,7 @@ def links_entries(pipe: Pipeline, tensors: dict[str, Tensor]) -> dict[str, Any]:
         entries[_key(link)] = {
             "method": str(link.method),
             "sample": state.get("sample"),
+            "adaptive": state.get("adaptive"),
             "traffic": {phase: t.to_state() for phase, t in link.meter.phases.items()},
         }
     return entries
@@ -60,13 +64,15 @@ def sum_of_links(entries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """What ranks have together, from the `links_entries` of each.
 
     Returns:
-        By link: its method, whether an end of it has state, and the traffic of all ranks.
+        By link: its method, whether an end of it has state, whether it is adaptive, and the traffic
+        of all ranks.
     """
     total: dict[str, Any] = {}
     for of_rank in entries:
         for key, entry in of_rank.items():
             if key not in total:
                 total[key] = {"method": entry["method"], "held": False, "traffic": {}}
+                total[key]["adaptive"] = entry.get("adaptive") is not None
             total[key]["held"] |= entry["sample"] is not None
             for phase, traffic in entry["traffic"].items():
                 before = total[key]["traffic"].get(phase)
@@ -98,7 +104,8 @@ def check_links(pipe: Pipeline, saved: Saved, links: Mapping[str, Any]) -> None:
     Raises:
         ValueError: there is state, and ``pipe`` has no place for it.
     """
-    held = sorted(key for key, entry in links.items() if entry["held"])
+    ends = sorted(key for key, entry in links.items() if entry["held"])
+    held = sorted({*ends, *(key for key, entry in links.items() if entry.get("adaptive"))})
     if not held:
         return
     if saved.cut != cut_of(pipe):
@@ -113,7 +120,7 @@ def check_links(pipe: Pipeline, saved: Saved, links: Mapping[str, Any]) -> None:
                 f"{saved.folder} holds state of {links[key]['method']} for {key}, this pipeline "
                 f"has {own[key]} there: use the same compressors"
             )
-    if pipe.replica >= saved.num_replicas:
+    if ends and pipe.replica >= saved.num_replicas:  # what is adapted all replicas share
         raise ValueError(
             f"{saved.folder} holds state of links of {saved.num_replicas} replicas, and none for "
             f"replica {pipe.replica} (counted from 0) of this pipeline: use replicas="
@@ -142,6 +149,8 @@ def restored_links(
             entry = part.meta["links"].get(key)
             if entry is None:
                 continue
+            if entry.get("adaptive") is not None:
+                state["adaptive"] = entry["adaptive"]
             for role in roles:
                 for name, rows in part.read_state(f"{key}.{role}.").items():
                     state[f"{role}.{name}"] = rows

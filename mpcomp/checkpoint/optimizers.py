@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from mpcomp.checkpoint.files import Part
+from mpcomp.sharding import placed_like, whole
 
 if TYPE_CHECKING:
     from mpcomp.pipe import Pipeline
@@ -29,7 +31,7 @@ def optimizer_entry(
         for p in group["params"]:
             for key, value in optimizer.state.get(p, {}).items():
                 if isinstance(value, Tensor):
-                    tensors[f"optimizer.{key}.{names[id(p)]}"] = value
+                    tensors[f"optimizer.{key}.{names[id(p)]}"] = whole(value)
                 else:
                     plain[f"{key}.{names[id(p)]}"] = value
     return {"class": type(optimizer).__name__, "groups": groups, "plain": plain}
@@ -94,4 +96,6 @@ def _ordered_as(parameter: Tensor, value: Any) -> Any:
     """A tensor of the parameter's shape in its memory order, in which a norm adds it up."""
     if not isinstance(value, Tensor) or value.shape != parameter.shape:
         return value
+    if isinstance(parameter, DTensor):
+        return placed_like(value, parameter)
     return torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)

@@ -35,6 +35,8 @@ __all__ = [
 _PREFIX = "replicas."
 #: What is left of a mean that one replica formed for all belongs to these fields of its own.
 _OWED = ("residual", "sum")
+#: An error that is kept compressed. The mean of sketches of the same kind is that of the mean.
+_COMPRESSED = ("error", "second_error")
 
 # -- saving ---------------------------------------------------------------------------------------
 
@@ -135,8 +137,10 @@ def restored_replicas(
 def _of_replica(parts: Sequence[Part], names: set[str]) -> dict[str, Tensor]:
     """What one replica remembers of some parameters."""
     found: dict[str, Tensor] = {}
-    for part in parts:
-        found.update(part.read_state(_PREFIX, lambda key: _split(key)[1] in names))
+    for part in parts:  # a sharded parameter's pieces have numbers behind its name
+        found.update(
+            part.read_state(_PREFIX, lambda key: _split(key)[1].partition("/")[0] in names)
+        )
     return found
 
 
@@ -160,6 +164,13 @@ def _averaged(replicas: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     owed: dict[str, Tensor] = {}
     for key, values in held.items():
         kind, name, field = _split(key)
+        coded = field.partition(":")[0] in _COMPRESSED and (kind == "phase" or ":" in field)
+        if coded or "/" in name:
+            raise ValueError(
+                f"what is remembered of {name} belongs to as many replicas as it was saved with: a "
+                "piece of it, or compressed in a way that cannot be averaged; use as many, or load "
+                "the weights alone with weights= of mpcomp.pipeline"
+            )
         if kind == "phase":
             if field in _OWED:
                 owed[name] = torch.cat(values)  # pieces, in the order of replicas

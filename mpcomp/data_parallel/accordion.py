@@ -17,6 +17,7 @@ from mpcomp.data_parallel.gravac import GraVAC
 from mpcomp.data_parallel.memory import Memory, Residual
 from mpcomp.feedback.base import Feedback
 from mpcomp.feedback.slots import StoragePlan
+from mpcomp.tensor_meta import TensorMeta
 
 __all__ = ["Accordion"]
 
@@ -93,9 +94,9 @@ class Accordion(ReplicaMethod):
     def controller(self, setting: Setting) -> Controller:
         return AccordionController(self, setting)
 
-    def memory(self, numel: int, device: torch.device, *, compressed: bool) -> Memory:
+    def memory(self, meta: TensorMeta, device: torch.device, *, compressed: bool) -> Memory:
         keeps = compressed and self.feedback
-        return Residual(numel, StoragePlan(), device) if keeps else Memory()
+        return Residual(meta.numel, StoragePlan(), device) if keeps else Memory()
 
 
 def _count(value: object) -> bool:

@@ -79,18 +79,9 @@ class CompressedAverage:
             self.exchange.check_lr(step.lr)
 
     def check_finite(self, step: Step) -> None:
-        """Looks at what `__call__` has found; to be called when no rank waits for this one.
-
-        Raises:
-            FloatingPointError: NaN or Inf in a gradient of some rank, without a loss scaler; on all
-                ranks.
-        """
-        if self.enabled and self.exchange.nonfinite and not step.scaled:
-            raise FloatingPointError(
-                f"NaN or Inf in a gradient of a replica, step {step.index}: the model has diverged "
-                "or overflowed. All gradients are NaN now, and what replicas remember is as before "
-                "the step; zero_grad before going on"
-            )
+        """Raises FloatingPointError on all ranks for NaN or Inf; see `Exchange.check_finite`."""
+        if self.enabled:
+            self.exchange.check_finite(step.index, scaled=step.scaled)
 
     def _trained(self) -> list[tuple[str, nn.Parameter]]:
         return [

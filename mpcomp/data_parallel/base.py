@@ -14,7 +14,7 @@ decides follows from numbers that all ranks share, as it also decides which coll
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from mpcomp.compressors import Compressor, Selecting
 from mpcomp.compressors.base import Payload, SpecValue
-from mpcomp.data_parallel.memory import Memory
+from mpcomp.data_parallel.memory import Draw, Memory
 from mpcomp.tensor_meta import TensorMeta
 
 __all__ = [
@@ -37,9 +37,6 @@ __all__ = [
     "Static",
     "encode_with",
 ]
-
-#: Makes a fresh generator; ``alike`` says whether all replicas draw the same from it.
-Draw: TypeAlias = Callable[[bool], torch.Generator]
 
 
 class Factored(ABC):
@@ -216,15 +213,15 @@ class ReplicaMethod(SpecValue, ABC):
         """This rank's controller for a run."""
 
     @abstractmethod
-    def memory(self, numel: int, device: torch.device, *, compressed: bool) -> Memory:
+    def memory(self, meta: TensorMeta, device: torch.device, *, compressed: bool) -> Memory:
         """What a replica remembers of a parameter.
 
         Args:
-            numel: its elements.
+            meta: the parameter as a matrix [first dim, all others].
             device: where its gradients are.
             compressed: whether it may be compressed; a small one never is.
         """
 
     def phase_memory(self, numel: int, device: torch.device) -> Memory:
         """What is remembered of a mean that one replica forms for all, and compresses again."""
-        return self.memory(numel, device, compressed=True)
+        return self.memory(TensorMeta((1, numel)), device, compressed=True)

@@ -21,6 +21,7 @@ from mpcomp.data_parallel.momentum import (
     momentum_memory,
     refuse_momentum,
 )
+from mpcomp.tensor_meta import TensorMeta
 
 __all__ = ["DGC", "RedSync"]
 
@@ -72,9 +73,9 @@ class _Momentum(ReplicaMethod):
     def controller(self, setting: Setting) -> Controller:
         return _ByStep(lambda step, name: self.codec(step, name, setting))
 
-    def memory(self, numel: int, device: torch.device, *, compressed: bool) -> Memory:
+    def memory(self, meta: TensorMeta, device: torch.device, *, compressed: bool) -> Memory:
         return momentum_memory(
-            numel,
+            meta.numel,
             device,
             self.momentum,
             compressed=compressed,

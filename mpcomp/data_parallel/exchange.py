@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mpcomp.data_parallel.base import Controller, Draw, ReplicaMethod, Setting
-from mpcomp.data_parallel.item import Context, Item
+from mpcomp.data_parallel.item import Context, Item, matrix_of
 from mpcomp.data_parallel.levels import broadcast, mean_inside, split_group
 from mpcomp.data_parallel.network import ReplicaNetwork
 from mpcomp.data_parallel.paths import Path
@@ -34,6 +34,7 @@ from mpcomp.data_parallel.remembered import Remembered
 from mpcomp.data_parallel.routes import PATH_OF, check_run, matrices, routes
 from mpcomp.data_parallel.totals import Totals, density
 from mpcomp.randomness import generator_for
+from mpcomp.tensor_meta import TensorMeta
 
 __all__ = ["Exchange"]
 
@@ -67,6 +68,9 @@ class Exchange:
         ValueError: the method does not suit these parameters, or the network these replicas.
         TypeError: parameters of fp64.
     """
+
+    #: How many times a ring of uncompressed gradients puts them on each link, but for own ones.
+    rounds = 2.0
 
     def __init__(
         self,
@@ -102,7 +106,7 @@ class Exchange:
         self._seed = seed
         self._device = next((p.device for p in parameters.values()), torch.device("cpu"))
         self._compressible = matrices(parameters, self.network)
-        self._sizes = {name: p.numel() for name, p in parameters.items()}
+        self._metas = {name: matrix_of(TensorMeta.of(p)) for name, p in parameters.items()}
         self._names = list(parameters)
         #: Number of parameters on each path, in the step under way or the last one.
         self._routed: dict[str, int] = {}
@@ -117,7 +121,7 @@ class Exchange:
         method = self.method
         setting = Setting(self.num_replicas, self._compressible)
         self.controller: Controller = method.controller(setting)
-        self._state = Remembered(method, self._sizes, self._compressible, self._device)
+        self._state = Remembered(method, self._metas, self._compressible, self._device)
         self.step = 0
         self.totals = Totals()
 
@@ -144,6 +148,20 @@ class Exchange:
             raise ValueError(
                 f"{self.method} keeps its state in units of the learning rate: tell it the "
                 "optimizer with follow_lr(optimizer), whose rate must be above 0"
+            )
+
+    def check_finite(self, step: int, *, scaled: bool) -> None:
+        """Looks at what `finish` has found; to be called when no rank waits for this one.
+
+        Raises:
+            FloatingPointError: NaN or Inf in a gradient of some rank, without a loss scaler; on all
+                ranks.
+        """
+        if self.nonfinite and not scaled:
+            raise FloatingPointError(
+                f"NaN or Inf in a gradient of a replica, step {step}: the model has diverged "
+                "or overflowed. All gradients are NaN now, and what replicas remember is as before "
+                "the step; zero_grad before going on"
             )
 
     def begin(
@@ -240,9 +258,9 @@ class Exchange:
             self._leave_alone({n for n, u in zip(self._used, used, strict=True) if not u})
         if self.step % DENSITY_EVERY == 0:
             self.density = math.nan if self.nonfinite else density(self._items)
-        self.totals.count(
-            self._context.tally, traffic_bytes=traffic, num_replicas=self.num_replicas
-        )
+        tally, others = self._context.tally, (self.num_replicas - 1) / self.num_replicas
+        dense_traffic = self.rounds * others * tally.dense_bytes
+        self.totals.count(tally, traffic_bytes=traffic, dense_traffic_bytes=dense_traffic)
 
     def settle(self, finite: bool) -> None:
         """Ends the step: what memories noted is kept if it was finite everywhere, else forgotten.
@@ -322,7 +340,7 @@ class Exchange:
         for name, of_path in by_path.items():
             self._routed[name] = self._routed.get(name, 0) + len(of_path)
             for item in of_path if name != "two-phase" else ():
-                self._state.hand_back(item, context.unit, context.peers.size)
+                self._state.hand_back(item, context)
         return [PATH_OF[name](of_path, context) for name, of_path in by_path.items()]
 
     @staticmethod
@@ -401,6 +419,7 @@ class Exchange:
             **totals,
             "ratio": self.totals.ratio,
             "density": self.density,
+            "memory_bytes": self._state.num_bytes,
             "paths": dict(sorted(self._routed.items())),
             **self.controller.report(),
         }

@@ -17,6 +17,7 @@ from mpcomp.data_parallel.memory import Memory, Residual
 from mpcomp.data_parallel.momentum import check_momentum, momentum_memory, refuse_momentum
 from mpcomp.data_parallel.search import POLICIES, Search
 from mpcomp.feedback.slots import StoragePlan
+from mpcomp.tensor_meta import TensorMeta
 
 __all__ = ["PAPER", "GraVAC"]
 
@@ -197,10 +198,10 @@ class GraVAC(ReplicaMethod):
     def controller(self, setting: Setting) -> Controller:
         return GraVACController(self, setting.num_replicas)
 
-    def memory(self, numel: int, device: torch.device, *, compressed: bool) -> Memory:
+    def memory(self, meta: TensorMeta, device: torch.device, *, compressed: bool) -> Memory:
         if self.momentum:
-            return momentum_memory(numel, device, self.momentum, compressed=compressed)
-        return Residual(numel, StoragePlan(), device) if compressed else Memory()
+            return momentum_memory(meta.numel, device, self.momentum, compressed=compressed)
+        return Residual(meta.numel, StoragePlan(), device) if compressed else Memory()
 
     def phase_memory(self, numel: int, device: torch.device) -> Memory:
         return Residual(numel, StoragePlan(), device)

@@ -1,32 +1,30 @@
-"""Compressed gradients for any model in torch's DistributedDataParallel."""
+"""`compress_gradients`: compressed gradients for models in torch's DDP or FSDP2."""
 
 # No `from __future__ import annotations`: DDP compares a hook's annotations with the types.
-import hashlib
 import weakref
-from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from mpcomp.compressors import Compressor
+from mpcomp.compressors.base import shown
 from mpcomp.data_parallel.exchange import Exchange
-from mpcomp.data_parallel.methods import replica_method_of
+from mpcomp.data_parallel.fsdp import compress_sharded
+from mpcomp.data_parallel.gradients import CompressedGradients, check_alike
+from mpcomp.data_parallel.methods import param_comp_of, replica_method_of
 from mpcomp.data_parallel.network import ReplicaNetwork
 
 __all__ = ["CompressedGradients", "compress_gradients"]
 
-_hooked: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+_hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
-class CompressedGradients:
-    """The state of a model's compressed gradients on this replica; see `compress_gradients`.
-
-    Attributes:
-        exchange: what does the work.
-    """
+class _ReplicatedGradients(CompressedGradients):
+    """Of a DDP model."""
 
     def __init__(
         self,
@@ -34,9 +32,7 @@ class CompressedGradients:
         exchange: Exchange,
         scaler: torch.amp.GradScaler | None,
     ) -> None:
-        self.exchange = exchange
-        self._scaler = scaler
-        self._lr_of: torch.optim.Optimizer | None = None
+        super().__init__(exchange, scaler)
         self._names = {id(p): name for name, p in ddp.module.named_parameters()}
         #: Buckets whose results DDP waits for.
         self._open: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
@@ -47,10 +43,7 @@ class CompressedGradients:
         if bucket.index() == 0:
             self._open.clear()
             self.exchange.settle(finite=False)  # of a step that ended with an error
-            enabled = self._scaler is not None and self._scaler.is_enabled()
-            scale = self._scaler.get_scale() if self._scaler is not None and enabled else 1.0
-            lr = float(self._lr_of.param_groups[0]["lr"]) if self._lr_of is not None else None
-            self.exchange.begin(loss_scale=scale, lr=lr)
+            self.begin()
         names = [self._names[id(p)] for p in bucket.parameters()]
         self.exchange.add(dict(zip(names, bucket.gradients(), strict=True)))
         buffer = bucket.buffer()
@@ -67,109 +60,97 @@ class CompressedGradients:
             self._open.clear()
         return future
 
-    def follow_lr(self, optimizer: torch.optim.Optimizer) -> None:
-        """Lets methods follow this optimizer's (first group's) learning rate.
-
-        Raises:
-            ValueError: the optimizer has momentum, and so has the method.
-        """
-        self.exchange.method.check_optimizer(optimizer)
-        self._lr_of = optimizer
-
-    @property
-    def history(self) -> list[dict[str, Any]]:
-        """An entry for each step: bytes, floats, seconds, and what the method was at."""
-        return list(self.exchange.history)
-
-    def report(self) -> dict[str, Any]:
-        """Totals of this replica: bytes, floats, ratio, seconds, and what the method is at."""
-        return self.exchange.report()
-
-    def state_dict(self) -> dict[str, Any]:
-        """What this replica needs to go on exactly: ``tensors``, and ``rest`` for JSON."""
-        return self.exchange.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state_dict` gave on the same replica, of as many.
-
-        Raises:
-            ValueError: it was given by another method.
-        """
-        self.exchange.load_state_dict(state)
-
 
 def compress_gradients(
-    ddp_model: DistributedDataParallel,
-    dp_comp: Any,
+    model: DistributedDataParallel | FSDPModule,
+    dp_comp: Any = "conef+topk:0.1",
     *,
+    param_comp: Compressor | str | None = None,
     network: ReplicaNetwork | None = None,
     seed: int = 0,
     scaler: torch.amp.GradScaler | None = None,
 ) -> CompressedGradients:
-    """Makes a DDP model's replicas exchange compressed gradients.
+    """Makes the ranks of a DDP or FSDP2 model exchange compressed gradients.
 
-    Every rank calls this once, after DDP and before the first backward, with the same arguments.
-    From then on ``loss.backward()`` leaves in ``.grad`` what the method makes of all replicas'
-    gradients, the same bits on each. It works with ``no_sync`` (what has been added up is sent),
-    unused parameters, and gradients in bf16.
+    Every rank calls this once, after DDP or ``fully_shard`` and before the first backward, with the
+    same arguments. From then on ``loss.backward()`` leaves in ``.grad`` what the method makes of
+    all ranks' gradients: the same bits on each replica of DDP, of FSDP2 each rank's shard. It works
+    with gradients added up (``no_sync``, ``set_requires_gradient_sync``) and in bf16; with
+    unused parameters of DDP, and of FSDP2 under ``set_reduce_scatter_unused_params(True)``.
+
+    A sharded model (ZeRO-3) holds a piece of each parameter and of the optimizer's state on a rank,
+    but its ranks send pieces of *all* gradients, so plain error feedback remembers as much as the
+    whole model on each. `ConEF`, the default, keeps that compressed. Its gradients are one third of
+    what it sends; ``param_comp`` compresses the other two, the parameters that are gathered before
+    forward and backward. The optimizer goes on with the exact ones.
 
     Args:
-        ddp_model: all of its parameters on one device.
+        model: of DDP, with all parameters on one device; or the root of FSDP2's modules.
         dp_comp: a method such as ``GraVAC(TopK(0.1))``, ``DGC(0.001)`` or ``PowerSGD(2)``, a
-            compressor, `ErrorFeedback` or `EF21` round one, or a spec string.
+            compressor, `ErrorFeedback`, `EF21` or `ConEF` round one, or a spec string.
+        param_comp: of FSDP2, compressor of the matrices that are gathered, such as
+            ``Quantize(8, scale=128)``; None for none.
         network: how replicas are connected.
         seed: of all random choices.
         scaler: the loss scaler in use, if any: what is kept is free of its scale. A step with NaN
             or Inf on any replica gives NaN on all, which it skips, and leaves no trace here.
 
     Returns:
-        A handle with `report`, `history`, `state_dict` and `follow_lr`.
+        A handle with `report`, `history`, `state_dict` and `follow_lr`; of FSDP2 also
+        ``uncompressed()``, a context in which nothing is compressed.
 
     Raises:
-        TypeError: no DDP model, or no method.
+        TypeError: a model that is not wrapped, or no method.
         ValueError: the model has a hook already, the method does not suit it, or ranks were given
             different arguments or models; on every rank.
     """
-    if not isinstance(ddp_model, DistributedDataParallel):
+    sharded = isinstance(model, FSDPModule)
+    if not (sharded or isinstance(model, DistributedDataParallel)):
         raise TypeError(
-            f"{type(ddp_model).__name__} is no DistributedDataParallel model: wrap it first, "
-            "mpcomp.compress_gradients(DistributedDataParallel(model), ...)"
+            f"{type(model).__name__} is wrapped in neither DistributedDataParallel nor FSDP2: "
+            "mpcomp.compress_gradients(DistributedDataParallel(model), ...), or call "
+            "torch.distributed.fsdp.fully_shard on its blocks and on itself first"
         )
     method = replica_method_of(dp_comp)
-    group = ddp_model.process_group
-    parameters = {n: p for n, p in ddp_model.module.named_parameters() if p.requires_grad}
-    words = [
-        f"{method}, {network or ReplicaNetwork()}, seed {seed}",
-        *(f"{name} {tuple(p.shape)} {p.dtype}" for name, p in parameters.items()),
-    ]
-    _check_alike(words, group, next(iter(parameters.values())).device)
-    if ddp_model in _hooked:
+    if param_comp is not None and not sharded:
         raise ValueError(
-            "this model's gradients are compressed already, and DDP takes one hook for ever: wrap "
-            "the plain model in a new DistributedDataParallel to change the method"
+            f"param_comp={shown(param_comp)} with a DDP model, whose replicas have all parameters "
+            "and send none: leave it out, or shard the model with fully_shard"
         )
-    exchange = Exchange(
-        parameters,
-        method,
-        group,
-        network=network,
-        seed=seed,
-        unused=ddp_model.find_unused_parameters,
-    )
-    handle = CompressedGradients(ddp_model, exchange, scaler)
-    _hooked.add(ddp_model)
+    codec = param_comp_of(param_comp)
+    assert isinstance(model, nn.Module)
+    handle: CompressedGradients
+    if isinstance(model, FSDPModule):
+        _check_unhooked(model)
+        handle = compress_sharded(
+            model, method, network=network, seed=seed, scaler=scaler, param_comp=codec
+        )
+    else:
+        assert isinstance(model, DistributedDataParallel)
+        parameters = {n: p for n, p in model.module.named_parameters() if p.requires_grad}
+        words = [
+            f"{method}, {network or ReplicaNetwork()}, seed {seed}",
+            *(f"{name} {tuple(p.shape)} {p.dtype}" for name, p in parameters.items()),
+        ]
+        device = next(iter(parameters.values())).device
+        check_alike(words, model.process_group, device)
+        _check_unhooked(model)
+        exchange = Exchange(
+            parameters,
+            method,
+            model.process_group,
+            network=network,
+            seed=seed,
+            unused=model.find_unused_parameters,
+        )
+        handle = _ReplicatedGradients(model, exchange, scaler)
+    _hooked.add(model)
     return handle
 
 
-def _check_alike(words: list[str], group: dist.ProcessGroup, device: torch.device) -> None:
-    """Raises ValueError on all ranks if they were given different things."""
-    digest = hashlib.blake2b("\n".join(words).encode(), digest_size=8).digest()
-    own = torch.tensor([int.from_bytes(digest, "little", signed=True)], device=device)
-    said = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(said, own, group=group)
-    other = [rank for rank, number in enumerate(said) if number.item() != said[0].item()]
-    if other:
+def _check_unhooked(model: nn.Module) -> None:
+    if model in _hooked:
         raise ValueError(
-            f"replicas {', '.join(map(str, other))} were given another model, method, network or "
-            "seed than replica 0: give the same to all"
+            "this model's gradients are compressed already, and it takes one method for ever: wrap "
+            "the plain model anew to change it"
         )

@@ -15,7 +15,10 @@ from mpcomp.data_parallel.peers import Peers
 from mpcomp.feedback.base import narrow
 from mpcomp.tensor_meta import TensorMeta
 
-__all__ = ["Context", "Item", "Tally", "matrix_of"]
+__all__ = ["OF_ERROR", "Context", "Item", "Tally", "matrix_of"]
+
+#: The piece of a parameter for which numbers are drawn that round what is kept of it.
+OF_ERROR = -1
 
 
 def matrix_of(meta: TensorMeta) -> TensorMeta:
@@ -103,9 +106,9 @@ class Item:
         """The shape in which a codec gets it."""
         return shape_for(codec, self.meta)
 
-    def keep(self, rest: Tensor, positions: Tensor | None, unit: float) -> None:
+    def keep(self, rest: Tensor, positions: Tensor | None, context: Context) -> None:
         """Tells the memory what was not sent."""
-        self.memory.keep(rest, positions, unit)
+        self.memory.keep(rest, positions, context.unit, context.draw(self.name, OF_ERROR))
 
     def finish(self, mean: Tensor, unit: float) -> None:
         """Writes the result into the gradient, from the mean [n] of what all have sent."""

@@ -8,17 +8,62 @@ of a step (the loss scale, over the learning rate for a method that follows it).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from mpcomp.feedback.slots import SlotStore, StoragePlan
 
-__all__ = ["Estimate", "Memory", "Residual", "StateTensor"]
+__all__ = ["Draw", "Estimate", "Memory", "Residual", "State", "StateTensor"]
+
+#: Makes a fresh generator; ``alike`` says whether all replicas draw the same from it.
+Draw: TypeAlias = Callable[[bool], torch.Generator]
 
 
-class StateTensor:
+class State(ABC):
+    """One thing that is remembered: noted in a step, then committed or discarded.
+
+    Attributes:
+        numel: elements of the tensor that `state_dict` has under the name itself, if it has one.
+    """
+
+    numel: int = 0
+
+    @property
+    @abstractmethod
+    def known(self) -> bool:
+        """Whether anything was ever committed."""
+
+    @property
+    @abstractmethod
+    def num_bytes(self) -> int:
+        """Bytes of what is held, once it is."""
+
+    @abstractmethod
+    def commit(self) -> None:
+        """Keeps what was noted."""
+
+    @abstractmethod
+    def discard(self) -> None:
+        """Forgets what was noted."""
+
+    @abstractmethod
+    def state_dict(self, name: str) -> dict[str, Tensor]:
+        """What was committed, under ``name`` and ``name:...``; nothing if nothing was."""
+
+    @abstractmethod
+    def load_state_dict(self, name: str, state: Mapping[str, Tensor]) -> None:
+        """Goes on from what `state_dict` gave under this name.
+
+        Raises:
+            ValueError: it is not of this size.
+        """
+
+
+class StateTensor(State):
     """One fp32 vector in the precision and place of a `StoragePlan`; zeros until written."""
 
     def __init__(self, numel: int, plan: StoragePlan, device: torch.device) -> None:
@@ -49,13 +94,14 @@ class StateTensor:
         """Whether anything was ever committed."""
         return len(self._store) > 0
 
-    def state_dict(self, name: str) -> dict[str, Tensor]:
-        """What was committed, under ``name``; nothing if nothing was.
+    @property
+    def num_bytes(self) -> int:
+        return self._store.row_bytes
 
-        Bits would be rounded again when that is stored, so they are under ``name:0`` ... as well.
-        """
+    def state_dict(self, name: str) -> dict[str, Tensor]:
         if not self.known:
             return {}
+        # Bits would be rounded again when that is stored, so they are under ``name:0`` ... as well.
         state = {name: self.read(1.0)}
         if self._rounds:
             rows = self._store.state_dict()
@@ -63,7 +109,11 @@ class StateTensor:
         return state
 
     def load_state_dict(self, name: str, state: Mapping[str, Tensor]) -> None:
-        """Goes on from what `state_dict` gave under this name, or from ``name`` alone."""
+        found = state[name].numel()
+        if found != self.numel:
+            raise ValueError(
+                f"{name} is of {found} elements, here it has {self.numel}: use the same model"
+            )
         rows = {
             f"rows{k.partition(':')[2]}": v for k, v in state.items() if k.startswith(name + ":")
         }
@@ -81,19 +131,20 @@ class Memory:
     keeps: bool = False
 
     def __init__(self) -> None:
-        self._state: dict[str, StateTensor] = {}
+        self._state: dict[str, State] = {}
 
     def wanted(self, gradient: Tensor, unit: float) -> Tensor:
         """What is to be sent for a gradient [n]; a new tensor, or the gradient itself."""
         return gradient
 
-    def keep(self, rest: Tensor, positions: Tensor | None, unit: float) -> None:
+    def keep(self, rest: Tensor, positions: Tensor | None, unit: float, draw: Draw) -> None:
         """Notes what the message left out.
 
         Args:
             rest: [n], what was wanted less what was sent.
             positions: of the elements that were sent, ascending; None for all of them.
             unit: of this step.
+            draw: for what is rounded at random to be kept.
         """
 
     def result(self, mean: Tensor, unit: float) -> Tensor:
@@ -103,12 +154,12 @@ class Memory:
     @property
     def known(self) -> bool:
         """Whether anything was ever kept."""
-        return any(tensor.known for tensor in self._state.values())
+        return any(state.known for state in self._state.values())
 
     @property
-    def numel(self) -> int:
-        """Elements of what it keeps; 0 if it keeps nothing."""
-        return next((tensor.numel for tensor in self._state.values()), 0)
+    def num_bytes(self) -> int:
+        """Bytes of what it keeps, once it does."""
+        return sum(state.num_bytes for state in self._state.values())
 
     def commit(self) -> None:
         """Keeps what was noted."""
@@ -121,9 +172,9 @@ class Memory:
             tensor.discard()
 
     @property
-    def fields(self) -> frozenset[str]:
-        """Names of what can be kept."""
-        return frozenset(self._state)
+    def sizes(self) -> dict[str, int]:
+        """Of what can be kept the number of elements, by name."""
+        return {name: state.numel for name, state in self._state.items()}
 
     def state_dict(self) -> dict[str, Tensor]:
         """What has been kept, by name."""
@@ -133,10 +184,13 @@ class Memory:
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Goes on from what `state_dict` gave."""
-        for name in state:
-            if ":" not in name:
-                self._state[name].load_state_dict(name, state)
+        """Goes on from what `state_dict` gave.
+
+        Raises:
+            ValueError: it is not of this size.
+        """
+        for name in dict.fromkeys(field.partition(":")[0] for field in state):
+            self._state[name].load_state_dict(name, state)
 
 
 class Residual(Memory):
@@ -151,7 +205,7 @@ class Residual(Memory):
     def wanted(self, gradient: Tensor, unit: float) -> Tensor:
         return gradient + self._residual.read(unit) if self._residual.known else gradient
 
-    def keep(self, rest: Tensor, positions: Tensor | None, unit: float) -> None:
+    def keep(self, rest: Tensor, positions: Tensor | None, unit: float, draw: Draw) -> None:
         self._residual.note(rest, unit)
 
 
@@ -174,7 +228,7 @@ class Estimate(Memory):
         self._gradient = gradient
         return gradient - self._own.read(unit)
 
-    def keep(self, rest: Tensor, positions: Tensor | None, unit: float) -> None:
+    def keep(self, rest: Tensor, positions: Tensor | None, unit: float, draw: Draw) -> None:
         assert self._gradient is not None
         self._own.note(self._gradient - rest, unit)
         self._gradient = None

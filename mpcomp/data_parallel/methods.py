@@ -10,17 +10,19 @@ import torch
 from mpcomp.compressors import Compressor, Identity
 from mpcomp.compressors.base import SpecValue, shown
 from mpcomp.data_parallel.base import Controller, ReplicaMethod, Setting, Static
+from mpcomp.data_parallel.contracted import Contracted
 from mpcomp.data_parallel.memory import Estimate, Memory, Residual
-from mpcomp.feedback import EF21, ErrorFeedback, Feedback
+from mpcomp.feedback import EF21, ConEF, ErrorFeedback, Feedback
 from mpcomp.feedback.slots import StoragePlan
 from mpcomp.parsing import parse
+from mpcomp.tensor_meta import TensorMeta
 
-__all__ = ["Compressed", "replica_method_of"]
+__all__ = ["Compressed", "param_comp_of", "replica_method_of"]
 
 
 @dataclass(frozen=True)
 class Compressed(ReplicaMethod):
-    """A compressor between replicas, alone or inside `ErrorFeedback` or `EF21`.
+    """A compressor between replicas, alone or inside `ErrorFeedback`, `EF21` or `ConEF`.
 
     Args:
         given: what the user gave.
@@ -42,20 +44,26 @@ class Compressed(ReplicaMethod):
     def controller(self, setting: Setting) -> Controller:
         return Static(self._compressor)
 
-    def memory(self, numel: int, device: torch.device, *, compressed: bool) -> Memory:
+    def memory(self, meta: TensorMeta, device: torch.device, *, compressed: bool) -> Memory:
         if not compressed or isinstance(self.given, Compressor):
             return Memory()
-        return (Estimate if isinstance(self.given, EF21) else Residual)(numel, self._plan, device)
+        if isinstance(self.given, ConEF):
+            return Contracted(self.given, meta, device)
+        return (Estimate if isinstance(self.given, EF21) else Residual)(
+            meta.numel, self._plan, device
+        )
 
     def phase_memory(self, numel: int, device: torch.device) -> Memory:
         # Also with EF21: a mean is formed of messages, and forgets nothing that it has not sent.
         if isinstance(self.given, Compressor):
             return Memory()
+        if isinstance(self.given, ConEF):
+            return Contracted(self.given, TensorMeta((1, numel)), device)
         return Residual(numel, self._plan, device)
 
     @property
     def _plan(self) -> StoragePlan:
-        assert isinstance(self.given, ErrorFeedback | EF21)
+        assert isinstance(self.given, ErrorFeedback | EF21 | ConEF)
         return StoragePlan(self.given.storage, self.given.location)
 
 
@@ -63,8 +71,8 @@ def replica_method_of(value: Any) -> ReplicaMethod:
     """The method that ``dp_comp`` names.
 
     Args:
-        value: a method between replicas, a compressor, `ErrorFeedback` or `EF21` round one, a spec
-            string, or None for none.
+        value: a method between replicas, a compressor, `ErrorFeedback`, `EF21` or `ConEF` round
+            one, a spec string, or None for none.
 
     Raises:
         ValueError: an unknown spec, or a method that has no place between replicas.
@@ -81,15 +89,32 @@ def replica_method_of(value: Any) -> ReplicaMethod:
             f"dp_comp={value}: between replicas estimates begin at zero, so there is no first "
             "message to compress in another way; leave first out"
         )
-    if isinstance(value, Compressor) or type(value) in (ErrorFeedback, EF21):
+    if isinstance(value, Compressor) or type(value) in (ErrorFeedback, EF21, ConEF):
         return Compressed(value)
     if isinstance(value, SpecValue):
         raise ValueError(
             f"dp_comp={value}: it belongs at a cut, as its state is that of samples or its "
-            "selection that of activations; between replicas use a compressor, ef+..., ef21+... or "
-            "a method such as gravac+topk:0.1"
+            "selection that of activations; between replicas use a compressor, ef+..., ef21+..., "
+            "conef+... or a method such as gravac+topk:0.1"
         )
     raise TypeError(
         f"dp_comp={shown(value)}: expected a compressor such as TopK(0.01), a method such as "
         "GraVAC(TopK(0.1)), a spec string such as 'ef+topk:0.01', or None"
     )
+
+
+def param_comp_of(value: Any) -> Compressor | None:
+    """The compressor that ``param_comp`` names; None for none.
+
+    Raises:
+        ValueError: an unknown spec.
+        TypeError: no compressor.
+    """
+    if isinstance(value, str):
+        value = parse(value)
+    if not isinstance(value, Compressor | None):
+        raise TypeError(
+            f"param_comp={shown(value)}: expected a compressor such as Quantize(8, scale=128), as "
+            "parameters are sent without a memory"
+        )
+    return value

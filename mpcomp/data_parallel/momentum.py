@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mpcomp.data_parallel.memory import Memory, StateTensor
+from mpcomp.data_parallel.memory import Draw, Memory, StateTensor
 from mpcomp.feedback.slots import StoragePlan
 
 __all__ = [
@@ -61,7 +61,7 @@ class MomentumCorrection(Memory):
         self._new = velocity
         return self._sum.read(unit) + step
 
-    def keep(self, rest: Tensor, positions: Tensor | None, unit: float) -> None:
+    def keep(self, rest: Tensor, positions: Tensor | None, unit: float, draw: Draw) -> None:
         velocity, self._new = self._new, None
         assert velocity is not None
         if self._masking:

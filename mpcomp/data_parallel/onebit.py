@@ -11,6 +11,7 @@ from mpcomp.compressors import OneBitColumns
 from mpcomp.data_parallel.base import Controller, ReplicaMethod, Setting, Static
 from mpcomp.data_parallel.memory import Memory, Residual
 from mpcomp.feedback.slots import StoragePlan
+from mpcomp.tensor_meta import TensorMeta
 
 __all__ = ["OneBit"]
 
@@ -41,5 +42,5 @@ class OneBit(ReplicaMethod):
     def controller(self, setting: Setting) -> Controller:
         return Static(OneBitColumns())
 
-    def memory(self, numel: int, device: torch.device, *, compressed: bool) -> Memory:
-        return Residual(numel, StoragePlan(self.storage), device) if compressed else Memory()
+    def memory(self, meta: TensorMeta, device: torch.device, *, compressed: bool) -> Memory:
+        return Residual(meta.numel, StoragePlan(self.storage), device) if compressed else Memory()

@@ -17,20 +17,26 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor
 
 from mpcomp.compressors import Compressor
 from mpcomp.data_parallel.base import Encoded, encode_with
-from mpcomp.data_parallel.item import Context, Item, count, shape_for
+from mpcomp.data_parallel.item import OF_ERROR, Context, Item, count, shape_for
+from mpcomp.data_parallel.messages import (
+    add_message,
+    compressor_of,
+    encode_item,
+    message_length,
+    packed,
+    take_away,
+)
 from mpcomp.data_parallel.peers import Works
 from mpcomp.feedback.base import narrow
-from mpcomp.packing import pack_into, packed_length, unpack
+from mpcomp.packing import packed_length, unpack
 from mpcomp.tensor_meta import TensorMeta
 
 __all__ = ["Path", "dense_sum", "gather", "payload_sum", "two_phase"]
 
 Path = Iterator[Works]
-_ALIGNED = 16  # bytes; no element is longer
 
 
 def dense_sum(items: Sequence[Item], context: Context) -> Path:
@@ -43,7 +49,7 @@ def dense_sum(items: Sequence[Item], context: Context) -> Path:
         for item in alike:
             part = narrow(item.wanted, dtype)
             if item.memory.keeps:
-                item.keep(item.wanted - part.to(torch.float32), None, unit)
+                item.keep(item.wanted - part.to(torch.float32), None, context)
             parts.append(part)
         # Divided before they are added, as in DDP, so that half precision does not overflow.
         flat = torch.cat(parts).div_(peers.size)
@@ -61,7 +67,7 @@ def dense_sum(items: Sequence[Item], context: Context) -> Path:
 def payload_sum(items: Sequence[Item], context: Context) -> Path:
     """Payloads that may be added elementwise: one sum for all of them of a dtype."""
     peers, unit = context.peers, context.unit
-    sent = [_encode(item, context) for item in items]
+    sent = [encode_item(item, context) for item in items]
     parts = [part for encoded in sent for part in encoded.payload]
     works, sums = [], {}
     for dtype in _in_order(part.dtype for part in parts):
@@ -90,14 +96,16 @@ def payload_sum(items: Sequence[Item], context: Context) -> Path:
 def gather(items: Sequence[Item], context: Context) -> Path:
     """Every replica gets the messages of all others and adds them up."""
     peers, unit = context.peers, context.unit
-    sent = [_encode(item, context) for item in items]
-    told, work = peers.gather(_packed(sent))
+    sent = [encode_item(item, context) for item in items]
+    told, work = peers.gather(packed(sent))
     yield [work]
     means = [item.wanted.new_zeros(item.numel) for item in items]
     for message in told:
         start = 0
         for item, encoded, mean in zip(items, sent, means, strict=True):
-            start = _add(mean, item.name, 0, item.meta, encoded.compressor, message, start, context)
+            start = add_message(
+                mean, item.name, 0, item.meta, encoded.compressor, message, start, context
+            )
     for item, mean in zip(items, means, strict=True):
         item.finish(mean, unit)
 
@@ -105,7 +113,7 @@ def gather(items: Sequence[Item], context: Context) -> Path:
 def two_phase(items: Sequence[Item], context: Context) -> Path:
     """Replica i forms the mean of the i-th piece of each parameter, and tells it compressed."""
     peers, unit = context.peers, context.unit
-    codecs = [_compressor_of(item, context) for item in items]
+    codecs = [compressor_of(item, context) for item in items]
     # Of each parameter its pieces: how many elements each has, and of what shape it is.
     cuts = [_pieces(c, item.meta, peers.size) for c, item in zip(codecs, items, strict=True)]
     messages: list[list[Encoded]] = [[] for _ in range(peers.size)]
@@ -116,17 +124,17 @@ def two_phase(items: Sequence[Item], context: Context) -> Path:
             draw = context.draw(item.name, i)
             x = narrow(item.wanted[piece], meta.dtype).reshape(meta.shape)
             encoded = context.controller.encode(item.name, x, draw)
-            _take_away(rest[piece], encoded, meta, draw(encoded.compressor.shares_choice))
+            take_away(rest[piece], encoded, meta, draw(encoded.compressor.shares_choice))
             if encoded.positions is not None:
                 kept.append(encoded.positions + start)
             count(context.tally, encoded)
             messages[i].append(encoded)
             start = piece.stop
-        item.keep(rest, torch.cat(kept) if len(kept) == len(metas) else None, unit)
+        item.keep(rest, torch.cat(kept) if len(kept) == len(metas) else None, context)
     own = peers.rank
     own_layouts = [c.layout(metas[own]) for c, metas in zip(codecs, cuts, strict=True)]
     told, work = peers.scatter(
-        [_packed(message) for message in messages], _length(sum(own_layouts, ()))
+        [packed(message) for message in messages], message_length(sum(own_layouts, ()))
     )
     yield [work]
 
@@ -136,7 +144,7 @@ def two_phase(items: Sequence[Item], context: Context) -> Path:
     for message in told:
         start = 0
         for item, codec, metas, mean in zip(items, codecs, cuts, means, strict=True):
-            start = _add(mean, item.name, own, metas[own], codec, message, start, context)
+            start = add_message(mean, item.name, own, metas[own], codec, message, start, context)
     for item, codec, metas, mean in zip(items, codecs, cuts, means, strict=True):
         meta = metas[own]
         start = sum(before.numel for before in metas[:own])
@@ -146,15 +154,15 @@ def two_phase(items: Sequence[Item], context: Context) -> Path:
         encoded = encode_with(codec, narrow(wanted, meta.dtype).reshape(meta.shape), draw)
         if memory.keeps:
             rest = wanted.clone()
-            _take_away(rest, encoded, meta, draw(codec.shares_choice))
-            memory.keep(rest, encoded.positions, unit)
+            take_away(rest, encoded, meta, draw(codec.shares_choice))
+            memory.keep(rest, encoded.positions, unit, context.draw(item.name, OF_ERROR - own - 1))
         count(context.tally, encoded)
         again.append(encoded)
     lengths = [
-        _length(sum((c.layout(metas[i]) for c, metas in zip(codecs, cuts, strict=True)), ()))
+        message_length(sum((c.layout(metas[i]) for c, metas in zip(codecs, cuts, strict=True)), ()))
         for i in range(peers.size)
     ]
-    message = _packed(again)
+    message = packed(again)
     padded = message.new_zeros(max(lengths))
     padded[: message.numel()] = message
     told, work = peers.gather(padded)
@@ -176,12 +184,6 @@ def two_phase(items: Sequence[Item], context: Context) -> Path:
         item.finish(result, unit)
 
 
-def _compressor_of(item: Item, context: Context) -> Compressor:
-    codec = context.controller.codec(item.name)
-    assert isinstance(codec, Compressor)
-    return codec
-
-
 def _pieces(codec: Compressor, meta: TensorMeta, num_pieces: int) -> list[TensorMeta]:
     """As many nearly equal pieces of a parameter, by rows for a codec that works by matrix."""
     whole = shape_for(codec, meta)
@@ -190,63 +192,6 @@ def _pieces(codec: Compressor, meta: TensorMeta, num_pieces: int) -> list[Tensor
     if codec.by_matrix:
         return [TensorMeta((size, whole.shape[1]), meta.dtype) for size in sizes]
     return [TensorMeta((1, size), meta.dtype) for size in sizes]
-
-
-def _encode(item: Item, context: Context) -> Encoded:
-    """The message of a whole parameter; what it leaves out goes to the memory."""
-    draw = context.draw(item.name, 0)
-    codec = _compressor_of(item, context)
-    meta = item.shaped(codec)
-    x = narrow(item.wanted, meta.dtype).reshape(meta.shape)
-    encoded = context.controller.encode(item.name, x, draw)
-    if item.memory.keeps:
-        rest = item.wanted.clone()
-        _take_away(rest, encoded, meta, draw(encoded.compressor.shares_choice))
-        item.keep(rest, encoded.positions, context.unit)
-    count(context.tally, encoded)
-    return encoded
-
-
-def _take_away(
-    rest: Tensor, encoded: Encoded, meta: TensorMeta, generator: torch.Generator
-) -> None:
-    encoded.compressor.add_to(
-        rest, encoded.payload, meta, generator, scale=-1.0, positions=encoded.positions
-    )
-
-
-def _packed(sent: Sequence[Encoded]) -> Tensor:
-    payload = tuple(part for encoded in sent for part in encoded.payload)
-    length = _length([TensorMeta.of(part) for part in payload])
-    device = payload[0].device if payload else torch.device("cpu")
-    buffer = torch.empty(length, dtype=torch.uint8, device=device)
-    buffer[pack_into(buffer, payload) :] = 0
-    return buffer
-
-
-def _length(layout: Sequence[TensorMeta]) -> int:
-    """Of a message; rounded up, so that messages behind each other are aligned."""
-    return -(-packed_length(layout) // _ALIGNED) * _ALIGNED
-
-
-def _add(
-    mean: Tensor,
-    name: str,
-    piece: int,
-    meta: TensorMeta,
-    codec: Compressor,
-    message: Tensor,
-    start: int,
-    context: Context,
-) -> int:
-    """Adds one replica's part of a mean from its message; returns where the next one begins."""
-    meta = shape_for(codec, meta)
-    layout = codec.layout(meta)
-    generator = context.draw(name, piece)(codec.shares_choice)
-    codec.add_to(
-        mean, unpack(message, layout, start), meta, generator, scale=1 / context.peers.size
-    )
-    return packed_length(layout, start)
 
 
 def _in_order(dtypes: Iterator[torch.dtype]) -> list[torch.dtype]:

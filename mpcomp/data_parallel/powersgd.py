@@ -75,10 +75,10 @@ class PowerSGD(ReplicaMethod, Factored):
     def controller(self, setting: Setting) -> Controller:
         return Static(self)
 
-    def memory(self, numel: int, device: torch.device, *, compressed: bool) -> Memory:
+    def memory(self, meta: TensorMeta, device: torch.device, *, compressed: bool) -> Memory:
         if not (compressed and self.feedback):
             return Memory()
-        return Residual(numel, self._plan, device)
+        return Residual(meta.numel, self._plan, device)
 
 
 def factored_sum(items: Sequence[Item], context: Context) -> Path:
@@ -101,7 +101,7 @@ def factored_sum(items: Sequence[Item], context: Context) -> Path:
         if item.memory.keeps:
             # The replica's own right factor, not the mean: both leave the same sum over replicas.
             own = (left @ right.T).reshape(-1)
-            item.keep(item.wanted - own, None, unit)
+            item.keep(item.wanted - own, None, context)
     rights = yield from _mean(rights, context)
     for item, left, right in zip(items, lefts, rights, strict=True):
         context.new_factors[item.name] = right

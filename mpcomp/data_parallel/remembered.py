@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from mpcomp.data_parallel.base import ReplicaMethod
-from mpcomp.data_parallel.item import Item
+from mpcomp.data_parallel.item import OF_ERROR, Context, Item
 from mpcomp.data_parallel.memory import Memory
+from mpcomp.tensor_meta import TensorMeta
 
 __all__ = ["Remembered"]
 
@@ -21,6 +22,7 @@ class _Phase:
     """The memory of a piece of a parameter, which this rank forms the mean of."""
 
     start: int
+    numel: int
     memory: Memory
 
 
@@ -29,7 +31,7 @@ class Remembered:
 
     Args:
         method: makes memories.
-        sizes: number of elements of each parameter of this rank.
+        metas: each parameter of this rank as a matrix.
         compressible: those that may go compressed.
         device: of the parameters.
 
@@ -41,15 +43,15 @@ class Remembered:
     def __init__(
         self,
         method: ReplicaMethod,
-        sizes: Mapping[str, int],
+        metas: Mapping[str, TensorMeta],
         compressible: Mapping[str, Any],
         device: torch.device,
     ) -> None:
         self._method = method
         self._device = device
         self.memories: dict[str, Memory] = {
-            name: method.memory(numel, device, compressed=name in compressible)
-            for name, numel in sizes.items()
+            name: method.memory(meta, device, compressed=name in compressible)
+            for name, meta in metas.items()
         }
         self._phases: dict[str, _Phase] = {}
         self.factors: dict[str, Tensor] = {}
@@ -57,26 +59,27 @@ class Remembered:
     def phase_memory(self, name: str, start: int, numel: int) -> Memory:
         """That of a piece of a parameter: ``numel`` elements from ``start`` on."""
         if name not in self._phases:
-            self._phases[name] = _Phase(start, self._method.phase_memory(numel, self._device))
+            memory = self._method.phase_memory(numel, self._device)
+            self._phases[name] = _Phase(start, numel, memory)
         phase = self._phases[name]
-        assert phase.start == start, "a parameter is cut into the same pieces for ever"
+        assert (phase.start, phase.numel) == (start, numel), "pieces stay the same for ever"
         return phase.memory
 
-    def hand_back(self, item: Item, unit: float, num_replicas: int) -> None:
+    def hand_back(self, item: Item, context: Context) -> None:
         """Adds to what is wanted what a piece's memory still owes.
 
         For a step in which no mean is formed piece by piece. What is owed is a part of a mean, and
-        this rank alone adds it to what the mean is formed of.
+        this rank alone adds it to what the mean is formed of. (A memory that gives a part of it
+        at a time will be asked again.)
         """
         phase = self._phases.get(item.name)
         if phase is None or not phase.memory.known:
             return
-        numel = phase.memory.numel
-        zeros = torch.zeros(numel, device=item.wanted.device)
-        owed = phase.memory.wanted(zeros, unit)
-        phase.memory.keep(zeros, None, unit)
+        zeros = torch.zeros(phase.numel, device=item.wanted.device)
+        owed = phase.memory.wanted(zeros, context.unit)
+        phase.memory.keep(zeros, None, context.unit, context.draw(item.name, OF_ERROR - 1))
         wanted = item.wanted.clone()
-        wanted[phase.start : phase.start + numel] += num_replicas * owed
+        wanted[phase.start : phase.start + phase.numel] += context.peers.size * owed
         item.wanted = wanted
 
     def commit(self, factors: Mapping[str, Tensor]) -> None:
@@ -96,6 +99,11 @@ class Remembered:
         if name in self._phases:
             self._phases[name].memory.discard()
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all memories, once something is kept in each."""
+        return sum(memory.num_bytes for memory in self._all())
+
     def _all(self) -> Iterator[Memory]:
         yield from self.memories.values()
         for phase in self._phases.values():
@@ -109,6 +117,7 @@ class Remembered:
         for name, phase in self._phases.items():
             found.update({f"phase/{name}/{k}": v for k, v in phase.memory.state_dict().items()})
             found[f"phase/{name}/start"] = torch.tensor(phase.start)
+            found[f"phase/{name}/numel"] = torch.tensor(phase.numel)
         found.update({f"factor/{name}": value for name, value in self.factors.items()})
         return found
 
@@ -120,15 +129,16 @@ class Remembered:
             if kind != "own":
                 continue
             memory = self.memories.get(name)
-            if memory is None or field.partition(":")[0] not in memory.fields:
+            sizes = memory.sizes if memory is not None else {}
+            if field.partition(":")[0] not in sizes:
                 raise ValueError(
                     f"the state has the {field} of {name}, for which there is no place here: "
                     "train the same parameters, with the same smallest= of ReplicaNetwork"
                 )
-            if ":" not in field and value.numel() != memory.numel:
+            if ":" not in field and value.numel() != sizes[field]:
                 raise ValueError(
                     f"the state of {name} is of {value.numel()} elements, here it has "
-                    f"{memory.numel}: use the same model"
+                    f"{sizes[field]}: use the same model"
                 )
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
@@ -143,9 +153,7 @@ class Remembered:
                 found.setdefault((kind, name), {})[field] = value.to(self._device)
         for (kind, name), fields in found.items():
             if kind == "phase":
-                start = int(fields.pop("start"))
-                if fields:
-                    numel = next(v.numel() for k, v in fields.items() if ":" not in k)
-                    self.phase_memory(name, start, numel).load_state_dict(fields)
+                start, numel = int(fields.pop("start")), int(fields.pop("numel"))
+                self.phase_memory(name, start, numel).load_state_dict(fields)
             else:
                 self.memories[name].load_state_dict(fields)

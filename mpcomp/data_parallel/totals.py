@@ -23,7 +23,7 @@ class Totals:
         dense_bytes: what they would have been uncompressed.
         floats: numbers of 32 bits in its messages, without indices.
         traffic_bytes: what went over its link, with the messages' copies to several others.
-        dense_traffic_bytes: what a sum of uncompressed gradients would have put on its link.
+        dense_traffic_bytes: what uncompressed gradients would have put on its link.
         encode_s: seconds of encoding (and of beginning to send).
         wait_s: seconds of waiting for other replicas and the network.
         decode_s: seconds of decoding.
@@ -39,14 +39,14 @@ class Totals:
     wait_s: float = 0.0
     decode_s: float = 0.0
 
-    def count(self, tally: Tally, *, traffic_bytes: float, num_replicas: int) -> None:
+    def count(self, tally: Tally, *, traffic_bytes: float, dense_traffic_bytes: float) -> None:
         """Counts a step."""
         self.steps += 1
         self.wire_bytes += tally.wire_bytes
         self.dense_bytes += tally.dense_bytes
         self.floats += tally.floats
         self.traffic_bytes += traffic_bytes
-        self.dense_traffic_bytes += 2 * (num_replicas - 1) / num_replicas * tally.dense_bytes
+        self.dense_traffic_bytes += dense_traffic_bytes
 
     @property
     def ratio(self) -> float:

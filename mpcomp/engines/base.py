@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mpcomp.data_parallel.exchange import Exchange
 from mpcomp.loss import StepLoss
@@ -88,6 +88,8 @@ class Engine(ABC):
     def device_of(self, stage: int) -> torch.device:
         """Where a stage lives, if on this rank, and the ends of links with it."""
 
+    #: The model without data, where stages are sharded and it has no parameters of its own.
+    plain_model: nn.Module | None = None
     #: Seconds of training that this rank has waited for messages.
     waited_s: float = 0.0
     #: Microbatches that the first stage has under way, where that can be chosen.

@@ -31,7 +31,9 @@ from mpcomp.boundary import Boundary
 from mpcomp.data_parallel.average import GROUP_BYTES, CompressedAverage
 from mpcomp.data_parallel.base import ReplicaMethod
 from mpcomp.data_parallel.exchange import Exchange
+from mpcomp.data_parallel.methods import replica_method_of
 from mpcomp.data_parallel.network import ReplicaNetwork
+from mpcomp.data_parallel.sharded_average import ShardedAverage, Sharding
 from mpcomp.engines.base import Engine
 from mpcomp.engines.depth import Depth
 from mpcomp.engines.plan import Planner
@@ -66,6 +68,8 @@ class DistributedEngine(Engine):
         ties: parameters that two of the stages share.
         dp_comp: what compresses gradients between replicas.
         network: how these are connected.
+        plain: all stages, with copies on "meta" of those that are sharded; for plans.
+        sharding: how replicas share parameters, if they do.
     """
 
     name = "distributed"
@@ -85,6 +89,8 @@ class DistributedEngine(Engine):
         ties: Sequence[Tie] = (),
         dp_comp: ReplicaMethod | None = None,
         network: ReplicaNetwork | None = None,
+        plain: Sequence[staging.Stage] | None = None,
+        sharding: Sharding | None = None,
     ) -> None:
         self.world = world
         self.device = world.device
@@ -105,9 +111,9 @@ class DistributedEngine(Engine):
         )
         crossings = [self._crossing(boundary) for boundary in boundaries]
         self._crossings = crossings
-        self._planner = Planner(cut, self.device)
+        self._planner = Planner(plain or cut, self.device)
         self._averages: list[GradientAverage] = []
-        self._compresses = dp_comp is not None
+        self._compresses = dp_comp is not None or sharding is not None
         self._stages = []
         for i, place in enumerate(self._places):
             if place != world.place:
@@ -124,10 +130,13 @@ class DistributedEngine(Engine):
                 reduce=self._average_over_replicas(cut[i]),
             )
             self._stages.append(stage)
-        self._compressed_average: CompressedAverage | None = None
-        if dp_comp is not None:
+        self._compressed_average: CompressedAverage | ShardedAverage | None = None
+        if dp_comp is not None or sharding is not None:
             own = [cut[stage.stage_index] for stage in self._stages]
-            self._compressed_average = self._compressed(own, dp_comp, network, seed, cut, ties)
+            method = dp_comp or replica_method_of(None)
+            self._compressed_average = self._compressed(
+                own, method, network, seed, cut, ties, sharding
+            )
         self._all_ties = list(ties)
         self._ties = [tie for tie in ties if self._attach(tie, cut)]
         self.schedule = schedule.make(self._stages, chunks, self._loss_of)
@@ -207,7 +216,8 @@ class DistributedEngine(Engine):
         seed: int,
         cut: Sequence[staging.Stage],
         ties: Sequence[Tie],
-    ) -> CompressedAverage:
+        sharding: Sharding | None,
+    ) -> CompressedAverage | ShardedAverage:
         """Compresses what this rank's stages exchange with their replicas."""
 
         def everywhere(numbers: Sequence[float]) -> list[float]:
@@ -228,6 +238,23 @@ class DistributedEngine(Engine):
                     src=0,
                     params_and_buffers_to_ignore=(),
                 )
+        connections: dict[str, Any] = {
+            "everywhere": everywhere,
+            "waiting": lambda: self.world.waiting("gradients of other replicas"),
+            "timeout": timedelta(seconds=self.world.wait_s),
+        }
+        if sharding is not None:
+            with self.together():
+                return ShardedAverage(
+                    stages,
+                    group,
+                    self.device,
+                    method,
+                    network=network,
+                    seed=seed,
+                    param_comp=sharding.param_comp,
+                    **connections,
+                )
         copy_of = {name: tie.name for tie in ties for _, name in tie.copies}
         exchange = Exchange(
             trained_in(stages),
@@ -235,12 +262,10 @@ class DistributedEngine(Engine):
             group,
             network=network,
             seed=seed,
-            everywhere=everywhere,
             own_norm=norm_of_replica,
             whole=trained_in(cut),
             copy_of=copy_of,
-            waiting=lambda: self.world.waiting("gradients of other replicas"),
-            timeout=timedelta(seconds=self.world.wait_s),
+            **connections,
         )
         return CompressedAverage(stages, exchange, copy_of)
 
@@ -317,7 +342,7 @@ class DistributedEngine(Engine):
             with apart(self._ties, step):
                 parts = self._begin(microbatches, step, trained)
                 run_schedule(self.schedule, parts, targets)
-                self._finish()
+                self._finish(train=True)
                 self._faults.where = f"step {step.index}, adding up tied gradients"
             for stage in self._stages:
                 if stage.reduces_last:
@@ -384,6 +409,8 @@ class DistributedEngine(Engine):
         """Posts receives; returns of each microbatch what each stage here takes, by stage."""
         autocast = Autocast.of_caller(self.device)
         metas = [self._planner.crossing(batch, autocast) for batch in microbatches]
+        if isinstance(self._compressed_average, ShardedAverage):
+            self._compressed_average.begin(step)
         for stage in self._stages:
             stage.begin(step, metas, autocast, trained)
         return [
@@ -391,9 +418,11 @@ class DistributedEngine(Engine):
             for batch in microbatches
         ]
 
-    def _finish(self) -> None:
+    def _finish(self, *, train: bool = False) -> None:
         for stage in self._stages:
             stage.finish()
+        if isinstance(self._compressed_average, ShardedAverage) and not train:
+            self._compressed_average.end()
 
     @property
     def in_flight(self) -> int | None:  # type: ignore[override]
@@ -465,7 +494,7 @@ class DistributedEngine(Engine):
 
     @contextmanager
     def without_reduction(self) -> Iterator[None]:
-        averages: list[GradientAverage | CompressedAverage] = [*self._averages]
+        averages: list[GradientAverage | CompressedAverage | ShardedAverage] = [*self._averages]
         if self._compressed_average is not None:
             averages.append(self._compressed_average)
         for average in averages:

@@ -25,6 +25,8 @@ from mpcomp.tensor_meta import TensorMeta
 from mpcomp.visit import Key, SampleIds, Visit
 
 __all__ = [
+    "Adaptable",
+    "AdaptableSender",
     "End",
     "Feedback",
     "Receiver",
@@ -62,6 +64,9 @@ class Feedback(SpecValue, ABC):
     def keys_to_come(self, ids: SampleIds, store: SlotStore) -> Sequence[Key]:
         """Slots in ``store`` that a microbatch of these samples will find; none by place."""
         return ()
+
+    def check_cut(self) -> None:
+        """Raises ValueError for settings that have no place at a cut."""
 
     @abstractmethod
     def sender(self, meta: TensorMeta, device: torch.device) -> Sender:
@@ -144,6 +149,25 @@ class Receiver(End):
     @abstractmethod
     def decode(self, payload: Payload, meta: TensorMeta, visit: Visit) -> Tensor:
         """What the receiver works with: a tensor like ``meta``, of no meaning where padded."""
+
+
+class Adaptable(ABC):
+    """An end whose inner compressor may change in the course of a run."""
+
+    @abstractmethod
+    def use(self, method: Feedback) -> None:
+        """Codes by ``method`` from now on, which has another inner compressor and no more."""
+
+
+class AdaptableSender(Adaptable, Sender):
+    """The end of such a link that encodes."""
+
+    @abstractmethod
+    def measured(self, x: Tensor, visit: Visit) -> tuple[Tensor, Tensor]:
+        """What the inner compressor is given for ``x``, and what its error is compared with.
+
+        Tensors like ``x``, which is zero where it is padded; so are they.
+        """
 
 
 def check_inner(method: Feedback) -> None:

@@ -12,6 +12,8 @@ from torch import Tensor
 from mpcomp.compressors.base import Compressor, Payload, Selecting
 from mpcomp.compressors.identity import or_dense
 from mpcomp.feedback.base import (
+    Adaptable,
+    AdaptableSender,
     Feedback,
     Receiver,
     Sender,
@@ -164,10 +166,21 @@ class _SumOfParts:
         return inner_positions(self.method.inner, payload, meta, visit, "0")
 
 
-class _ResidualSender(Sender):
+class _ResidualSender(AdaptableSender):
     def __init__(self, method: ErrorFeedback, store: SlotStore) -> None:
         super().__init__(store)
         self._message = _SumOfParts(method)
+
+    def use(self, method: Feedback) -> None:
+        assert isinstance(method, ErrorFeedback)
+        self._message = _SumOfParts(method)
+
+    def measured(self, x: Tensor, visit: Visit) -> tuple[Tensor, Tensor]:
+        meta = TensorMeta.of(x)
+        held = self._recall(visit, row_keys(visit, meta.num_rows))
+        residual = blanked(held, padded_positions(visit.valid, meta, x.device))
+        wanted = narrow(x + meta.unflatten(residual), x.dtype)
+        return wanted, wanted
 
     def layout(self, meta: TensorMeta, visit: Visit) -> tuple[TensorMeta, ...]:
         return self._message.layout(meta)
@@ -207,9 +220,13 @@ class _ResidualSender(Sender):
             self._note(visit, at, zeros)
 
 
-class _SumReceiver(Receiver):
+class _SumReceiver(Adaptable, Receiver):
     def __init__(self, method: ErrorFeedback) -> None:
         super().__init__(None)
+        self._message = _SumOfParts(method)
+
+    def use(self, method: Feedback) -> None:
+        assert isinstance(method, ErrorFeedback)
         self._message = _SumOfParts(method)
 
     def layout(self, meta: TensorMeta, visit: Visit) -> tuple[TensorMeta, ...]:

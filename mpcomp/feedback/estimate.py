@@ -21,6 +21,8 @@ from torch import Tensor
 from mpcomp.compressors.base import Compressor, Payload
 from mpcomp.compressors.identity import Identity, or_dense
 from mpcomp.feedback.base import (
+    Adaptable,
+    AdaptableSender,
     End,
     Feedback,
     Receiver,
@@ -168,13 +170,17 @@ def _described(ids: object) -> str:
     return "none" if ids is None else repr(ids)
 
 
-class _EstimateEnd(End):
+class _EstimateEnd(Adaptable, End):
     """What the two ends share: slots, flags, layout, and the update itself."""
 
     store: SlotStore
 
     def __init__(self, method: EF21, store: SlotStore) -> None:
         super().__init__(store)
+        self._method = method
+
+    def use(self, method: Feedback) -> None:
+        assert isinstance(method, EF21)
         self._method = method
 
     def check(self, visit: Visit, num_rows: int) -> int:
@@ -251,7 +257,16 @@ class _EstimateEnd(End):
         return estimate
 
 
-class _EstimateSender(_EstimateEnd, Sender):
+class _EstimateSender(_EstimateEnd, AdaptableSender):
+    def measured(self, x: Tensor, visit: Visit) -> tuple[Tensor, Tensor]:
+        meta = TensorMeta.of(x)
+        keys = self._method.slots(visit, meta.num_rows)
+        flat = meta.flatten(x)
+        held = blanked(self._recall(visit, keys), padded_positions(visit.valid, meta, x.device))
+        # A row without an estimate is taken for one with an estimate of zero, although it goes raw:
+        # that tells more of messages to come than that it leaves nothing out.
+        return meta.unflatten(narrow(flat.to(torch.float32) - held, meta.dtype)), x
+
     def encode(self, x: Tensor, visit: Visit) -> Payload:
         meta = TensorMeta.of(x)
         keys = self._method.slots(visit, meta.num_rows)

@@ -73,10 +73,15 @@ paths: of how many parameters the messages took which; statistics of BatchNorm a
 LABEL_CHARACTERS: Final = 30  # of a line in the plot
 
 
-def summarise(turns: Sequence[Record]) -> list[dict[str, Any]]:
-    """One figure for each method on the limited links, in the order of measurement."""
-    of = _by_variant(turn for turn in turns if turn["limited"])
-    free = _by_variant(turn for turn in turns if not turn["limited"])[REFERENCE]
+def summarise(turns: Sequence[Record], reference: str = REFERENCE) -> list[dict[str, Any]]:
+    """One figure for each method on the limited links, in the order of measurement.
+
+    Args:
+        turns: of all methods, and of the reference on unlimited links.
+        reference: the dense method, which all are compared to.
+    """
+    of = by_variant(turn for turn in turns if turn["limited"])
+    free = by_variant(turn for turn in turns if not turn["limited"])[reference]
     figures = []
     for name, own in of.items():
         factors = [factor for turn in own for factor in turn["factors"] if factor is not None]
@@ -85,10 +90,10 @@ def summarise(turns: Sequence[Record]) -> list[dict[str, Any]]:
                 "variant": name,
                 "n": len(own),
                 "seconds": spread([turn["seconds"] for turn in own]),
-                "speedup": spread(_ratios(of[REFERENCE], own)),
+                "speedup": spread(_ratios(of[reference], own)),
                 "of_ceiling": spread(_ratios(free, own)),
                 "host_bytes": _mean(map(host_bytes, own)),
-                **{key: _mean(turn.get(key) for turn in own) for key in TOTALS},
+                **{key: mean_of(own, key) for key in TOTALS},
                 "paths": own[-1]["at"].get("paths", {}),
                 "factors": [min(factors), max(factors)] if factors else None,
                 "loss": statistics.mean(turn["loss"] for turn in own),
@@ -97,11 +102,11 @@ def summarise(turns: Sequence[Record]) -> list[dict[str, Any]]:
     return figures
 
 
-def dense_figures(turns: Sequence[Record]) -> dict[str, Any]:
+def dense_figures(turns: Sequence[Record], reference: str = REFERENCE) -> dict[str, Any]:
     """What the dense step consists of: medians and quartiles over the repetitions."""
-    limited = _by_variant(turn for turn in turns if turn["limited"])[REFERENCE]
-    unlimited = _by_variant(turn for turn in turns if not turn["limited"])
-    alone, free = unlimited[ALONE], unlimited[REFERENCE]
+    limited = by_variant(turn for turn in turns if turn["limited"])[reference]
+    unlimited = by_variant(turn for turn in turns if not turn["limited"])
+    alone, free = unlimited[ALONE], unlimited[reference]
     return {
         "seconds": spread([turn["seconds"] for turn in limited]),
         "unlimited_s": spread([turn["seconds"] for turn in free]),
@@ -113,7 +118,7 @@ def dense_figures(turns: Sequence[Record]) -> dict[str, Any]:
 
 def summarise_trainings(trainings: Sequence[Record]) -> list[dict[str, Any]]:
     """One figure for each method; times are those of the seeds that reached the accuracy."""
-    of = _by_variant(trainings)
+    of = by_variant(trainings)
     figures = []
     for name, own in of.items():
         pairs = zip(of[REFERENCE], own, strict=True)
@@ -156,12 +161,18 @@ def _spread_of_any(values: Sequence[float]) -> dict[str, Any] | None:
     return spread(values) if values else None
 
 
+def mean_of(turns: Sequence[Record], key: str) -> float | None:
+    """Of what a method counts; None if it does not."""
+    return _mean(turn.get(key) for turn in turns)
+
+
 def _mean(values: Iterator[float | None]) -> float | None:
     counted = [value for value in values if value is not None]
     return statistics.mean(counted) if counted else None
 
 
-def _by_variant(records: Iterator[Record] | Sequence[Record]) -> dict[str, list[Record]]:
+def by_variant(records: Iterator[Record] | Sequence[Record]) -> dict[str, list[Record]]:
+    """Name -> its records, in their order."""
     grouped: dict[str, list[Record]] = {}
     for record in records:
         grouped.setdefault(record["variant"], []).append(record)
@@ -178,7 +189,7 @@ def tables(result: Record) -> str:
     """Times, traffic, what hangs, and the times to the accuracy."""
     rows = result["figures"]
     parts = [_title(result)]
-    parts.append(tabulate(map(_times, rows), TIME_HEADERS, disable_numparse=True))
+    parts.append(tabulate(map(time_row, rows), TIME_HEADERS, disable_numparse=True))
     traffic = [_traffic(row, rows[0]) for row in rows]
     parts.append(tabulate(traffic, TRAFFIC_HEADERS, disable_numparse=True))
     for name, outcome in result["tried"].items():
@@ -197,43 +208,55 @@ def tables(result: Record) -> str:
 
 def _title(result: Record) -> str:
     settings, dense = result["settings"], result["dense"]
-    share = dense["communication_share"]
     title = f"{settings['replicas']} replicas of {settings['model']}, width {settings['width']}, "
     title += f"{settings['batch']} images each, {result['dense_bytes'] / 1e6:.2f} MB of gradients, "
-    title += "unlimited" if result["mbps"] is None else f"{result['mbps']:g} Mbit/s"
+    title += rate_text(result)
+    return "\n".join((title, *dense_lines(dense)))
+
+
+def rate_text(result: Record) -> str:
+    """How fast the links are."""
+    return "unlimited links" if result["mbps"] is None else f"{result['mbps']:g} Mbit/s"
+
+
+def dense_lines(dense: Record) -> list[str]:
+    """What `dense_figures` found, in words."""
+    share = dense["communication_share"]
     lines = [
-        title,
-        f"dense step {_text(dense['seconds'], 1e3, '.0f')} ms, "
-        f"{_text(share, 100, '.1f')} % of it ({_range(share, 100, '.1f')}) communication: without "
-        f"any it is {_text(dense['compute_s'], 1e3, '.0f')} ms",
-        f"ceiling {_text(dense['ceiling'], 1, '.2f')} ({_range(dense['ceiling'], 1, '.2f')}): the "
-        f"dense step on unlimited links is {_text(dense['unlimited_s'], 1e3, '.0f')} ms",
+        f"dense step {text(dense['seconds'], 1e3, '.0f')} ms, "
+        f"{text(share, 100, '.1f')} % of it ({range_of(share, 100, '.1f')}) communication: without "
+        f"any it is {text(dense['compute_s'], 1e3, '.0f')} ms",
+        f"ceiling {text(dense['ceiling'], 1, '.2f')} ({range_of(dense['ceiling'], 1, '.2f')}): the "
+        f"dense step on unlimited links is {text(dense['unlimited_s'], 1e3, '.0f')} ms",
     ]
     if share["median"] < LEAST_SHARE:
         lines.append(f"NOTE: communication is less than {LEAST_SHARE:.0%} of the dense step")
-    return "\n".join(lines)
+    return lines
 
 
-def _text(value: Record | None, scale: float, form: str) -> str:
+def text(value: Record | None, scale: float, form: str) -> str:
+    """The median of a `spread`, in another unit."""
     return "–" if value is None else format(scale * value["median"], form)
 
 
-def _range(value: Record | None, scale: float, form: str) -> str:
+def range_of(value: Record | None, scale: float, form: str) -> str:
+    """The quartiles of a `spread`, in another unit."""
     if value is None:
         return "–"
     low, high = (format(scale * quartile, form) for quartile in value["quartiles"])
     return f"{low} to {high}"
 
 
-def _times(figure: Record) -> tuple[str, ...]:
+def time_row(figure: Record) -> tuple[str, ...]:
+    """A row under `TIME_HEADERS`."""
     return (
         figure["variant"],
-        _text(figure["seconds"], 1e3, ".0f"),
-        _range(figure["seconds"], 1e3, ".0f"),
-        _text(figure["speedup"], 1, ".2f"),
-        _range(figure["speedup"], 1, ".2f"),
-        _text(figure["of_ceiling"], 100, ".0f") + " %",
-        _range(figure["of_ceiling"], 100, ".0f") + " %",
+        text(figure["seconds"], 1e3, ".0f"),
+        range_of(figure["seconds"], 1e3, ".0f"),
+        text(figure["speedup"], 1, ".2f"),
+        range_of(figure["speedup"], 1, ".2f"),
+        text(figure["of_ceiling"], 100, ".0f") + " %",
+        range_of(figure["of_ceiling"], 100, ".0f") + " %",
         str(figure["n"]),
     )
 
@@ -261,13 +284,13 @@ def _training(figure: Record) -> tuple[str, ...]:
     return (
         figure["variant"],
         f"{figure['num_reached']} of {figure['n']}",
-        _text(figure["seconds"], 1, ".1f"),
-        _range(figure["seconds"], 1, ".1f"),
-        _text(figure["speedup"], 1, ".2f"),
-        _text(figure["steps"], 1, ".0f"),
-        _text(figure["wire_bytes"], 1e-6, ".2f"),
-        _text(figure["host_bytes"], 1e-6, ".2f"),
-        _text(figure["best"], 1, ".4f"),
+        text(figure["seconds"], 1, ".1f"),
+        range_of(figure["seconds"], 1, ".1f"),
+        text(figure["speedup"], 1, ".2f"),
+        text(figure["steps"], 1, ".0f"),
+        text(figure["wire_bytes"], 1e-6, ".2f"),
+        text(figure["host_bytes"], 1e-6, ".2f"),
+        text(figure["best"], 1, ".4f"),
     )
 
 
@@ -282,7 +305,8 @@ def plot(result: Record, path: Path) -> None:
     num_panels = 2 if result["trainings"] else 1
     canvas = Figure(figsize=(7 * num_panels, 4.5), dpi=100, layout="constrained")
     panels = canvas.subplots(1, num_panels, squeeze=False)[0]
-    _plot_steps(panels[0], result, colours)
+    plot_steps(panels[0], result, colours)
+    panels[0].set_title(f"{result['settings']['replicas']} replicas, {rate_text(result)}")
     if result["trainings"]:
         _plot_trainings(panels[1], result, colours)
     for axes in panels:
@@ -292,7 +316,10 @@ def plot(result: Record, path: Path) -> None:
     canvas.savefig(path)
 
 
-def _plot_steps(axes: Axes, result: Record, colours: Mapping[str, str]) -> None:
+def plot_steps(
+    axes: Axes, result: Record, colours: Mapping[str, Any], reference: str = REFERENCE
+) -> None:
+    """Draws the time of each method's step as a bar, in its colour."""
     rows = result["figures"][::-1]  # the first on top
     medians = [row["seconds"]["median"] for row in rows]
     spans = [row["seconds"]["quartiles"] for row in rows]
@@ -303,17 +330,16 @@ def _plot_steps(axes: Axes, result: Record, colours: Mapping[str, str]) -> None:
     axes.barh(places, medians, color=[colours[name] for name in names], zorder=2)
     axes.errorbar(medians, places, xerr=(below, above), fmt="none", color="#444444", capsize=2)
     axes.set_yticks(places, [_broken(name) for name in names])
-    label = f"{REFERENCE}, unlimited links"
+    label = f"{reference}, unlimited links"
     axes.axvline(result["dense"]["unlimited_s"]["median"], color="#444444", ls=":", label=label)
     axes.set_xlabel("s a step, median and quartiles")
-    rate = "unlimited links" if result["mbps"] is None else f"{result['mbps']:g} Mbit/s"
-    axes.set_title(f"{result['settings']['replicas']} replicas, {rate}")
+    axes.set_title(rate_text(result))
 
 
 def _broken(name: str) -> str:
     """A spec over several lines: long ones would leave no room for the bars."""
     lines = [""]
-    for part in re.split(r"(?<=[:+ ])", name):
+    for part in re.split(r"(?<=[:+ ,])", name):
         if len(lines[-1]) + len(part) > LABEL_CHARACTERS:
             lines.append("")
         lines[-1] += part

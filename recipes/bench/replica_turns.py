@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
@@ -30,8 +30,8 @@ class Replicas:
     Args:
         hosts: where they run, and what ends them.
         module: that `start_workers` runs.
-        options: of the measurement.
-        hang_after_s: after which steps count as hung; None waits for them.
+        options: of the measurement; here its threads and timeout.
+        told: what all workers are told, besides where they meet.
     """
 
     def __init__(
@@ -39,22 +39,17 @@ class Replicas:
         hosts: Loopback,
         module: str,
         options: argparse.Namespace,
-        *,
-        hang_after_s: float | None = None,
+        told: Mapping[str, Any],
     ) -> None:
         self.hosts = hosts
-        num_threads = options.threads or max(1, num_cores() // options.replicas)
-        data = ("data", "train_limit", "test_limit")
-        same = (*data, "model", "width", "batch", "lr", "momentum", "latency_ms", "path")
+        num_threads = options.threads or max(1, num_cores() // hosts.num_hosts)
         common = {
-            "num_replicas": options.replicas,
+            **told,
             "address": hosts.address(0),
             "port": hosts.free_port(),
             "device": hosts.device,
             "num_threads": num_threads,
             "timeout_s": options.timeout,
-            **{name: getattr(options, name) for name in same},
-            "hang_after_s": hang_after_s,
         }
         self.workers: list[Worker] = start_workers(hosts, module, common, num_threads)
 
@@ -95,10 +90,23 @@ class Replicas:
         accuracy: float = self.workers[0].ask({"do": "evaluate", "name": name})["accuracy"]
         return accuracy
 
+    def held_out_loss(self, name: str) -> float:
+        """Mean over all ranks, each of which has as much of the held-out text."""
+        answers = self._ask_all({"do": "evaluate", "name": name})
+        return statistics.mean([float(answer["loss"]) for answer in answers])
+
     def _ask_all(self, command: Any) -> list[Any]:
         for worker in self.workers:
             worker.tell(command)
         return [worker.hear() for worker in self.workers]
+
+
+def told_of(options: argparse.Namespace, hang_after_s: float | None = None) -> dict[str, Any]:
+    """What the replicas of `recipes.bench.slow_replicas` are told; see its `Job`."""
+    data = ("data", "train_limit", "test_limit")
+    same = (*data, "model", "width", "batch", "lr", "momentum", "latency_ms", "path")
+    chosen = {name: getattr(options, name) for name in same}
+    return {"num_replicas": options.replicas, **chosen, "hang_after_s": hang_after_s}
 
 
 def open_all(
@@ -132,19 +140,23 @@ def limiting_mbps(compute_s: float, *, dense_bytes: int, num_replicas: int, shar
     Of a ring that sums the gradients every host sends, and receives, 2 (n − 1) / n of them. The
     dense step takes at least that long, even where it computes meanwhile.
     """
-    host_bits = 8 * dense_bytes * 2 * (num_replicas - 1) / num_replicas
-    mbps = host_bits * (1 - share) / compute_s / 1e6
-    return float(f"{mbps:.1e}")
+    host_bytes = dense_bytes * 2 * (num_replicas - 1) / num_replicas
+    return rate_for(host_bytes, compute_s, share=share)
+
+
+def rate_for(host_bytes: float, compute_s: float, *, share: float) -> float:
+    """Mbit/s, to two digits, at which so many bytes take at least ``share`` of a step."""
+    return float(f"{8 * host_bytes * (1 - share) / compute_s / 1e6:.1e}")
 
 
 def side_by_side(
     replicas: Replicas, names: Sequence[str], mbps: float | None, options: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """Every turn of every method that is open, after their warm-up."""
+    """Every turn of every method that is open, after their warm-up; the dense one comes first."""
     turns: list[dict[str, Any]] = []
-    unlimited = (ALONE, REFERENCE)
+    unlimited = (ALONE, names[0])
     total = len(names) + options.repeats * (len(unlimited) + len(names))
-    with tqdm(total=total, unit="turn", desc=f"{options.replicas} replicas") as bar:
+    with tqdm(total=total, unit="turn", desc=f"{replicas.hosts.num_hosts} hosts") as bar:
         # Adaptive methods settle on the links that they are timed on.
         replicas.hosts.set_rate(mbps)
         for name in names:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from recipes import data
-from recipes.bench.replica_variants import TOTALS, Job, Variant, open_variant
+from recipes.bench.replica_variants import Job, Variant, open_variant
 from recipes.bench.workers import begin_together, joined, own_stdout, say
 from recipes.loader import loaders_of
 
@@ -58,7 +58,7 @@ def work(job: Job) -> None:
                 say(answers, {"accuracy": _accuracy(variants[name].model, job, dataset)})
             else:
                 assert kind == "steps", kind
-                say(answers, _stepped(variants[name], command["count"], answers, job.hang_after_s))
+                say(answers, stepped(variants[name], command["count"], answers, job.hang_after_s))
 
 
 def _dense_bytes(model: nn.Module) -> int:
@@ -66,8 +66,8 @@ def _dense_bytes(model: nn.Module) -> int:
     return 4 * sum(parameter.numel() for parameter in model.parameters())
 
 
-def _stepped(
-    variant: Variant, count: int, answers: TextIO, hang_after_s: float | None
+def stepped(
+    variant: Variant, count: int, answers: TextIO, hang_after_s: float | None = None
 ) -> dict[str, Any]:
     """So many steps in a row, begun at the moment that all replicas are told."""
     before = variant.report()
@@ -91,9 +91,11 @@ def _stepped(
     after = variant.report()
     return {
         "seconds": (end - begin) / count,
-        "means": {key: (after[key] - before[key]) / count for key in TOTALS if key in after},
+        "means": {
+            key: (after[key] - before[key]) / count for key in variant.totals if key in after
+        },
         "factors": factors,
-        "at": {key: after[key] for key in after if key not in TOTALS and _said(after[key])},
+        "at": {key: after[key] for key in after if key not in variant.totals and _said(after[key])},
         "loss": torch.stack(losses).mean().item(),
     }
 

@@ -17,7 +17,6 @@ import argparse
 import contextlib
 import json
 import math
-import platform
 import sys
 import time
 from collections.abc import Sequence
@@ -25,14 +24,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
 from recipes.bench.decoder import equal_stages
 from recipes.bench.hosts import Loopback
 from recipes.bench.link_report import plot_steps, summarise, tables
 from recipes.bench.link_worker import REFERENCE, VARIANTS, Job, work
-from recipes.bench.workers import Worker, begin_all, choose_hosts, num_cores, start_workers
+from recipes.bench.workers import Worker, begin_all, choose_hosts, machine, num_cores, start_workers
 
 # Late acknowledgements are still counted: Linux holds one back for 40 ms.
 SETTLE_S = 0.06
@@ -68,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.out is not None:
         result = {
             "settings": _settings(options),
-            "machine": _machine(),
+            "machine": machine(),
             "links": links,
             "compute": compute,
             "figures": figures,
@@ -212,15 +210,6 @@ def _step(hosts: Loopback, workers: Sequence[Worker], name: str) -> dict[str, An
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
     unsaid = ("out", "plot", "worker")
     return {name: value for name, value in vars(options).items() if name not in unsaid}
-
-
-def _machine() -> dict[str, Any]:
-    return {
-        "cores": num_cores(),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
 
 
 if __name__ == "__main__":

@@ -24,21 +24,17 @@ import argparse
 import contextlib
 import json
 import math
-import platform
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import torch
-
-import mpcomp
 from mpcomp.data_parallel.methods import replica_method_of
 from mpcomp.data_parallel.network import PATHS
 from recipes.bench import replica_report
 from recipes.bench.hosts import open_hosts
-from recipes.bench.replica_turns import Replicas, open_all, side_by_side, train_all
+from recipes.bench.replica_turns import Replicas, open_all, side_by_side, told_of, train_all
 from recipes.bench.replica_variants import (
     ALONE,
     MPCOMP,
@@ -49,7 +45,7 @@ from recipes.bench.replica_variants import (
     torch_rank,
 )
 from recipes.bench.replica_worker import work
-from recipes.bench.workers import choose_hosts, num_cores
+from recipes.bench.workers import choose_hosts, machine
 from recipes.image_config import MODELS
 
 METHODS: Final = (
@@ -76,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     result: dict[str, Any] = {
         "command": shlex.join(["python", "-m", MODULE, *(sys.argv[1:] if argv is None else argv)]),
         "settings": _settings(options),
-        "machine": _machine(),
+        "machine": machine(),
         "n": options.repeats,
     }
     names = names_of(options)
@@ -89,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         hosts = choose_hosts(
             stack, options.replicas, latency_ms=options.latency_ms, loopback=options.loopback
         )
-        replicas = Replicas(hosts, MODULE, options)
+        replicas = Replicas(hosts, MODULE, options, told_of(options))
         dense_bytes, mbps = open_all(replicas, names, options)
         turns = side_by_side(replicas, names, mbps, options)
         result |= {
@@ -103,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             "trainings": [],
         }
         if options.accuracy is not None:
-            _write(result, options.json)  # trainings take long: what is known stays, whatever comes
+            write(result, options.json)  # trainings take long: what is known stays, whatever comes
             for name in (*names, ALONE):
                 replicas.close(name)
             trainings = train_all(replicas, names, mbps, options)
@@ -111,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             result["trainings"] = trainings
     print(replica_report.tables(result))
     print("links:", json.dumps(result["links"]))
-    _write(result, options.json)
+    write(result, options.json)
     if options.plot is not None:
         options.plot.parent.mkdir(parents=True, exist_ok=True)
         replica_report.plot(result, options.plot)
@@ -195,7 +191,7 @@ def _problem(options: argparse.Namespace) -> str | None:
 def _try(name: str, options: argparse.Namespace) -> str:
     """How a method that may never end does over loopback: "works", "hangs" or "crashes"."""
     with open_hosts(options.replicas, loopback=True) as hosts:  # which ends the processes
-        replicas = Replicas(hosts, MODULE, options, hang_after_s=options.hang_timeout)
+        replicas = Replicas(hosts, MODULE, options, told_of(options, options.hang_timeout))
         replicas.open(name, options.seed, None)
         try:
             answers = replicas.step(name, HANG_STEPS)
@@ -204,7 +200,8 @@ def _try(name: str, options: argparse.Namespace) -> str:
     return "hangs" if any(answer.get("hung", False) for answer in answers) else "works"
 
 
-def _write(result: Mapping[str, Any], path: Path | None) -> None:
+def write(result: Mapping[str, Any], path: Path | None) -> None:
+    """Writes the figures, if that was asked for."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(result, indent=1))
@@ -213,16 +210,6 @@ def _write(result: Mapping[str, Any], path: Path | None) -> None:
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
     unsaid = ("json", "plot", "worker")
     return {name: value for name, value in vars(options).items() if name not in unsaid}
-
-
-def _machine() -> dict[str, Any]:
-    return {
-        "cores": num_cores(),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "mpcomp": mpcomp.__version__,
-    }
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import platform
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
+import mpcomp
 from recipes.bench.hosts import HostsUnavailable, Loopback, open_hosts
 
 
@@ -98,6 +100,17 @@ def start_workers(
 def num_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0))
+
+
+def machine() -> dict[str, Any]:
+    """What a reader of measurements must know about this machine and its software."""
+    return {
+        "cores": num_cores(),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "mpcomp": mpcomp.__version__,
+    }
 
 
 # -- the other end: in the worker ----------------------------------------------------------------

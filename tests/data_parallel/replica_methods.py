@@ -44,6 +44,10 @@ COMPRESSED: list[str] = [
     "ef+lowrank:1",
     "ef21+topk:0.2",
     "ef21:storage=bf16+topk:0.2",
+    "conef+topk:0.1",
+    "conef:0.4:storage=bf16+randomblock:0.2",
+    "conef:error=qsgd/8:lr_scaled=true+topk:0.2",
+    "conef:0.3:improved=v2:beta=0.8+topk:0.2",
 ]
 
 SPECS = [*(spec for specs in BY_CLASS.values() for spec in specs), *COMPRESSED]
@@ -58,6 +62,7 @@ MAIN = [
     "ef+randomk:0.2",
     "ef+sign",
     "ef21+topk:0.2",
+    "conef+topk:0.1",
 ]
 
 #: Those that remember something from one step to the next.

@@ -68,7 +68,7 @@ def refused(cases: list[str]) -> list[list[str]]:
 
 REFUSED = {
     "second hook": "ValueError: this model's gradients are compressed already",
-    "not DDP": "TypeError: Sequential is no DistributedDataParallel model: wrap it first",
+    "not DDP": "TypeError: Sequential is wrapped in neither DistributedDataParallel nor FSDP2",
     "fp64": "TypeError: 0.weight is fp64: gradients between replicas are at most fp32",
     "rank": "ValueError: rank=31 is above that of every matrix here (the largest is 30)",
     "no name": "ValueError: plain='nothing': no parameter of two dimensions or more",

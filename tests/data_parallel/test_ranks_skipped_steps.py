@@ -121,7 +121,15 @@ def scaled(specs: list[str], scales: list[float | None]) -> list[Any]:
     return found
 
 
-SCALED = ["ef+topk:0.1", "dgc:0.1", "onebitsgd", "powersgd:1", "ef21+topk:0.2", SPECS[0]]
+SCALED = [
+    "ef+topk:0.1",
+    "dgc:0.1",
+    "onebitsgd",
+    "powersgd:1",
+    "ef21+topk:0.2",
+    "conef+topk:0.1",
+    SPECS[0],
+]
 
 
 def test_what_is_kept_is_free_of_the_loss_scale(ranks):

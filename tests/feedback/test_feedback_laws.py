@@ -7,7 +7,17 @@ import torch
 from ends import Wire, visit
 from methods import EXAMPLES, FEEDBACK, same_bits
 
-from mpcomp import AQSGD, EF21, EFMixed, ErrorFeedback, Quantize, RandomK, TensorMeta, TopK
+from mpcomp import (
+    AQSGD,
+    EF21,
+    ConEF,
+    EFMixed,
+    ErrorFeedback,
+    Quantize,
+    RandomK,
+    TensorMeta,
+    TopK,
+)
 from mpcomp.feedback.base import Receiver, Sender
 
 EVERY = pytest.mark.parametrize("method", FEEDBACK, ids=str)
@@ -117,7 +127,7 @@ def test_a_dense_send_sets_estimates_to_it_and_residuals_to_zero(method):
     wire.commit()
     keys = ids or [(0, 0), (0, 1)]
     kept = wire.sender.store.read(keys)
-    if isinstance(method, ErrorFeedback):
+    if isinstance(method, ErrorFeedback | ConEF):
         assert not kept.any()
     else:
         wire.assert_ends_agree()
@@ -161,6 +171,7 @@ SCALABLE = [
     ErrorFeedback(Quantize(4, rounding="stochastic")),
     ErrorFeedback(RandomK(0.2)),
     EFMixed(TopK(0.2)),
+    *EXAMPLES[ConEF][:2],
     *EXAMPLES[EF21],
     *EXAMPLES[AQSGD],
 ]
@@ -193,7 +204,7 @@ def test_shorter_batches_use_the_leading_rows_and_leave_the_rest(method):
     assert torch.equal(after[1:], before[1:]) and not torch.equal(after[0], before[0])
 
 
-@pytest.mark.parametrize("cls", [ErrorFeedback, EF21, AQSGD])
+@pytest.mark.parametrize("cls", [ErrorFeedback, ConEF, EF21, AQSGD])
 def test_bad_settings(cls):
     with pytest.raises(TypeError, match=r"inner='topk:0.1'.*one feedback method a link"):
         cls("topk:0.1")

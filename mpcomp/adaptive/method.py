@@ -1,0 +1,192 @@
+"""`Adaptive`: a method for a cut whose compression ratio follows its gain."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final
+
+from mpcomp.compressors.base import Compressor, SpecValue, shown
+from mpcomp.compressors.same_indices import SameIndices
+from mpcomp.data_parallel.clock import Clock, ModelledClock
+from mpcomp.data_parallel.search import POLICIES, ladder
+from mpcomp.feedback.base import Feedback
+from mpcomp.feedback.error_feedback import ErrorFeedback
+from mpcomp.feedback.estimate import EF21
+
+__all__ = ["GAINS", "Adaptive"]
+
+#: What a gain is the gain of.
+GAINS: Final = ("energy", "centred", "loss")
+#: Weight of a new gain in its average, where one is measured in every step.
+SMOOTHING: Final = 0.1
+
+
+@dataclass(frozen=True)
+class Adaptive(SpecValue):
+    """Chooses the compression factor of a cut's compressor while training; ``adaptive+topk:0.1``.
+
+    A compression factor (CF) is elements of the tensor per element sent. Each link, a direction of
+    a cut, decides for itself, by the rule of GraVAC (Tyagi & Swany, IEEE CLOUD 2023, Algorithm 1;
+    `mpcomp.data_parallel.search`), between steps, and alike on all ranks and replicas: it sends
+    with its candidate CF if the average gain of that is at least ``eps``, else with its minimum if
+    the gain of that is, else dense; so the first step is dense. The gain is measured in every step
+    on one microbatch. Evaluation sends as the next step of training would.
+
+    With a ``budget`` links share bytes instead. All links that are given an equal value are one
+    group, both directions and all cuts. Once a window each of them measures its gain at all CFs
+    between the two, and bytes go where the gain rises most for them, until the budget is spent.
+    EF21's first messages, which go raw, and warm-up come on top of it.
+
+    As a spec: ``adaptive:cf=2-50:eps=0.9:window=20+topk:0.1``.
+
+    Args:
+        inner: compressor that a CF can be set of (one that selects, or `Quantize`), or
+            `ErrorFeedback` or `EF21` round one. Its own fraction, or number of bits, is not used.
+        cf: smallest and largest CF, 1 or more.
+        eps: least gain that is sent, in (0, 1). Without effect with a budget.
+        window: steps between decisions.
+        omega: relative difference within which gains, or throughputs, are the same, in (0, 1).
+            Without effect with a budget.
+        policy: how candidates ascend from the smallest CF: "exponential" (times 2^1, 2^2, 2^4, 2^8
+            ...) or "geometric" (times 2, 4, 8 ...).
+        smoothing: weight of a new gain in its average, in (0, 1]; None for 0.1 where gains are
+            measured in every step, and 1 where they are once a window.
+        gain: "energy", 1 - ||x - C(x)||^2 / ||x||^2; "centred", the same with ||x - mean||^2 below,
+            the mean that of each channel, as channels of nearly constant value dominate the energy
+            of some activations; or "loss", 1 - the relative rise of the training loss on one
+            microbatch when this link alone is compressed, for activations, once a window. That
+            takes a forward pass for each CF looked at, and one that is dense, in which the loss
+            function is called as well. With feedback it is measured without.
+        budget: part of the dense bytes of the group that its messages may have, in (0, 1).
+        bandwidth_mbps: megabits a second of links of which the time of a step is computed, so that
+            runs repeat exactly; None measures it. Each link is then taken to be alone: a step is
+            ``compute_ms``, and the link's own messages one after the other.
+        latency_ms: of a message on such links.
+        compute_ms: of a step without its messages, on such links.
+
+    Raises:
+        TypeError: ``inner`` is neither, or has no CF.
+        ValueError: a setting outside those, or CFs that leave nothing to choose.
+    """
+
+    inner: Compressor | ErrorFeedback | EF21
+    cf: tuple[float, float] = (2.0, 50.0)
+    eps: float = 0.9
+    window: int = 100
+    omega: float = 0.01
+    policy: str = "exponential"
+    smoothing: float | None = None
+    gain: str = "energy"
+    budget: float | None = None
+    bandwidth_mbps: float | None = None
+    latency_ms: float = 0.0
+    compute_ms: float = 0.0
+    spec: ClassVar[str] = "adaptive"
+    spec_inner: ClassVar[str | None] = "inner"
+
+    def __post_init__(self) -> None:
+        self._check_cf()
+        self._check_inner()
+        for name in ("eps", "omega", "budget"):
+            value = getattr(self, name)
+            if not (value is None and name == "budget") and not _in(value, 0, 1):
+                raise ValueError(f"{name}={value!r}: expected a number in (0, 1)")
+        whole = isinstance(self.window, int) and not isinstance(self.window, bool)
+        if not (whole and self.window >= 1):
+            raise ValueError(f"window={self.window!r}: expected a number of steps, 1 or more")
+        if self.policy not in POLICIES:
+            raise ValueError(f"policy={self.policy!r}: expected {' or '.join(POLICIES)}")
+        if self.smoothing is not None and not (self.smoothing == 1 or _in(self.smoothing, 0, 1)):
+            raise ValueError(
+                f"smoothing={self.smoothing!r}: expected a weight in (0, 1], or None to leave it "
+                "to the kind of gain"
+            )
+        if self.gain not in GAINS:
+            raise ValueError(f"gain={self.gain!r}: expected {', '.join(GAINS)}")
+        self._check_clock()
+
+    def _check_cf(self) -> None:
+        if not isinstance(self.cf, tuple | list) or len(self.cf) != 2:
+            raise ValueError(f"cf={self.cf!r}: expected the smallest and the largest, (2, 50)")
+        lowest, highest = self.cf
+        if not (1 <= lowest < math.inf and 1 <= highest < math.inf):
+            raise ValueError(
+                f"cf={self.cf}: a compression factor is elements per element sent, 1 or more; for "
+                "keeping 50 % down to 2 % write cf=(2, 50)"
+            )
+        if lowest > highest:
+            raise ValueError(
+                f"cf={self.cf}: the smallest comes first; write cf=({highest}, {lowest})"
+            )
+        object.__setattr__(self, "cf", (float(lowest), float(highest)))
+
+    def _check_inner(self) -> None:
+        inner: Any = self.inner
+        if isinstance(inner, Feedback) and type(inner) not in (ErrorFeedback, EF21):
+            raise TypeError(
+                f"inner={inner}: of feedback methods the ratio may change under ErrorFeedback and "
+                f"EF21 alone; use ef+{inner.inner} or ef21+{inner.inner}"
+            )
+        if not isinstance(inner, Compressor | ErrorFeedback | EF21):
+            same = " (with adaptive activations, SameIndices itself may be the gradients' method)"
+            raise TypeError(
+                f"inner={shown(inner)}: Adaptive goes round a compressor such as TopK(0.1), or "
+                "ErrorFeedback or EF21 round one" + (same if isinstance(inner, SameIndices) else "")
+            )
+        lowest, highest = self.cf
+        if self.compressor(lowest) == self.compressor(highest):
+            raise ValueError(
+                f"cf={self.cf}: {self.compressor(lowest)} at both ends, which leaves nothing to "
+                "choose; set them further apart, or use that compressor itself"
+            )
+
+    def _check_clock(self) -> None:
+        if self.bandwidth_mbps is None and (self.latency_ms or self.compute_ms):
+            raise ValueError(
+                f"latency_ms={self.latency_ms}, compute_ms={self.compute_ms} without "
+                "bandwidth_mbps: give it as well, or leave them out to measure the time of a step"
+            )
+        if self.bandwidth_mbps is not None and self.budget is not None:
+            raise ValueError(
+                f"bandwidth_mbps={self.bandwidth_mbps} with budget={self.budget}: a budget is "
+                "shared out by gains and bytes, whatever the time of a step; leave out one of them"
+            )
+        self.clock()  # raises for a bandwidth or a time that cannot be
+
+    def at(self, cf: float) -> Compressor | ErrorFeedback | EF21:
+        """``inner`` at a CF."""
+        if isinstance(self.inner, Compressor):
+            return self.inner.with_cf(cf)
+        return dataclasses.replace(self.inner, inner=self.inner.inner.with_cf(cf))
+
+    def compressor(self, cf: float) -> Compressor:
+        """The compressor at a CF, without feedback."""
+        method = self.at(cf)
+        return method if isinstance(method, Compressor) else method.inner
+
+    @property
+    def rungs(self) -> tuple[float, ...]:
+        """The CFs between the two ends, ascending; of those that are the same the first."""
+        found: dict[Compressor, float] = {}
+        for cf in ladder(self.cf, self.policy):
+            found.setdefault(self.compressor(cf), cf)
+        return tuple(found.values())
+
+    @property
+    def weight(self) -> float:
+        """Of a new gain in its average."""
+        if self.smoothing is not None:
+            return self.smoothing
+        return SMOOTHING if self.gain != "loss" and self.budget is None else 1.0
+
+    def clock(self) -> Clock | None:
+        """The clock of the links described; None where steps are measured."""
+        if self.bandwidth_mbps is None:
+            return None
+        return ModelledClock(self.compute_ms, self.bandwidth_mbps, self.latency_ms)
+
+
+def _in(value: Any, low: float, high: float) -> bool:
+    return isinstance(value, int | float) and low < value < high

@@ -1,0 +1,82 @@
+"""What a user holds of a model's compressed gradients, whoever moves them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mpcomp.data_parallel.exchange import Exchange
+
+__all__ = ["CompressedGradients", "check_alike"]
+
+
+class CompressedGradients:
+    """The state of a model's compressed gradients on this rank; see `compress_gradients`.
+
+    Args:
+        exchange: what does the work.
+        scaler: the loss scaler in use, if any.
+
+    Attributes:
+        exchange: as given.
+    """
+
+    def __init__(self, exchange: Exchange, scaler: torch.amp.GradScaler | None) -> None:
+        self.exchange = exchange
+        self._scaler = scaler
+        self._lr_of: torch.optim.Optimizer | None = None
+
+    def begin(self, *, compress: bool = True) -> None:
+        """Begins a step with the loss scale and the learning rate of the moment."""
+        enabled = self._scaler is not None and self._scaler.is_enabled()
+        scale = self._scaler.get_scale() if self._scaler is not None and enabled else 1.0
+        lr = float(self._lr_of.param_groups[0]["lr"]) if self._lr_of is not None else None
+        self.exchange.begin(loss_scale=scale, lr=lr, compress=compress)
+
+    def follow_lr(self, optimizer: torch.optim.Optimizer) -> None:
+        """Lets methods follow this optimizer's (first group's) learning rate.
+
+        Raises:
+            ValueError: the optimizer has momentum, and so has the method.
+        """
+        self.exchange.method.check_optimizer(optimizer)
+        self._lr_of = optimizer
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """An entry for each step: bytes, floats, seconds, and what the method was at."""
+        return list(self.exchange.history)
+
+    def report(self) -> dict[str, Any]:
+        """Totals of this replica: bytes, floats, ratio, seconds, and what the method is at."""
+        return self.exchange.report()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this replica needs to go on exactly: ``tensors``, and ``rest`` for JSON."""
+        return self.exchange.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `state_dict` gave on the same replica, of as many.
+
+        Raises:
+            ValueError: it was given by another method.
+        """
+        self.exchange.load_state_dict(state)
+
+
+def check_alike(words: Sequence[str], group: dist.ProcessGroup, device: torch.device) -> None:
+    """Raises ValueError on all ranks if they were given different things."""
+    digest = hashlib.blake2b("\n".join(words).encode(), digest_size=8).digest()
+    own = torch.tensor([int.from_bytes(digest, "little", signed=True)], device=device)
+    said = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(said, own, group=group)
+    other = [rank for rank, number in enumerate(said) if number.item() != said[0].item()]
+    if other:
+        raise ValueError(
+            f"replicas {', '.join(map(str, other))} were given another model, method, network or "
+            "seed than replica 0: give the same to all"
+        )

@@ -1,0 +1,298 @@
+"""One rank's part in sharded training: compressed reduce-scatter, and all-gather of few bits.
+
+In ZeRO-3 (FSDP2) each rank owns a piece of every parameter. After a block's backward each rank
+sends the piece of its gradient that belongs to a peer to that peer alone, who forms the mean::
+
+    gradient of a block [ranks, n]  --row p, compressed-->  rank p: mean of all rows p [n]
+
+so a parameter's gradient is as many `Item`s as there are ranks, with a memory each: together as
+much as the whole gradient on every rank, where the optimizer's state is only a piece. That is why a
+compressed memory (`ConEF`) belongs here. Before a block runs, its parameters are gathered; those
+messages are twice the gradients', and are compressed without a memory, as what is sent is the same
+weights each time and not a sum over time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mpcomp.compressors import Compressor, Identity
+from mpcomp.data_parallel.base import Encoded, Factored, ReplicaMethod, Setting, encode_with
+from mpcomp.data_parallel.exchange import Exchange
+from mpcomp.data_parallel.item import Item, count, shape_for
+from mpcomp.data_parallel.messages import add_message, encode_item, message_length, packed
+from mpcomp.data_parallel.network import ReplicaNetwork
+from mpcomp.data_parallel.routes import matrices
+from mpcomp.feedback.base import narrow
+from mpcomp.packing import packed_length, unpack
+from mpcomp.randomness import generator_for
+from mpcomp.tensor_meta import TensorMeta
+
+__all__ = ["ParameterTraffic", "Part", "ShardedExchange"]
+
+#: At the front of a message: whether the sender's gradient was finite.
+_STATUS = TensorMeta((16,), torch.uint8)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One parameter among those that travel together.
+
+    Attributes:
+        name: of the parameter.
+        pieces: what belongs to each rank, as a matrix; of no elements where there is nothing left.
+        padded: the piece that is exchanged uncompressed, equal on all ranks; [first dim, others].
+        dims: of the whole parameter.
+    """
+
+    name: str
+    pieces: tuple[TensorMeta, ...]
+    padded: TensorMeta
+    dims: int
+
+    def key(self, rank: int) -> str:
+        """Under which a piece counts as a parameter of its own."""
+        return f"{self.name}/{rank}"
+
+
+@dataclass
+class ParameterTraffic:
+    """What gathering parameters took on this rank.
+
+    Attributes:
+        gathers: blocks that were gathered.
+        wire_bytes: of this rank's messages.
+        dense_bytes: what they would have been.
+        traffic_bytes: what went over its link: each message goes to all others.
+        seconds: of encoding, gathering and decoding.
+    """
+
+    gathers: int = 0
+    wire_bytes: int = 0
+    dense_bytes: int = 0
+    traffic_bytes: int = 0
+    seconds: float = 0.0
+
+
+class ShardedExchange(Exchange):
+    """Averages gradients over ranks that own a piece of each, compressed.
+
+    Args:
+        parts: all parameters.
+        method: between replicas.
+        group: the ranks.
+        device: of the gradients.
+        network: how they are connected; its path is that of this kind of training.
+        seed: of all random choices.
+        param_comp: compressor of parameters that are gathered; None for none.
+        connections: to other ranks, as for `Exchange`: everywhere, waiting, timeout.
+
+    Raises:
+        ValueError, TypeError: the method does not suit sharded gradients, or these parameters.
+    """
+
+    rounds = 1.0  # a reduce-scatter is half of an all-reduce
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        method: ReplicaMethod,
+        group: dist.ProcessGroup,
+        *,
+        device: torch.device,
+        network: ReplicaNetwork | None = None,
+        seed: int = 0,
+        param_comp: Compressor | None = None,
+        **connections: Any,
+    ) -> None:
+        network = network or ReplicaNetwork()
+        one = torch.zeros(1, device=device)
+        pieces = {
+            part.key(rank): one.expand(meta.shape if part.dims > 1 else (meta.numel,))
+            for part in parts
+            for rank, meta in enumerate(part.pieces)
+            if meta.numel
+        }
+        _check_method(method, network, pieces, dist.get_world_size(group))
+        super().__init__(pieces, method, group, network=network, seed=seed, **connections)
+        self.param_comp = param_comp
+        self.gathered = ParameterTraffic()
+        self.rank = dist.get_rank(group)
+        self._group = group
+
+    # -- gradients ------------------------------------------------------------------------------
+
+    def reduce(self, blocks: Tensor, parts: Sequence[Part], out: Tensor, *, mean: bool) -> None:
+        """Exchanges the gradient of parameters that travel together.
+
+        Args:
+            blocks: [ranks, n]; row p is what belongs to rank p, parameter by parameter.
+            parts: those parameters.
+            out: [n], set to this rank's row of the mean, or of the sum, over all ranks; NaN where
+                some rank's gradient was not finite.
+            mean: whether it is the mean.
+        """
+        peers, context = self._everyone, self._context
+        with self.totals.timed("encode_s"):
+            finite = bool(blocks.sum(dtype=torch.float32).isfinite())
+            self._bad += float(not finite)
+            status = torch.full(_STATUS.shape, int(not finite), dtype=torch.uint8)
+            said = Encoded(Identity(), (status.to(blocks.device),))
+            items = [self._items_of(row, parts, peer) for peer, row in enumerate(blocks)]
+            messages = [packed([said, *map(self._encode, row)]) for row in items]
+            own = items[self.rank]
+            codecs = [self._codec(item) for item in own]
+            layouts = [
+                codec.layout(shape_for(codec, item.meta))
+                for codec, item in zip(codecs, own, strict=True)
+            ]
+            length = message_length(sum(layouts, (_STATUS,)))
+            told, work = peers.scatter(messages, length)
+        with self.totals.timed("wait_s"), peers.waiting():
+            work.wait()
+        with self.totals.timed("decode_s"):
+            means = [item.wanted.new_zeros(item.numel) for item in own]
+            first = packed_length((_STATUS,))
+            for message in told:
+                start = first
+                for item, codec, total in zip(own, codecs, means, strict=True):
+                    start = add_message(
+                        total, item.name, 0, item.meta, codec, message, start, context
+                    )
+            for item, total in zip(own, means, strict=True):
+                item.finish(total, context.unit)  # overwrites this rank's row of blocks
+            torch.mul(blocks[self.rank], 1 if mean else peers.size, out=out)
+            if any(bool(message[0]) for message in told):
+                out.fill_(torch.nan)
+
+    def _items_of(self, row: Tensor, parts: Sequence[Part], peer: int) -> list[Item]:
+        """The pieces of a row, loaded."""
+        items, start = [], 0
+        for part in parts:
+            meta = part.pieces[peer]
+            if meta.numel:
+                name = part.key(peer)
+                gradient = row[start : start + meta.numel].view(meta.shape)
+                may = self._compress and name in self._compressible
+                items.append(Item(name, gradient, self._state.memories[name], may))
+            start += part.padded.numel
+        assert start == row.numel(), "parts are those of this gradient"
+        self._context.tally.dense_bytes += sum(item.gradient.nbytes for item in items)
+        self._load(items, 1.0)
+        return items
+
+    def _codec(self, item: Item) -> Compressor:
+        """What a piece is sent with, known to both ends."""
+        codec = self.controller.codec(item.name) if item.compressible else None
+        if not isinstance(codec, Compressor):
+            return Identity()
+        smaller = codec.wire_bytes(item.shaped(codec)) < item.meta.dense_bytes
+        return codec if smaller else Identity()
+
+    def _encode(self, item: Item) -> Encoded:
+        if not isinstance(self._codec(item), Identity):
+            self._routed["scatter"] = self._routed.get("scatter", 0) + 1
+            return encode_item(item, self._context)
+        self._routed["dense"] = self._routed.get("dense", 0) + 1
+        sent = narrow(item.wanted, item.meta.dtype)
+        if item.memory.keeps:
+            item.keep(item.wanted - sent.to(torch.float32), None, self._context)
+        encoded = Encoded(Identity(), (sent.reshape(1, -1),))
+        count(self._context.tally, encoded)
+        return encoded
+
+    # -- parameters -----------------------------------------------------------------------------
+
+    def gather(self, own: Tensor, parts: Sequence[Part], out: Tensor, *, compress: bool) -> None:
+        """Collects parameters that travel together.
+
+        What was rounded is what every rank gets, its owner too, so all compute with equal weights.
+
+        Args:
+            own: [n], this rank's pieces, padded.
+            parts: those parameters.
+            out: [ranks, n], set to the pieces of all ranks.
+            compress: if not, they go as they are.
+        """
+        begin = time.perf_counter()
+        traffic = self.gathered
+        metas = [(part, self._param_codec(part, own.dtype, compress)) for part in parts]
+        sent, start = [], 0
+        for part, codec in metas:
+            x = own[start : start + part.padded.numel].clone()  # own may be a row of out
+            start += part.padded.numel
+            shape = shape_for(codec, self._padded(part, own.dtype)).shape
+            sent.append(encode_with(codec, x.reshape(shape), self._param_draw(part, self.rank)))
+        message = packed(sent)
+        told = torch.empty(out.shape[0], message.numel(), dtype=torch.uint8, device=own.device)
+        with self._everyone.waiting():
+            dist.all_gather(list(told), message, group=self._group)
+        for rank, (row, received) in enumerate(zip(out, told, strict=True)):
+            start = at = 0
+            for part, codec in metas:
+                meta = shape_for(codec, self._padded(part, own.dtype))
+                layout = codec.layout(meta)
+                generator = self._param_draw(part, rank)(codec.shares_choice)
+                x = codec.decompress(unpack(received, layout, at), meta, generator)
+                row[start : start + meta.numel] = x.reshape(-1)
+                at, start = packed_length(layout, at), start + meta.numel
+        traffic.gathers += 1
+        traffic.wire_bytes += sum(part.nbytes for encoded in sent for part in encoded.payload)
+        traffic.dense_bytes += own.nbytes
+        traffic.traffic_bytes += (out.shape[0] - 1) * message.numel()
+        traffic.seconds += time.perf_counter() - begin
+
+    @staticmethod
+    def _padded(part: Part, dtype: torch.dtype) -> TensorMeta:
+        return TensorMeta(part.padded.shape, dtype)
+
+    def _param_codec(self, part: Part, dtype: torch.dtype, compress: bool) -> Compressor:
+        """Matrices go compressed, where that makes them smaller; the same on all ranks."""
+        codec, meta = self.param_comp, self._padded(part, dtype)
+        if codec is None or not compress or part.dims < 2:
+            return Identity()
+        if meta.numel < self.network.smallest:
+            return Identity()
+        return codec if codec.wire_bytes(shape_for(codec, meta)) < meta.dense_bytes else Identity()
+
+    def _param_draw(self, part: Part, rank: int) -> Any:
+        """Backward gathers what forward has: what is drawn depends on the step alone."""
+        return lambda alike: generator_for(
+            "parameters", self._seed, part.name, self.step, -1 if alike else rank
+        )
+
+    def report(self) -> dict[str, Any]:
+        return {**super().report(), "parameters": dict(vars(self.gathered))}
+
+
+def _check_method(
+    method: ReplicaMethod, network: ReplicaNetwork, pieces: Mapping[str, Tensor], num_ranks: int
+) -> None:
+    """Raises ValueError for what sharded gradients cannot be sent with."""
+    metas = matrices(pieces, network)
+    controller = method.controller(Setting(num_ranks, metas))
+    controller.begin(0, None)
+    problem = None
+    if controller.waits:
+        problem = "exact=True wants all gradients before the first is sent; leave it out"
+    elif method.clip is not None:
+        problem = (
+            "clip wants the norm of all gradients before the first is sent; leave it out, and clip "
+            "after backward"
+        )
+    elif any(isinstance(controller.codec(name), Factored) for name in metas):
+        problem = "factors of a matrix are sums over all ranks; use LowRank(rank) in their place"
+    if problem is not None:
+        raise ValueError(f"{method} with FSDP2: a block's gradient is sent at once; {problem}")
+    if network.per_machine > 1 or network.path != "auto":
+        raise ValueError(
+            f"path={network.path!r}, per_machine={network.per_machine} with FSDP2: every piece of "
+            "a gradient has one owner to go to, so leave both out"
+        )

@@ -1,0 +1,279 @@
+"""Ratios that adapt at the cuts against fixed ones of as many bytes.
+
+    python -m recipes.adaptive_study --groups images --images FOLDER --seeds 3
+    python -m recipes.adaptive_study --groups text --text FOLDER --seeds 3
+    python -m recipes.adaptive_study --table
+
+All rows but the last few send the same share of the dense bytes (``--budget``): Top-k with one
+ratio everywhere, with more for activations or for gradients, for the first cuts or for the last;
+and `mpcomp.Adaptive` with that budget, by its two energies. GraVAC's rule has no budget: its rows
+are to be held against the uniform ones of half and of twice the bytes. Each finished (row, seed) is
+one line of the results file; those are skipped when the command is given again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from tabulate import tabulate
+
+import mpcomp
+from recipes.config import RunConfig, check_at_least
+from recipes.image_config import ImageConfig
+from recipes.image_training import ImageTrainer
+from recipes.image_training import load_data as load_images
+from recipes.metric import ACCURACY, PERPLEXITY, Metric
+from recipes.ranks import Ranks, joined
+from recipes.replica_runs import Found, Line, add_common, by_row, paired, spread
+from recipes.run_folder import append_json_line, read_json_lines
+from recipes.text_config import TextConfig
+from recipes.text_training import TextTrainer
+from recipes.text_training import load_data as load_text
+from recipes.training import Trainer
+
+DENSE: Final = "dense"
+UNIFORM: Final = "uniform"
+_CF: Final = "cf=2-400:window=20"
+
+
+class Group(NamedTuple):
+    """A model and its data.
+
+    Attributes:
+        metric: its runs are judged by.
+        weights: bytes of each cut, as shares of the largest.
+        settings: of the configuration.
+    """
+
+    metric: Metric
+    weights: tuple[float, ...]
+    settings: Mapping[str, Any]
+
+
+GROUPS: Final[Mapping[str, Group]] = {
+    # ResNet's cuts lie after its layers, each of which halves what crosses.
+    "images": Group(
+        ACCURACY,
+        (1.0, 0.5, 0.25),
+        {
+            **{"model": "resnet18", "width": 16, "split": "4", "chunks": 4, "batch_size": 128},
+            **{"epochs": 5, "lr": 0.05, "train_limit": 8_192, "test_limit": 2_000},
+        },
+    ),
+    "text": Group(
+        PERPLEXITY,
+        (1.0, 1.0, 1.0),
+        {
+            **{"model": "tiny", "split": "4", "chunks": 4, "batch_size": 16, "seq_len": 128},
+            **{"epochs": 2, "lr": 1e-3, "optimizer": "adamw", "vocab_size": 2048},
+            **{"tokenizer": "bpe", "tie": None, "eval_limit": 64},
+        },
+    ),
+}
+
+
+def rows_of(group: Group, budget: float) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
+    """By row the methods of activations and of gradients, one for each cut."""
+    early = _shares(group.weights, 2.0)
+    late = _shares(group.weights, 0.5)
+
+    def static(act: float, grad: float, shares: Sequence[float] | None = None) -> Any:
+        each = shares or [1.0] * len(group.weights)
+        return tuple(
+            tuple(topk_of(of_direction * share) for share in each) for of_direction in (act, grad)
+        )
+
+    def adaptive(act: str, grad: str | None = None) -> Any:
+        return tuple(
+            (f"adaptive:{_CF}:{settings}+topk:0.1",) for settings in (act, grad if grad else act)
+        )
+
+    by_budget = f"budget={budget:g}"
+    return {
+        DENSE: (("none",), ("none",)),
+        UNIFORM: static(budget, budget),
+        "more for activations": static(1.5 * budget, 0.5 * budget),
+        "more for gradients": static(0.5 * budget, 1.5 * budget),
+        "more for early cuts": static(budget, budget, early),
+        "more for late cuts": static(budget, budget, late),
+        "adaptive budget, energy": adaptive(by_budget),
+        "adaptive budget, centred": adaptive(f"{by_budget}:gain=centred"),
+        "uniform, half": static(budget / 2, budget / 2),
+        "uniform, twice": static(2 * budget, 2 * budget),
+        "GraVAC, energy": adaptive("eps=0.8"),
+        "GraVAC, centred": adaptive("eps=0.7:gain=centred"),
+        "GraVAC, loss": adaptive("eps=0.98:gain=loss", "eps=0.8"),
+    }
+
+
+def topk_of(ratio: float) -> str:
+    """Top-k whose message is such a share of the dense fp32 bytes."""
+    meta = mpcomp.TensorMeta((8, 8192))
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        keep = (low + high) / 2
+        smaller = mpcomp.TopK(keep).wire_ratio(meta) < ratio
+        low, high = (keep, high) if smaller else (low, keep)
+    return f"topk:{high:.6f}"
+
+
+def _shares(weights: Sequence[float], factor: float) -> list[float]:
+    """Ratios of the cuts relative to a uniform one, each ``factor`` times the next, same bytes."""
+    steps = [factor ** (-0.5 * i) for i in range(len(weights))]
+    mean = sum(w * s for w, s in zip(weights, steps, strict=True)) / sum(weights)
+    return [step / mean for step in steps]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs what is missing, then prints the tables; `--table` prints only."""
+    with joined() as ranks:
+        if ranks.size > 1:
+            raise ValueError("the study trains each run in one process; start it without torchrun")
+        options = _parse(argv)
+        if not options.table:
+            check_at_least("seeds", options.seeds, 1)
+            for group in options.groups:
+                _run_group(group, options, ranks)
+        lines = read_json_lines(options.out)
+        if not lines:
+            raise ValueError(f"{options.out} has no results yet; run without --table first")
+        print(render(lines))
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m recipes.adaptive_study",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add_common(parser, Path("runs/adaptive_study.jsonl"))
+    add("--groups", nargs="+", choices=GROUPS, default=list(GROUPS))
+    names = list(rows_of(GROUPS["text"], 0.05))
+    add("--rows", nargs="+", choices=names, default=names, metavar="ROW", help="; ".join(names))
+    add("--budget", type=float, default=0.05, help="share of the dense bytes (default %(default)s)")
+    add("--images", default=ImageConfig.data, help="hub name, folder of parquet files, or digits")
+    add("--text", default=TextConfig.data, help="hub name, folder, text files, or python-docs")
+    add("--epochs", type=int)
+    add("--batch-size", type=int)
+    add("--train-limit", type=int, help="images, or articles of text")
+    add("--test-limit", type=int, help="images")
+    add("--eval-limit", type=int, metavar="BLOCKS", help="of text")
+    return parser.parse_args(argv)
+
+
+def configuration(options: argparse.Namespace, group: str, row: str, seed: int) -> RunConfig:
+    """The run of one row of a group and seed."""
+    of_group = GROUPS[group]
+    config = ImageConfig if of_group.metric is ACCURACY else TextConfig
+    known = {field.name for field in dataclasses.fields(config)}
+    names = ("epochs", "batch_size", "train_limit", "test_limit", "eval_limit")
+    given = {n: getattr(options, n) for n in names if n in known and getattr(options, n)}
+    act, grad = rows_of(of_group, options.budget)[row]
+    chosen: dict[str, Any] = {**of_group.settings, **given, "act": act, "grad": grad, "seed": seed}
+    chosen |= {"device": options.device, "threads": options.threads, "eval_every": chosen["epochs"]}
+    chosen["precision"] = "fp32" if options.precision == "auto" else options.precision
+    if config is ImageConfig:
+        chosen |= {"data": options.images, "schedule_epochs": chosen["epochs"]}
+    else:
+        chosen["data"] = options.text
+    return config(**chosen)
+
+
+def _run_group(group: str, options: argparse.Namespace, ranks: Ranks) -> None:
+    done = {(line["row"], line["seed"]) for line in read_json_lines(options.out)}
+    data: Any = None
+    for seed in range(options.seeds):
+        for row in options.rows:
+            name = f"{group}: {row}"
+            if (name, seed) in done:
+                continue
+            config = configuration(options, group, row, seed)
+            trainer: Trainer[Any]
+            if isinstance(config, ImageConfig):
+                data = data or load_images(config)
+                trainer = ImageTrainer(config, data, ranks)
+            else:
+                assert isinstance(config, TextConfig)
+                data = data or load_text(config)
+                trainer = TextTrainer(config, data, ranks)
+            line = _trained(name, trainer)
+            append_json_line(options.out, line)
+            print(f"{name}, seed {seed}: {_shown(line, GROUPS[group].metric)}", flush=True)
+
+
+def _trained(name: str, trainer: Trainer[Any]) -> Line:
+    """Trains one run; a divergence is a result too."""
+    config = trainer.config
+    start: Line = {"row": name, "seed": config.seed, "settings": config.to_json()}
+    start["settings"]["data"] = Path(config.data).name
+    try:
+        summary = trainer.fit(progress=False)
+    except FloatingPointError as error:
+        return {**start, "diverged": str(error)}
+    history = trainer.pipe.adaptive_history
+    every = max(1, len(history) // 40)
+    return {
+        **start,
+        summary.metric.name: summary.on,
+        "off": summary.off,
+        "loss": summary.loss,
+        "seconds": summary.seconds,
+        "wire_ratio": summary.wire_bytes / summary.dense_bytes,
+        "links": [
+            [link.boundary, link.direction, link.meter.train.ratio] for link in trainer.pipe.links
+        ],
+        "adaptive": history[::every],
+    }
+
+
+def _shown(line: Line, metric: Metric) -> str:
+    if "diverged" in line:
+        return "diverged"
+    return f"{metric.scale * line[metric.name]:.2f}, {line['wire_ratio']:.4f} of the bytes"
+
+
+def render(lines: Sequence[Line]) -> str:
+    """The tables of all groups that have results."""
+    found = by_row(lines)
+    return "\n\n".join(text for group in GROUPS if (text := _group_table(group, found)))
+
+
+def _group_table(group: str, found: Found) -> str:
+    metric = GROUPS[group].metric
+    names = [name for name in found if name.startswith(f"{group}: ")]
+    table = []
+    for name in names:
+        runs = [line for line in found[name].values() if "diverged" not in line]
+        if not runs:
+            table.append([name.partition(": ")[2], 0])
+            continue
+        same = name == f"{group}: {UNIFORM}"
+        table.append(
+            [
+                *(name.partition(": ")[2], len(runs)),
+                spread([metric.scale * line[metric.name] for line in runs]),
+                ""
+                if same
+                else paired(
+                    found, name, f"{group}: {UNIFORM}", metric.name, percent=90, scale=metric.scale
+                ),
+                spread([metric.scale * line["off"] for line in runs]),
+                f"{statistics.mean(line['wire_ratio'] for line in runs):.4f}",
+            ]
+        )
+    if not table:
+        return ""
+    shown = f"{metric.name} {metric.unit}".rstrip()
+    headers = ("row", "n", shown, "less uniform", f"{shown}, off", "bytes ÷ dense")
+    text = tabulate(table, headers, disable_numparse=[2, 3, 4, 5])
+    return f"{group}\n{text}\nDifferences are paired by seed, +- half the interval of 90 %."
+
+
+if __name__ == "__main__":
+    main()
