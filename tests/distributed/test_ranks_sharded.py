@@ -1,0 +1,247 @@
+"""Replicas of a pipeline that share parameters: the numbers of those that do not, and its state."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from methods import same_bits
+from models import rows
+from runs import SINGLE, deep
+
+import mpcomp
+from mpcomp import ReplicaNetwork
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*would not shrink")
+
+NETWORK = ReplicaNetwork(smallest=16)
+#: Those that do not split backward.
+SCHEDULES = (None, "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS")
+
+
+def pipe_of(schedule=None, **kwargs):
+    torch.manual_seed(0)
+    stages = 2 if schedule in SINGLE else 4
+    split = [str(8 * (i + 1) // stages - 1) for i in range(stages - 1)]
+    options = {"split": split, "schedule": schedule, "replicas": 2, "timeout": 20.0}
+    options |= {"loss_fn": F.cross_entropy, "network": NETWORK}
+    if "dp_comp" not in kwargs and "shard" not in kwargs:
+        del options["network"]
+    return mpcomp.pipeline(deep(), 4, **{**options, **kwargs})
+
+
+def adamw(pipe):
+    return torch.optim.AdamW(pipe.parameters(), lr=0.01)
+
+
+def share_of(pipe, step):
+    x, y = rows(16, step)
+    return x[8 * pipe.replica :][:8], y[8 * pipe.replica :][:8]
+
+
+def train(pipe, optimizer, steps, first=0, max_norm=0.5):
+    """Losses and norms of steps."""
+    said = []
+    for step in range(first, first + steps):
+        loss = pipe.forward_backward(*share_of(pipe, step))
+        norm = mpcomp.clip_grad_norm_(pipe, max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        said.append(torch.stack([loss.float(), norm.float()]))
+    return torch.stack(said)
+
+
+def weights_of(pipe):
+    return {name: x.clone() for name, x in pipe.merge().state_dict().items()}
+
+
+def evaluated(pipe):
+    return pipe.evaluate([rows(8, 99)], F.cross_entropy)
+
+
+def assert_near(a, b, bound=2e-6):
+    assert a.keys() == b.keys()
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], rtol=0, atol=bound)
+
+
+def as_if_whole(schedules):
+    for schedule in schedules:
+        seen = []
+        for kwargs in ({}, {"shard": True}):
+            pipe = pipe_of(schedule, act_comp="topk:0.5", **kwargs)
+            said = train(pipe, adamw(pipe), 3)
+            judged = evaluated(pipe)
+            said = torch.cat([said, train(pipe, adamw(pipe), 2, first=3)])
+            seen.append((said, judged, weights_of(pipe)))
+        (losses, judged, weights), (own, own_judged, own_weights) = seen
+        torch.testing.assert_close(own, losses, rtol=0, atol=2e-6)
+        assert own_judged == pytest.approx(judged, abs=2e-6)
+        # Means of two replicas are the same; the norm is added up from pieces.
+        assert_near(own_weights, weights)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_sharded_replicas_train_as_whole_ones(ranks, schedule):
+    ranks(as_if_whole, 4, [schedule])
+
+
+def pieces():
+    pipe = pipe_of(shard=True)
+    whole = {name: p.shape for name, p in deep().named_parameters()}
+    held = {name: p.to_local().numel() for name, p in pipe.named_parameters()}
+    assert all(0 < held[name] < whole[name].numel() for name in held if whole[name][0] > 1)
+    optimizer = adamw(pipe)
+    train(pipe, optimizer, 1)
+    for p in pipe.parameters():
+        assert optimizer.state[p]["exp_avg"].to_local().numel() == p.to_local().numel()
+
+
+def test_a_rank_holds_a_piece_of_parameters_and_of_the_optimizer(ranks):
+    ranks(pieces, 4)
+
+
+def compressed():
+    pipe = pipe_of(shard=True, dp_comp="conef+topk:0.1", param_comp="quant:8:scale=16")
+    losses = train(pipe, adamw(pipe), 6)
+    exact = evaluated(pipe)
+    with pipe.uncompressed():
+        whole = evaluated(pipe)
+    report = pipe.report(show=False)["replicas"]
+    return losses, exact, whole, weights_of(pipe), report, len(pipe.engine.exchange.history)
+
+
+def test_compressed_gradients_and_parameters(ranks):
+    found = ranks(compressed, 4)
+    _, exact, whole, weights, report, steps = found[0]
+    for other in found[1:]:
+        assert same_bits(other[0], found[0][0])
+        assert all(same_bits(other[3][name], weights[name]) for name in weights)
+    assert steps == 6
+    assert report["ratio"] < 0.5 and report["memory_bytes"] > 0
+    gathered = report["parameters"]
+    assert 0 < gathered["wire_bytes"] < 0.5 * gathered["dense_bytes"]
+    assert exact != whole and exact == pytest.approx(whole, abs=0.05)
+
+
+CASES = ({"dp_comp": "conef+topk:0.1"}, {"dp_comp": "ef+quant:4"}, {"dp_comp": "ef21+topk:0.1"})
+
+
+def goes_on(root):
+    for number, kwargs in enumerate(CASES):
+        folder = Path(root) / f"{number}"
+        straight = pipe_of(shard=True, **kwargs)
+        optimizer = adamw(straight)
+        train(straight, optimizer, 3)
+        straight.save(folder, optimizer=optimizer)
+        expected = train(straight, optimizer, 3, first=3)
+
+        resumed = pipe_of(shard=True, **kwargs)
+        other = adamw(resumed)
+        train(resumed, other, 1)  # which must leave nothing
+        resumed.load(folder, optimizer=other)
+        assert same_bits(train(resumed, other, 3, first=3), expected), kwargs
+        a, b = weights_of(resumed), weights_of(straight)
+        assert all(same_bits(a[name], b[name]) for name in a)
+
+
+def test_going_on_is_as_if_never_stopped(ranks, tmp_path):
+    ranks(goes_on, 4, str(tmp_path), timeout_s=120.0)
+
+
+def changes_sides(root):
+    """A checkpoint has whole tensors, so that other kinds of replicas go on from it."""
+    ends = []
+    for first, second in ((True, False), (False, True), (False, False)):
+        folder = Path(root) / f"{first}{second}"
+        pipe = pipe_of(shard=first)
+        optimizer = adamw(pipe)
+        train(pipe, optimizer, 3)
+        pipe.save(folder, optimizer=optimizer)
+        pipe = pipe_of(shard=second)
+        optimizer = adamw(pipe)
+        pipe.load(folder, optimizer=optimizer)
+        train(pipe, optimizer, 2, first=3)
+        ends.append(weights_of(pipe))
+    assert_near(ends[0], ends[2])
+    assert_near(ends[1], ends[2])
+
+
+def test_a_checkpoint_loads_sharded_and_whole(ranks, tmp_path):
+    ranks(changes_sides, 4, str(tmp_path), timeout_s=120.0)
+
+
+def added_up():
+    ends = []
+    for accumulate in (False, True):
+        pipe = pipe_of(shard=True)
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        if accumulate:
+            with pipe.no_sync():
+                pipe.forward_backward(*share_of(pipe, 0))
+            pipe.forward_backward(*share_of(pipe, 1))
+            optimizer.step()
+        else:
+            for step in (0, 1):  # gradients of the first are kept, and the second added
+                pipe.forward_backward(*share_of(pipe, step))
+            optimizer.step()
+        ends.append(weights_of(pipe))
+    assert_near(*ends)
+
+
+def test_accumulation(ranks):
+    ranks(added_up, 4)
+
+
+def diverges():
+    pipe = pipe_of(shard=True, dp_comp="conef+topk:0.1")
+    optimizer = adamw(pipe)
+    train(pipe, optimizer, 2)
+    state = pipe.engine.exchange.state_dict()["tensors"]
+    before = {name: x.clone() for name, x in state.items()}
+    x, y = share_of(pipe, 2)
+    if pipe.replica == 1:
+        x = x * float("nan")
+    with pytest.raises(FloatingPointError):
+        pipe.forward_backward(x, y)
+    optimizer.zero_grad()
+    after = pipe.engine.exchange.state_dict()["tensors"]
+    assert all(same_bits(after[name], before[name]) for name in before)
+    assert train(pipe, optimizer, 1, first=3).isfinite().all()
+
+
+def test_a_step_that_is_not_finite_leaves_no_trace(ranks):
+    ranks(diverges, 4)
+
+
+def refused():
+    said = []
+    for kwargs in (
+        {"shard": True, "schedule": "ZBVZeroBubble"},
+        {"shard": True, "schedule": "InterleavedZeroBubble"},
+        {"shard": True, "dp_comp": "powersgd:2"},
+        {"shard": True, "network": ReplicaNetwork(per_machine=2)},
+        {"param_comp": "quant:8"},
+    ):
+        with pytest.raises(ValueError) as caught:
+            pipe_of(**kwargs)
+        said.append(str(caught.value))
+    with pytest.raises(TypeError, match="without a memory"):
+        pipe_of(shard=True, param_comp="ef+topk:0.1")
+    return said
+
+
+def test_refused_on_all_ranks(ranks):
+    found = ranks(refused, 4)
+    assert all(said == found[0] for said in found)
+    for said, words in zip(
+        found[0],
+        ("'ZBVZeroBubble', which splits", "splits backward", "LowRank", "one owner", "shard=True"),
+        strict=True,
+    ):
+        assert words in said
+
+
+def test_sharding_wants_replicas():
+    with pytest.raises(ValueError, match="replicas=2"):
+        mpcomp.pipeline(deep(), 4, split=2, shard=True)
