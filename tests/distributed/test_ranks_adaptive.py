@@ -19,7 +19,7 @@ TOPK = Adaptive(TopK(0.1), **SETTINGS)
 FEEDBACK = Adaptive(ErrorFeedback(TopK(0.1)), **SETTINGS)
 ESTIMATE = Adaptive(EF21(TopK(0.1)), **SETTINGS)
 RANDOM = Adaptive(RandomK(0.1), **{**SETTINGS, "eps": 0.2})
-BUDGET = Adaptive(TopK(0.1), cf=(2.0, 20.0), window=3, policy="geometric", budget=0.4)
+BUDGET = Adaptive(TopK(0.1), cf=(2.0, 20.0), window=3, policy="geometric", budget=0.5)
 LOSS = Adaptive(TopK(0.1), gain="loss", **SETTINGS)
 RUNS = [
     Run("deep", act=TOPK, grad=TOPK, rows=(10, 9)),
