@@ -82,7 +82,8 @@ def compress_gradients(
     but its ranks send pieces of *all* gradients, so plain error feedback remembers as much as the
     whole model on each. `ConEF`, the default, keeps that compressed. Its gradients are one third of
     what it sends; ``param_comp`` compresses the other two, the parameters that are gathered before
-    forward and backward. The optimizer goes on with the exact ones.
+    forward and backward. The optimizer goes on with the exact ones. A step is a backward: under
+    activation checkpointing use ``use_reentrant=False``, as the other kind has one in each block.
 
     Args:
         model: of DDP, with all parameters on one device; or the root of FSDP2's modules.

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from mpcomp.compressors.base import Compressor, Payload, shown
 from mpcomp.compressors.identity import or_dense
+from mpcomp.compressors.qsgd import QSGD
 from mpcomp.feedback.base import (
     Feedback,
     Receiver,
@@ -70,7 +71,8 @@ class ConEF(Feedback):
         improved: iConEF, between replicas alone: a second memory keeps C of what the first one
             lost. "v1": both by C, which must be ``error``, as a sketch loses more than all; "v2":
             the first one by Q.
-        hash: "balanced", or "murmur" as in the authors' code.
+        hash: "balanced", or "murmur" as in the authors' code, whose fullest cells hold two to three
+            times 1 / fraction elements: it needs more cells, or a larger beta, to be stable.
         storage: "fp32", "fp16", "bf16" or bits (1-8) of the cells.
         location: "device", "cpu", or a folder for files.
         lr_scaled: keep the error in units of learning rate times gradient.
@@ -78,8 +80,8 @@ class ConEF(Feedback):
 
     Raises:
         TypeError: inner or error is not a compressor.
-        ValueError: a setting outside those, or one that must diverge: (1 - beta) ceil(1 / fraction)
-            of 2 or more.
+        ValueError: a setting outside those, a biased ``error``, or a sketch that must diverge:
+            (1 - beta) ceil(1 / fraction) of 2 or more.
 
     Warns:
         UserWarning: fraction below 1 - beta, below which the authors found no setting stable.
@@ -117,6 +119,11 @@ class ConEF(Feedback):
             raise TypeError(
                 f"error={shown(self.error)}: expected an unbiased compressor such as QSGD(8), or "
                 "None for a count sketch"
+            )
+        elif not _is_unbiased(self.error):
+            raise ValueError(
+                f"error={self.error}: what it loses is not zero on average, and would add up; use "
+                "QSGD(8), Quantize(8, rounding='stochastic'), or None for a count sketch"
             )
 
     def _check_sketch(self) -> None:
@@ -167,6 +174,12 @@ class ConEF(Feedback):
     def _plain(self) -> ErrorFeedback:
         """The method with the same messages."""
         return ErrorFeedback(self.inner)
+
+
+def _is_unbiased(compressor: Compressor) -> bool:
+    stochastic = getattr(compressor, "rounding", None) == "stochastic"
+    unbiased = bool(getattr(compressor, "unbiased", False))
+    return isinstance(compressor, QSGD) or stochastic or unbiased
 
 
 def _least(rest: float) -> float:

@@ -271,7 +271,7 @@ def test_num_bytes_adds_up(method):
 
 
 def test_a_compressor_by_matrix_is_given_the_matrix():
-    memory = Contracted(ConEF(TopK(0.1), error=LowRank(2)), META, CPU)
+    memory = Contracted(ConEF(LowRank(2), improved="v2"), META, CPU)
     step_of(memory, TopK(0.1), 0)
     assert torch.linalg.matrix_rank(known_of(memory)[0].reshape(META.shape)) == 2
 

@@ -430,3 +430,9 @@ def test_state_bytes_says_so_before_the_run():
         assert held == said["total"]
         sizes[type(method)] = said["total"]
     assert sizes == {ErrorFeedback: 6 * 60 * 4, ConEF: 6 * 12 * 4}
+
+
+@pytest.mark.parametrize("error", ["topk/0.1", "quant/8", "sign"])
+def test_a_biased_error_compressor_is_refused(error):
+    with pytest.raises(ValueError, match=f"error={error.replace('/', ':')}: what it loses"):
+        parse(f"conef:error={error}+topk:0.1")
