@@ -50,7 +50,8 @@ class Adaptive(SpecValue):
         omega: relative difference within which gains, or throughputs, are the same, in (0, 1).
             Without effect with a budget.
         policy: how candidates ascend from the smallest CF: "exponential" (times 2^1, 2^2, 2^4, 2^8
-            ...) or "geometric" (times 2, 4, 8 ...).
+            ...) or "geometric" (times 2, 4, 8 ...). With a budget each is 2^(1/2) times the one
+            before, whatever this says, or too much of the budget would be left over.
         smoothing: weight of a new gain in its average, in (0, 1]; None for 0.1 where gains are
             measured in every step, and 1 where they are once a window.
         gain: "energy", 1 - ||x - C(x)||^2 / ||x||^2; "centred", the same with ||x - mean||^2 below,
@@ -170,7 +171,7 @@ class Adaptive(SpecValue):
     def rungs(self) -> tuple[float, ...]:
         """The CFs between the two ends, ascending; of those that are the same the first."""
         found: dict[Compressor, float] = {}
-        for cf in ladder(self.cf, self.policy):
+        for cf in ladder(self.cf, self.policy) if self.budget is None else _fine(self.cf):
             found.setdefault(self.compressor(cf), cf)
         return tuple(found.values())
 
@@ -186,6 +187,13 @@ class Adaptive(SpecValue):
         if self.bandwidth_mbps is None:
             return None
         return ModelledClock(self.compute_ms, self.bandwidth_mbps, self.latency_ms)
+
+
+def _fine(cf: tuple[float, float]) -> tuple[float, ...]:
+    """CFs from the smallest to the largest, each 2^(1/2) times the one before."""
+    lowest, highest = cf
+    count = math.ceil(2 * math.log2(highest / lowest) - 1e-9)
+    return (*(lowest * 2 ** (i / 2) for i in range(count)), highest)
 
 
 def _in(value: Any, low: float, high: float) -> bool:
