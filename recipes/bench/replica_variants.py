@@ -229,8 +229,7 @@ def _mpcomp_variant(
     method = replica_method_of(spec)
     watch = Stopwatch()
     time_by(method, watch)
-    # A method with momentum on the replicas' side wants none in the optimizer.
-    optimizer = _sgd(ddp, job, momentum=0.0 if getattr(method, "momentum", 0.0) else None)
+    optimizer = _sgd(ddp, job, momentum=momentum_beside(method, job.momentum))
     handle = mpcomp.compress_gradients(ddp, method, network=network, seed=seed)
     handle.follow_lr(optimizer)
     return Variant(ddp, optimizer, batches, handle.report, watch)
@@ -249,6 +248,11 @@ def time_by(method: ReplicaMethod, watch: Stopwatch) -> None:
     """
     if isinstance(method, mpcomp.GraVAC) and method.bandwidth_mbps is None:
         object.__setattr__(method, "clock", lambda: WallClock(watch.now))
+
+
+def momentum_beside(method: ReplicaMethod, momentum: float) -> float:
+    """The optimizer's momentum: none beside a method that has it on each replica."""
+    return 0.0 if getattr(method, "momentum", 0.0) else momentum
 
 
 def _train_loader(config: ImageConfig, dataset: data.Dataset, rank: int) -> Loader:

@@ -171,6 +171,19 @@ def test_adaptive_methods_do_not_time_the_turns_of_others():
     assert modelled.clock().lap(1e6, 1) == 1.5  # as it was told
 
 
+@pytest.mark.parametrize(
+    ("spec", "left"),
+    [
+        ("dgc:0.01", 0.0),
+        ("gravac:momentum=0.9+topk:0.1", 0.0),
+        ("gravac+topk:0.1", 0.9),
+        ("ef+topk:0.1", 0.9),
+    ],
+)
+def test_the_optimizer_keeps_its_momentum_unless_the_method_has_one(spec, left):
+    assert replica_variants.momentum_beside(replica_method_of(spec), 0.9) == left
+
+
 def test_hang_is_told_from_end_and_error():
     assert not replica_worker.hangs(lambda: None, 60.0)
     leave = threading.Event()
