@@ -7,6 +7,7 @@ again. `recipes.replica_study` and `recipes.conef_study` say what is trained.
 from __future__ import annotations
 
 import argparse
+import gc
 import platform
 import statistics
 from collections.abc import Hashable, Mapping, Sequence
@@ -86,6 +87,7 @@ def run_missing(configs: Mapping[tuple[str, int], RunConfig], out: Path, ranks: 
     loaded: dict[Hashable, Any] = {}
     for (row, _), config in missing.items():
         line = _train(row, config, loaded, ranks)
+        gc.collect()  # the last pipeline's connections, and a thread for each, end with it
         if ranks.speaks:
             append_json_line(out, line)
             print(f"{row}, seed {config.seed}: {_shown(line)}", flush=True)
