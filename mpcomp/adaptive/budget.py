@@ -15,6 +15,7 @@ does not keep others from being taken.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -139,7 +140,8 @@ class Budgeted(LinkState):
         rests, (dense_bytes, *sizes) = rest[: len(self._rungs)], rest[len(self._rungs) :]
         self.ladder = None
         if on and finite and self._due:
-            self._average(gain_of(base, rests))
+            # Bytes are worth what a gain rises by, also where it is below 0.
+            self._average(gain_of(base, rests, least=-math.inf))
             gains = self._known or [1.0] * len(self._rungs)  # of nothing but zeros
             self.ladder = Ladder(tuple(gains), tuple(sizes), dense_bytes)
         self._steps += 1

@@ -61,11 +61,14 @@ def rest_energy(
     return (x.detach().double() - arrived.double()).square().sum()
 
 
-def gain_of(base: float, rests: Sequence[float]) -> list[float] | None:
-    """Gains, in [0, 1]; None where they are not known: nothing was measured, or it is all zero."""
+def gain_of(base: float, rests: Sequence[float], *, least: float = 0.0) -> list[float] | None:
+    """Gains, of ``least`` to 1; None where they are not known: nothing was measured, or all zero.
+
+    Centred, what is left out may be more than there is (a mean is dropped too): a negative gain.
+    """
     if not (base > 0 and all(map(math.isfinite, (base, *rests)))):
         return None
-    return [min(1.0, max(0.0, 1.0 - rest / base)) for rest in rests]
+    return [min(1.0, max(least, 1.0 - rest / base)) for rest in rests]
 
 
 def shrinks(compressor: Compressor, meta: TensorMeta) -> bool:

@@ -1,6 +1,7 @@
 """Bytes shared out by gains: the greedy choice itself, and links that have a budget."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from models import CONV_SPLIT, MLP_SPLIT, convnet, images, mlp, rows
 import mpcomp
 from mpcomp import EF21, Adaptive, TensorMeta, TopK
 from mpcomp.adaptive.budget import Ladder, bytes_at, share_out
+from mpcomp.adaptive.gains import gain_of
 from mpcomp.message import message_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*would not shrink")
@@ -147,3 +149,12 @@ def test_skipped_and_uncompressed_steps_measure_nothing():
     run(pipe, 2, 3)
     assert grad.adaptive.gains()
     assert pipe.adaptive_history[0]["links"]["0.act"]["branch"] == "off"
+
+
+def test_a_gain_below_zero_is_worth_what_it_rises_by():
+    """A mean that compression drops costs more than all of the variance."""
+    assert gain_of(1.0, [4.0, 0.5]) == [0.0, 0.5]
+    assert gain_of(1.0, [4.0, 0.5], least=-math.inf) == [-3.0, 0.5]
+    falling = Ladder((0.5, -1.0, -3.0), (40.0, 20.0, 10.0), 100.0)
+    flat = Ladder((0.9, 0.85, 0.8), (40.0, 20.0, 10.0), 100.0)
+    assert share_out([falling, flat], 0.25) == [0, 2]
