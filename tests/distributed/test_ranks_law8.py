@@ -218,7 +218,7 @@ def test_feedback_and_random_methods_on_four_ranks_too(ranks, num_ranks):
 
 
 def test_the_examples_cover_feedback():
-    assert sum(issubclass(c, Feedback) for c in EXAMPLES) == 4
+    assert sum(issubclass(c, Feedback) for c in EXAMPLES) == 5
 
 
 # -- nothing to train on a rank, and the whole model's state --------------------------------------
