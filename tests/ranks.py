@@ -136,6 +136,7 @@ def _main(
                 world_size=num_ranks,
                 timeout=timedelta(seconds=60),
             )
+            dist.barrier()  # one that ends at once must not leave while others still connect to it
         result = (False, function(*args), "")
     except BaseException as error:
         result = (True, (type(error).__name__, str(error)), traceback.format_exc())
