@@ -87,7 +87,7 @@ class Parser(argparse.ArgumentParser):
         several("--dp-comp", metavar="SPEC", help="what compresses gradients between replicas")
         several("--dp-path", choices=PATHS, help="of these gradients (default: the cheapest)")
         several("--per-machine", type=int, metavar="N", help="replicas on a machine: two levels")
-        several("--shard", action="store_true", default=None,
+        several("--shard", action="store_true",
             help="replicas share parameters and the optimizer's state (ZeRO)")  # fmt: skip
         several("--param-comp", metavar="SPEC", help="of parameters that sharing replicas gather")
         several("--schedule", help="GPipe, 1F1B, Interleaved1F1B, ... (default: the engine's own)")

@@ -66,7 +66,10 @@ class ShardedAverage:
         **connections: Any,
     ) -> None:
         self._stages = list(stages)
-        mesh = DeviceMesh.from_group(group, device.type)
+        # torch takes meshes of the same ranks and names for equal, and what it keeps of operations
+        # would lead to the groups of a pipeline that is gone. So each has a name of its own.
+        names = (f"replicas of group {group.group_name}",)
+        mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=names)
         for stage in self._stages:
             for block in _apart(stage):
                 fully_shard(block, mesh=mesh, reshard_after_forward=False)

@@ -1,5 +1,6 @@
 """Replicas of a pipeline that share parameters: the numbers of those that do not, and its state."""
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -147,6 +148,23 @@ def goes_on(root):
 
 def test_going_on_is_as_if_never_stopped(ranks, tmp_path):
     ranks(goes_on, 4, str(tmp_path), timeout_s=120.0)
+
+
+def one_after_the_other(root):
+    """As a recipe that compares runs does: the first one's groups are gone."""
+    said = []
+    for number in range(3):
+        pipe = pipe_of(shard=True)
+        optimizer = adamw(pipe)
+        said.append(train(pipe, optimizer, 2))
+        pipe.save(Path(root) / f"{number}", optimizer=optimizer)
+        del pipe, optimizer
+        gc.collect()
+    assert same_bits(said[1], said[0]) and same_bits(said[2], said[0])
+
+
+def test_several_pipelines_in_one_process(ranks, tmp_path):
+    ranks(one_after_the_other, 4, str(tmp_path))
 
 
 def changes_sides(root):
