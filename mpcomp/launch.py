@@ -90,6 +90,8 @@ def distributed_pipeline(model: nn.Module, choices: Choices) -> Pipeline:
             load_weights(stage, choices.weights)
         stage.to(device)
     staging.tie_names(model, cut)  # else its head keeps an embedding that another rank trains
+    for parameter in (p for stage in cut if choices.shard for p in stage.parameters()):
+        parameter.data = parameter.data.contiguous()  # FSDP2 takes no channels-last weights
     # A stage that is sharded cannot be run on tensors without data any more, but a copy can.
     plain = [on_meta(stage) if choices.shard and i in own else stage for i, stage in enumerate(cut)]
     plain_model = on_meta(model) if choices.shard else None

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from methods import same_bits
-from models import rows
-from runs import SINGLE, deep
+from models import images, rows
+from runs import SINGLE, deep, deep_convnet
 
 import mpcomp
 from mpcomp import ReplicaNetwork
@@ -85,6 +85,30 @@ def as_if_whole(schedules):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_sharded_replicas_train_as_whole_ones(ranks, schedule):
     ranks(as_if_whole, 4, [schedule])
+
+
+def channels_last():
+    seen = []
+    for kwargs in ({}, {"shard": True, "param_comp": "none"}):
+        torch.manual_seed(0)
+        model = deep_convnet().to(memory_format=torch.channels_last)
+        options = {"split": ["3"], "replicas": 2, "timeout": 20.0, "loss_fn": F.cross_entropy}
+        pipe = mpcomp.pipeline(model, 2, act_comp="topk:0.5", **options, **kwargs)
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.05)
+        for step in range(3):
+            x, y = images(8, step)
+            x = x.to(memory_format=torch.channels_last)
+            own = slice(4 * pipe.replica, 4 * pipe.replica + 4)
+            loss = pipe.forward_backward(x[own], y[own])
+            optimizer.step()
+            optimizer.zero_grad()
+        seen.append((loss, weights_of(pipe)))
+    torch.testing.assert_close(seen[1][0], seen[0][0], rtol=1e-4, atol=1e-5)
+    assert_near(seen[1][1], seen[0][1], bound=1e-4)
+
+
+def test_weights_in_channels_last_memory(ranks):
+    ranks(channels_last, 4)
 
 
 def pieces():
