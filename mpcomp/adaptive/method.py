@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Final
 from mpcomp.compressors.base import Compressor, SpecValue, shown
 from mpcomp.compressors.same_indices import SameIndices
 from mpcomp.data_parallel.clock import Clock, ModelledClock
-from mpcomp.data_parallel.search import POLICIES, ladder
+from mpcomp.data_parallel.search import POLICIES, checked_cfs, ladder
 from mpcomp.feedback.base import Feedback
 from mpcomp.feedback.error_feedback import ErrorFeedback
 from mpcomp.feedback.estimate import EF21
@@ -88,7 +88,7 @@ class Adaptive(SpecValue):
     spec_inner: ClassVar[str | None] = "inner"
 
     def __post_init__(self) -> None:
-        self._check_cf()
+        object.__setattr__(self, "cf", checked_cfs(self.cf, like=(2, 50)))
         self._check_inner()
         for name in ("eps", "omega", "budget"):
             value = getattr(self, name)
@@ -107,21 +107,6 @@ class Adaptive(SpecValue):
         if self.gain not in GAINS:
             raise ValueError(f"gain={self.gain!r}: expected {', '.join(GAINS)}")
         self._check_clock()
-
-    def _check_cf(self) -> None:
-        if not isinstance(self.cf, tuple | list) or len(self.cf) != 2:
-            raise ValueError(f"cf={self.cf!r}: expected the smallest and the largest, (2, 50)")
-        lowest, highest = self.cf
-        if not (1 <= lowest < math.inf and 1 <= highest < math.inf):
-            raise ValueError(
-                f"cf={self.cf}: a compression factor is elements per element sent, 1 or more; for "
-                "keeping 50 % down to 2 % write cf=(2, 50)"
-            )
-        if lowest > highest:
-            raise ValueError(
-                f"cf={self.cf}: the smallest comes first; write cf=({highest}, {lowest})"
-            )
-        object.__setattr__(self, "cf", (float(lowest), float(highest)))
 
     def _check_inner(self) -> None:
         inner: Any = self.inner

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
@@ -15,7 +14,7 @@ from mpcomp.data_parallel.clock import Clock, ModelledClock, WallClock
 from mpcomp.data_parallel.gravac_controller import GraVACController
 from mpcomp.data_parallel.memory import Memory, Residual
 from mpcomp.data_parallel.momentum import check_momentum, momentum_memory, refuse_momentum
-from mpcomp.data_parallel.search import POLICIES, Search
+from mpcomp.data_parallel.search import POLICIES, Search, checked_cfs
 from mpcomp.feedback.slots import StoragePlan
 from mpcomp.tensor_meta import TensorMeta
 
@@ -97,19 +96,7 @@ class GraVAC(ReplicaMethod):
     spec_inner: ClassVar[str | None] = "inner"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.cf, tuple | list) or len(self.cf) != 2:
-            raise ValueError(f"cf={self.cf!r}: expected the smallest and the largest, (10, 1000)")
-        lowest, highest = self.cf
-        if not (1 <= lowest < math.inf and 1 <= highest < math.inf):
-            raise ValueError(
-                f"cf={self.cf}: a compression factor is elements per element sent, 1 or more; for "
-                "keeping 10 % down to 0.1 % write cf=(10, 1000)"
-            )
-        if lowest > highest:
-            raise ValueError(
-                f"cf={self.cf}: the smallest comes first; write cf=({highest}, {lowest})"
-            )
-        object.__setattr__(self, "cf", (float(lowest), float(highest)))
+        object.__setattr__(self, "cf", checked_cfs(self.cf, like=(10, 1000)))
         self._check_inner()
         for name in ("eps", "omega"):
             if not 0 < getattr(self, name) < 1:

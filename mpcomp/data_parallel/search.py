@@ -56,7 +56,7 @@ from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 from typing import Any, Final, Literal, TypeAlias
 
-__all__ = ["POLICIES", "Branch", "Search", "ladder"]
+__all__ = ["POLICIES", "Branch", "Search", "checked_cfs", "ladder"]
 
 Branch: TypeAlias = Literal["dense", "minimum", "candidate"]
 
@@ -72,6 +72,30 @@ def ladder(cf: tuple[float, float], policy: str) -> tuple[float, ...]:
         rungs.append(float(min(highest, lowest * factor)))
         factor *= factor if policy == "exponential" else 2
     return tuple(rungs)
+
+
+def checked_cfs(cf: Any, *, like: tuple[int, int]) -> tuple[float, float]:
+    """The smallest and the largest CF that a user gave.
+
+    Args:
+        cf: what was given.
+        like: an example for messages.
+
+    Raises:
+        ValueError: they are no two CFs, or in the other order.
+    """
+    if not isinstance(cf, tuple | list) or len(cf) != 2:
+        raise ValueError(f"cf={cf!r}: expected the smallest and the largest, {like}")
+    lowest, highest = cf
+    if not (1 <= lowest < math.inf and 1 <= highest < math.inf):
+        keeps = " % down to ".join(f"{100 / factor:g}" for factor in like)
+        raise ValueError(
+            f"cf={cf}: a compression factor is elements per element sent, 1 or more; for keeping "
+            f"{keeps} % write cf={like}"
+        )
+    if lowest > highest:
+        raise ValueError(f"cf={cf}: the smallest comes first; write cf=({highest}, {lowest})")
+    return float(lowest), float(highest)
 
 
 @dataclass
