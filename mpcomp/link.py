@@ -27,7 +27,7 @@ from mpcomp.meters import Meter, Traffic
 from mpcomp.padding import blanked, padded_positions
 from mpcomp.randomness import generator_for
 from mpcomp.tensor_meta import TensorMeta
-from mpcomp.visit import SampleIds, Step, Visit
+from mpcomp.visit import Probe, SampleIds, Step, Visit
 
 __all__ = ["ACT", "GRAD", "Link", "Method"]
 
@@ -318,8 +318,10 @@ class Link:
 
     def enabled(self, step: Step) -> bool:
         """Whether this link compresses in a step; an adaptive one may send dense all the same."""
-        if step.probe is not None:
-            return step.probe.link == self.name
+        if self._probed(step):
+            return True
+        if step.probe is not None and step.probe.alone:
+            return False
         on = step.compress_act if self.direction == ACT else step.compress_grad
         return on and not (step.train and step.index < self.warmup_steps)
 
@@ -332,8 +334,8 @@ class Link:
         """The method; of an adaptive link with the ratio of this step."""
         if not isinstance(self.method, Adaptive):
             return self.method
-        if step.probe is not None:
-            return self.method.compressor(step.probe.cf)
+        if (probe := self._probed(step)) is not None:
+            return self.method.compressor(probe.cf)
         assert self.adaptive is not None
         coder = self.adaptive.coder
         if isinstance(coder, Feedback):
@@ -345,7 +347,12 @@ class Link:
         """The header's: of an adaptive link what it codes with."""
         if self.adaptive is None or isinstance(coder, Identity):
             return 0.0
-        return self.adaptive.cf if step.probe is None else step.probe.cf
+        probe = self._probed(step)
+        return self.adaptive.cf if probe is None else probe.cf
+
+    def _probed(self, step: Step) -> Probe | None:
+        """What a pass that measures this link by its losses tells it."""
+        return step.probe if step.probe is not None and step.probe.link == self.name else None
 
     def _measure(self, x: Tensor, meta: TensorMeta, step: Step, visit: Visit) -> None:
         """Measures what compression would leave out of ``x``, in one microbatch of a step."""

@@ -41,15 +41,17 @@ class Visit:
 
 @dataclass(frozen=True)
 class Probe:
-    """A forward pass beside training, in which one link alone is compressed.
+    """A forward pass beside training, that one link is compressed in as it is told to.
 
     Attributes:
         link: its name; "" for none.
         cf: compression factor of that link.
+        alone: whether all others send dense, or what they would at evaluation.
     """
 
     link: str = ""
     cf: float = 1.0
+    alone: bool = True
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,10 @@
 
 All rows but the last few send the same share of the dense bytes (``--budget``): Top-k with one
 ratio everywhere, with more for activations or for gradients, for the first cuts or for the last;
-and `mpcomp.Adaptive` with that budget, by its two energies. GraVAC's rule has no budget: its rows
-are to be held against the uniform ones of half and of twice the bytes. Each finished (row, seed) is
-one line of the results file; those are skipped when the command is given again.
+and `mpcomp.Adaptive` with that budget, by its two energies and by the loss. GraVAC's rule has no
+budget: its rows are to be held against the uniform ones of half and of twice the bytes. Each
+finished (row, seed) is one line of the results file; those are skipped when the command is given
+again.
 """
 
 from __future__ import annotations
@@ -103,6 +104,8 @@ def rows_of(group: Group, budget: float) -> dict[str, tuple[tuple[str, ...], tup
         "more for late cuts": static(budget, budget, late),
         "adaptive budget, energy": adaptive(by_budget),
         "adaptive budget, centred": adaptive(f"{by_budget}:gain=centred"),
+        # A loss is known of activations only; both directions have the budget to themselves.
+        "adaptive budget, loss": adaptive(f"{by_budget}:gain=loss:smoothing=0.3", by_budget),
         "uniform, half": static(budget / 2, budget / 2),
         "uniform, twice": static(2 * budget, 2 * budget),
         "GraVAC, energy": adaptive("eps=0.8"),

@@ -106,7 +106,8 @@ GROUPS: Final[Mapping[str, Group]] = {
 #: Options of the command line that go into a configuration, if it has one of that name.
 _TRAINING: Final = (
     *("epochs", "batch_size", "lr", "lr_milestones", "lr_factor", "clip", "train_limit"),
-    *("momentum", "width", "test_limit", "hidden", "seq_len", "vocab_size", "eval_limit"),
+    *("momentum", "width", "depth", "widen", "test_limit"),
+    *("hidden", "seq_len", "vocab_size", "eval_limit"),
 )
 
 
@@ -156,6 +157,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--clip", type=float, metavar="NORM", help="largest global gradient norm")
     add("--train-limit", type=int, help="images, or articles of text")
     add("--width", type=int, help="of the images' model (default 16)")
+    add("--depth", type=int, help="of a wide_resnet")
+    add("--widen", type=int, help="of a wide_resnet, times its width")
     add("--test-limit", type=int, help="images")
     add("--hidden", type=int, metavar="UNITS", help="of the lstm (default 320, the authors' 672)")
     add("--seq-len", type=int, metavar="TOKENS", help="of a block of text")

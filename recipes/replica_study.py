@@ -121,12 +121,18 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--groups", nargs="+", choices=sorted({row.group for row in ROWS.values()}))
     add("--model", choices=MODELS, default="resnet18")
     add("--width", type=int, default=16)
+    add("--depth", type=int, help="of a wide_resnet")
+    add("--widen", type=int, help="of a wide_resnet, times its width")
     add("--epochs", type=int, help="(default %(default)s)", default=5)
     add("--train-limit", type=int, default=8_192, help="images")
     add("--test-limit", type=int, default=4_000, help="images")
     add("--batch-size", type=int, default=128, help="of all replicas together")
     add("--lr", type=float, default=0.05)
+    add("--lr-milestones", type=int, nargs="+", metavar="EPOCH", help="instead of a cosine")
+    add("--lr-factor", type=float, help="by which the rate falls there")
     options = parser.parse_args(argv)
+    if options.lr_milestones:
+        options.lr_milestones = tuple(options.lr_milestones)
     chosen = options.rows or list(ROWS)
     options.rows = [r for r in chosen if not options.groups or ROWS[r].group in options.groups]
     return options
@@ -136,7 +142,7 @@ def configuration(options: argparse.Namespace, row: str, seed: int, replicas: in
     """The run of one row and seed."""
     names = {field.name for field in dataclasses.fields(ImageConfig)} & set(vars(options))
     chosen = {
-        **{name: getattr(options, name) for name in names},
+        **{name: value for name in names if (value := getattr(options, name)) is not None},
         **{"split": "1", "chunks": 1, "act": ("none",), "grad": ("none",)},
         **{"replicas": replicas, "dp_comp": ROWS[row].dp_comp, "seed": seed},
         **{"eval_every": options.epochs, "schedule_epochs": options.epochs},

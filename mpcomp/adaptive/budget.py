@@ -15,7 +15,6 @@ does not keep others from being taken.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -141,7 +140,7 @@ class Budgeted(LinkState):
         self.ladder = None
         if on and finite and self._due:
             # Bytes are worth what a gain rises by, also where it is below 0.
-            self._average(gain_of(base, rests, least=-math.inf))
+            self._average(gain_of(base, rests, clamped=False))
             gains = self._known or [1.0] * len(self._rungs)  # of nothing but zeros
             self.ladder = Ladder(tuple(gains), tuple(sizes), dense_bytes)
         self._steps += 1

@@ -61,14 +61,19 @@ def rest_energy(
     return (x.detach().double() - arrived.double()).square().sum()
 
 
-def gain_of(base: float, rests: Sequence[float], *, least: float = 0.0) -> list[float] | None:
-    """Gains, of ``least`` to 1; None where they are not known: nothing was measured, or all zero.
+def gain_of(base: float, rests: Sequence[float], *, clamped: bool = True) -> list[float] | None:
+    """Gains; None where they are not known: nothing was measured, or all zero.
 
-    Centred, what is left out may be more than there is (a mean is dropped too): a negative gain.
+    Args:
+        base: what rests are compared with.
+        rests: what each ratio leaves out.
+        clamped: to 0 and 1. Centred, what is left out may be more than there is (a mean is dropped
+            too), a negative gain; and a loss may fall by compression, a gain above 1.
     """
     if not (base > 0 and all(map(math.isfinite, (base, *rests)))):
         return None
-    return [min(1.0, max(least, 1.0 - rest / base)) for rest in rests]
+    gains = [1.0 - rest / base for rest in rests]
+    return [min(1.0, max(0.0, gain)) for gain in gains] if clamped else gains
 
 
 def shrinks(compressor: Compressor, meta: TensorMeta) -> bool:

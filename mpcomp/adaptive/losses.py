@@ -1,4 +1,8 @@
-"""The gain that is measured by the loss: what compressing one link alone makes of it.
+"""The gain that is measured by the loss: what compressing one link more or less makes of it.
+
+Where a link decides for itself, all others are dense. Where links share a budget, the others send
+as they do: what a byte is worth to one depends on what the others leave out, and a model that has
+been trained through compression may be far from anything it has learned without any.
 
 Forward passes of one microbatch beside training, in training mode: with the step's own dropout, on
 copies of BatchNorm's statistics, without gradients. Nothing but the loss is kept of them.
@@ -9,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -62,6 +67,7 @@ def measure_losses(
         valid=(step.valid[chosen],) if step.valid else (),
     )
 
+    @cache  # most links have the pass that nothing is changed in in common
     def loss_with(probe: Probe) -> float:
         outputs = engine.forward([batch], replace(beside, probe=probe), (batch,))
         if not outputs or not terms:  # the mean over nothing is NaN
@@ -73,7 +79,8 @@ def measure_losses(
         stack.enter_context(torch.no_grad())
         for stage in stages:
             stack.enter_context(frozen_buffers(stage))
-        dense = loss_with(Probe())
         for link, state in due:
-            losses = [loss_with(Probe(link.name, cf)) for cf in state.cfs]
-            state.note_losses(dense, losses)
+            alone = state.method.budget is None
+            without = loss_with(Probe(alone=alone))
+            losses = [loss_with(Probe(link.name, cf, alone)) for cf in state.cfs]
+            state.note_losses(without, losses)

@@ -57,9 +57,10 @@ class Adaptive(SpecValue):
         gain: "energy", 1 - ||x - C(x)||^2 / ||x||^2; "centred", the same with ||x - mean||^2 below,
             the mean that of each channel, as channels of nearly constant value dominate the energy
             of some activations; or "loss", 1 - the relative rise of the training loss on one
-            microbatch when this link alone is compressed, for activations, once a window. That
-            takes a forward pass for each CF looked at, and one that is dense, in which the loss
-            function is called as well. With feedback it is measured without.
+            microbatch when this link alone is compressed (with a budget: beside what the others
+            send), for activations, once a window. That takes a forward pass for each CF looked
+            at, and one more, in which the loss function is called as well. With feedback it is
+            measured without.
         budget: part of the dense bytes of the group that its messages may have, in (0, 1).
         bandwidth_mbps: megabits a second of links of which the time of a step is computed, so that
             runs repeat exactly; None measures it. Each link is then taken to be alone: a step is

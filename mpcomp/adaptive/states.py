@@ -115,13 +115,13 @@ class LinkState(ABC):
         for i, cf in enumerate(self.cfs):
             self._rests[i] = rest_energy(self.method.compressor(cf), wanted, padded, draw)
 
-    def note_losses(self, dense: float, losses: Sequence[float]) -> None:
-        """Takes the losses of one microbatch: with all links dense, and with this one at each CF.
+    def note_losses(self, without: float, losses: Sequence[float]) -> None:
+        """Takes the losses of one microbatch: without a change, and with this link at each CF.
 
         Zeros on ranks that do not compute them.
         """
-        self._base = dense
-        self._rests[: len(losses)] = [loss - dense for loss in losses]
+        self._base = without
+        self._rests[: len(losses)] = [loss - without for loss in losses]
 
     @abstractmethod
     def note_message(self, num_bytes: int, meta: TensorMeta) -> None:

@@ -1,7 +1,6 @@
 """Bytes shared out by gains: the greedy choice itself, and links that have a budget."""
 
 import itertools
-import math
 
 import pytest
 import torch
@@ -154,7 +153,7 @@ def test_skipped_and_uncompressed_steps_measure_nothing():
 def test_a_gain_below_zero_is_worth_what_it_rises_by():
     """A mean that compression drops costs more than all of the variance."""
     assert gain_of(1.0, [4.0, 0.5]) == [0.0, 0.5]
-    assert gain_of(1.0, [4.0, 0.5], least=-math.inf) == [-3.0, 0.5]
+    assert gain_of(1.0, [4.0, 0.5, -1.0], clamped=False) == [-3.0, 0.5, 2.0]
     falling = Ladder((0.5, -1.0, -3.0), (40.0, 20.0, 10.0), 100.0)
     flat = Ladder((0.9, 0.85, 0.8), (40.0, 20.0, 10.0), 100.0)
     assert share_out([falling, flat], 0.25) == [0, 2]

@@ -84,6 +84,33 @@ def test_links_compress_by_it_also_with_a_budget():
     assert pipe.boundaries[0].act.adaptive.gains()
 
 
+def test_with_a_budget_it_is_measured_beside_what_the_others_send():
+    """So that without a change it is the loss of training itself."""
+    trained, seen = [], []
+
+    def loss_fn(output, target):
+        loss = F.cross_entropy(output, target)
+        (trained if torch.is_grad_enabled() else seen).append(loss.item())
+        return loss
+
+    method = Adaptive(TopK(0.1), gain="loss", cf=(2, 20), window=1, budget=0.2)
+    pipe = pipe_of(method, "topk:0.3", loss_fn=loss_fn)
+    for module in pipe.modules():
+        if isinstance(module, torch.nn.Dropout | torch.nn.Dropout2d):
+            module.p = 0.0  # a pass of one microbatch draws as the first
+    rungs = len(method.rungs)
+    for step in range(4):
+        trained.clear(), seen.clear()
+        factors = [b.act.adaptive.cf for b in pipe.boundaries] if step else []
+        run(pipe, step, step + 1)
+        without, *rest = seen
+        assert len(rest) == 2 * rungs  # of two links
+        assert without == trained[step % 2]  # the microbatch of the step
+        for at, cf in zip((rest[:rungs], rest[rungs:]), factors, strict=bool(step)):
+            assert at[method.rungs.index(cf)] == without
+        assert len(set(rest)) > rungs
+
+
 def test_a_loss_that_is_not_finite_measures_nothing():
     pipe = pipe_of(by_loss(), loss_fn=lambda output, target: F.cross_entropy(output, target)
                    + (0.0 if torch.is_grad_enabled() else torch.nan))  # fmt: skip
