@@ -26,15 +26,20 @@ from tabulate import tabulate
 import mpcomp
 from recipes.config import RunConfig, check_at_least
 from recipes.image_config import ImageConfig
-from recipes.image_training import ImageTrainer
-from recipes.image_training import load_data as load_images
 from recipes.metric import ACCURACY, PERPLEXITY, Metric
-from recipes.ranks import Ranks, joined
-from recipes.replica_runs import Found, Line, add_common, by_row, paired, spread
-from recipes.run_folder import append_json_line, read_json_lines
+from recipes.paired_runs import (
+    Found,
+    Line,
+    add_common,
+    by_row,
+    paired,
+    print_tables,
+    run_missing,
+    spread,
+)
+from recipes.ranks import joined
+from recipes.summary import Summary
 from recipes.text_config import TextConfig
-from recipes.text_training import TextTrainer
-from recipes.text_training import load_data as load_text
 from recipes.training import Trainer
 
 DENSE: Final = "dense"
@@ -140,12 +145,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         options = _parse(argv)
         if not options.table:
             check_at_least("seeds", options.seeds, 1)
-            for group in options.groups:
-                _run_group(group, options, ranks)
-        lines = read_json_lines(options.out)
-        if not lines:
-            raise ValueError(f"{options.out} has no results yet; run without --table first")
-        print(render(lines))
+            configs = {
+                (f"{group}: {row}", seed): configuration(options, group, row, seed)
+                for group in options.groups
+                for seed in range(options.seeds)
+                for row in options.rows
+            }
+            run_missing(configs, options.out, ranks, of_cuts)
+        print_tables(options.out, ranks, render)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -188,58 +195,19 @@ def configuration(options: argparse.Namespace, group: str, row: str, seed: int) 
     return config(**chosen)
 
 
-def _run_group(group: str, options: argparse.Namespace, ranks: Ranks) -> None:
-    done = {(line["row"], line["seed"]) for line in read_json_lines(options.out)}
-    data: Any = None
-    for seed in range(options.seeds):
-        for row in options.rows:
-            name = f"{group}: {row}"
-            if (name, seed) in done:
-                continue
-            config = configuration(options, group, row, seed)
-            trainer: Trainer[Any]
-            if isinstance(config, ImageConfig):
-                data = data or load_images(config)
-                trainer = ImageTrainer(config, data, ranks)
-            else:
-                assert isinstance(config, TextConfig)
-                data = data or load_text(config)
-                trainer = TextTrainer(config, data, ranks)
-            line = _trained(name, trainer)
-            append_json_line(options.out, line)
-            print(f"{name}, seed {seed}: {_shown(line, GROUPS[group].metric)}", flush=True)
-
-
-def _trained(name: str, trainer: Trainer[Any]) -> Line:
-    """Trains one run; a divergence is a result too."""
-    config = trainer.config
-    start: Line = {"row": name, "seed": config.seed, "settings": config.to_json()}
-    start["settings"]["data"] = Path(config.data).name
-    try:
-        summary = trainer.fit(progress=False)
-    except FloatingPointError as error:
-        return {**start, "diverged": str(error)}
-    links = [link for b in trainer.pipe.boundaries for link in b.links]
+def of_cuts(trainer: Trainer[Any], summary: Summary) -> Line:
+    """Bytes and ratios of the cuts, and quality without them, of a run that has ended."""
+    links = trainer.pipe.links
     sent = [link.meter.train for link in links]
     history = trainer.pipe.adaptive_history
     every = max(1, len(history) // 40)
     return {
-        **start,
-        summary.metric.name: summary.on,
         "off": summary.off,
-        "loss": summary.loss,
-        "seconds": summary.seconds,
         # Of the cuts alone: what copies of a tied weight exchange is dense in all rows.
         "wire_ratio": sum(t.wire_bytes for t in sent) / sum(t.dense_bytes for t in sent),
         "links": [[link.boundary, link.direction, link.meter.train.ratio] for link in links],
         "adaptive": history[::every],
     }
-
-
-def _shown(line: Line, metric: Metric) -> str:
-    if "diverged" in line:
-        return "diverged"
-    return f"{metric.scale * line[metric.name]:.2f}, {line['wire_ratio']:.4f} of the bytes"
 
 
 def render(lines: Sequence[Line]) -> str:

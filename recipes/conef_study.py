@@ -28,18 +28,18 @@ from tabulate import tabulate
 from recipes.config import RunConfig, check_at_least
 from recipes.image_config import MODELS, ImageConfig
 from recipes.metric import ACCURACY, PERPLEXITY, Metric
-from recipes.ranks import joined
-from recipes.replica_runs import (
+from recipes.paired_runs import (
     Found,
     Line,
     add_common,
     by_row,
-    check_replicas,
     paired,
+    print_tables,
     run_missing,
     spread,
 )
-from recipes.run_folder import read_json_lines
+from recipes.ranks import joined
+from recipes.replica_runs import check_replicas, of_replicas
 from recipes.text_config import TextConfig
 
 DENSE: Final = "dense"
@@ -125,13 +125,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 for row in GROUPS[group].rows
                 if row in options.rows
             }
-            run_missing(configs, options.out, ranks)
-        if not ranks.speaks:
-            return
-        lines = read_json_lines(options.out)
-        if not lines:
-            raise ValueError(f"{options.out} has no results yet; run without --table first")
-        print(render(lines))
+            run_missing(configs, options.out, ranks, of_replicas)
+        print_tables(options.out, ranks, render)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -13,25 +13,42 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
 
 from tabulate import tabulate
 
 from recipes.image_config import MODELS, ImageConfig
-from recipes.ranks import joined
-from recipes.replica_runs import (
+from recipes.paired_runs import (
     Line,
-    Row,
     add_common,
     by_row,
-    check_replicas,
     paired,
+    print_tables,
     run_missing,
     spread,
 )
-from recipes.run_folder import read_json_lines
+from recipes.ranks import joined
+from recipes.replica_runs import check_replicas, of_replicas
+
+
+class Row(NamedTuple):
+    """One row of a table.
+
+    Attributes:
+        group: the table it belongs to.
+        dp_comp: what compresses gradients between replicas.
+        also: other options of the configuration.
+        against: the row it is compared with.
+    """
+
+    group: str
+    dp_comp: str
+    also: Mapping[str, Any] = MappingProxyType({})
+    against: str = "dense"
+
 
 #: DGC and RedSync have the momentum themselves.
 _OWN_MOMENTUM: Final = {"momentum": 0.0}
@@ -55,6 +72,16 @@ ROWS: Final[dict[str, Row]] = {
     "GraVAC from 100, momentum on replicas": Row(
         "quality",
         "gravac:cf=100-1000:eps=0.02:window=10:smoothing=0.3:momentum=0.9+topk:0.1+fp16",
+        _OWN_MOMENTUM,
+    ),
+    "GraVAC from 8, 4 bits, momentum on replicas": Row(
+        "quality",
+        "gravac:cf=8-1000:eps=0.3:window=20:smoothing=0.2:momentum=0.9+topk:0.1+quant:4",
+        _OWN_MOMENTUM,
+    ),
+    "GraVAC from 14, momentum on replicas": Row(
+        "quality",
+        "gravac:cf=14-1000:eps=0.3:window=20:smoothing=0.2:momentum=0.9+topk:0.1+fp16",
         _OWN_MOMENTUM,
     ),
     "DGC 0.1 %": Row("quality", "dgc:0.001:warmup_steps=100+fp16", _OWN_MOMENTUM),
@@ -99,13 +126,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 for seed in range(options.seeds)
                 for row in options.rows
             }
-            run_missing(configs, options.out, ranks)
-        if not ranks.speaks:
-            return
-        lines = read_json_lines(options.out)
-        if not lines:
-            raise ValueError(f"{options.out} has no results yet; run without --table first")
-        print(render(lines))
+            run_missing(configs, options.out, ranks, of_replicas)
+        print_tables(options.out, ranks, render)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
