@@ -372,3 +372,37 @@ def test_writing_to_a_state_dict_does_not_reach_the_memory():
         loaded.load_state_dict(state)
         step_of(loaded, method.inner, 1)
         assert same_bits(sum(known_of(memory)), before)
+
+
+# -- what arrives in the long run ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fraction", [0.2, 0.4, 1.0])
+def test_what_a_sketch_cannot_tell_apart_arrives_as_its_mean(fraction):
+    """Of a constant gradient g a tenth arrives as it is, the rest as P g.
+
+    P is what the sketch makes of a vector, over the elements of a cell: an orthogonal projection.
+    So what arrives still descends, but only ``fraction`` of all directions have the full rate.
+    """
+    method = ConEF(RandomBlock(0.1), fraction, beta=0.9)
+    memory = Contracted(method, META, CPU)
+    gradient = gradient_of(0)
+    sketch = VectorSketch(META.numel, fraction, columns=50)
+    same = sketch.estimate(sketch.sketch(torch.eye(META.numel)))  # 1 or -1 within a cell
+    projection = same / same.abs().sum(dim=1, keepdim=True)
+    assert torch.allclose(projection @ projection, projection, atol=1e-6)
+    projected = projection @ gradient
+    total = torch.zeros(META.numel)
+    first, last = 500, 4_500
+    for step in range(last):
+        wanted = memory.wanted(gradient, 1.0)
+        sent = sent_of(method.inner, wanted, step)
+        memory.keep(wanted - sent, None, 1.0, draw_of(step))
+        memory.commit()
+        if step >= first:
+            total += sent
+    mean = total / (last - first)
+    expected = 0.1 * gradient + 0.9 * projected
+    assert (mean - expected).norm() < 0.12 * expected.norm()
+    if fraction < 1:
+        assert (mean - gradient).norm() > 0.5 * gradient.norm()
