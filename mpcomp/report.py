@@ -95,6 +95,12 @@ def _replicas(ranks: list[dict[str, Any] | None]) -> dict[str, Any] | None:
             figures[name] = sum(value * count for value, count in weighed) / elements
     if not math.isfinite(figures["density"]):
         figures["density"] = None  # nothing has been looked at yet
+    if "parameters" in figures:
+        each = [rank["parameters"] for rank in known]
+        figures["parameters"] = {
+            name: (max if name in ("gathers", "seconds") else sum)(one[name] for one in each)
+            for name in each[0]
+        }
     paths: dict[str, int] = {}
     for rank in known:
         for path, count in rank["paths"].items():
@@ -178,10 +184,32 @@ def print_report(report: dict[str, Any]) -> None:
             f"training sent {report['wire_bytes'] / 1e6:.2f} MB in {report['steps']} steps, "
             f"{report['wire_ratio']:.4f} of the {report['dense_bytes'] / 1e6:.2f} MB dense"
         )
+    _print_adaptive(report["boundaries"])
     if report["replicas"] is not None:
         _print_replicas(report["replicas"])
     for sentence in (report["payoff"] or {}).get("says", []):
         print(sentence)
+
+
+def _print_adaptive(boundaries: list[dict[str, Any]]) -> None:
+    """Prints what links that choose their compression factor have come to."""
+    rows = []
+    for entry in boundaries:
+        if (chosen := entry["adaptive"]) is not None:
+            gain = dict(map(tuple, chosen["gains"])).get(chosen["cf"])
+            rows.append(
+                [
+                    entry["boundary"],
+                    entry["after"],
+                    _DIRECTIONS[entry["direction"]],
+                    "dense" if chosen["dense"] else f"{chosen['cf']:.4g}",
+                    "" if gain is None else f"{gain:.4f}",
+                    chosen["changes"],
+                ]
+            )
+    if rows:
+        headers = ["cut", "after", "direction", "factor now", "gain", "changes"]
+        print(tabulate(rows, headers, disable_numparse=True))
 
 
 def _print_replicas(figures: dict[str, Any]) -> None:
@@ -206,3 +234,14 @@ def _print_replicas(figures: dict[str, Any]) -> None:
         if figures.get(name) is not None:
             shown[name] = f"{figures[name]:.4g}"
     print(tabulate([list(shown.values())], list(shown), disable_numparse=True))
+    gathered = figures.get("parameters")
+    if gathered and gathered["dense_bytes"]:
+        shown = {
+            "parameters gathered": gathered["gathers"],
+            "wire MB": f"{gathered['wire_bytes'] / 1e6:.2f}",
+            "dense MB": f"{gathered['dense_bytes'] / 1e6:.2f}",
+            "ratio": f"{gathered['wire_bytes'] / gathered['dense_bytes']:.4f}",
+            "traffic MB a replica": f"{gathered['traffic_bytes'] / figures['replicas'] / 1e6:.2f}",
+            "s": f"{gathered['seconds']:.2f}",
+        }
+        print(tabulate([list(shown.values())], list(shown), disable_numparse=True))

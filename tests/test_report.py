@@ -60,6 +60,21 @@ def test_the_report_is_plain_data_and_prints(pipe, capsys):
     assert not capsys.readouterr().out
 
 
+def test_links_that_adapt_have_a_table_of_their_own(capsys):
+    pipe = mpcomp.pipeline(
+        mlp(), 2, split=MLP_SPLIT, act_comp="adaptive:cf=2-8:budget=0.4:window=2+topk:0.1",
+        grad_comp="topk:0.5", loss_fn=F.cross_entropy,
+    )  # fmt: skip
+    for step in range(3):
+        pipe.forward_backward(*rows(6, step))
+    chosen = [b["adaptive"] for b in pipe.report()["boundaries"] if b["adaptive"]]
+    assert len(chosen) == 2
+    lines = capsys.readouterr().out.split("factor now")[1].splitlines()[2:4]
+    for line, one in zip(lines, chosen, strict=True):
+        gain = dict(one["gains"])[one["cf"]]
+        assert line.split()[-3:] == [f"{one['cf']:.4g}", f"{gain:.4f}", str(one["changes"])]
+
+
 def test_evaluation_with_compression_off_is_counted_apart(pipe, capsys):
     batch = rows(6)
     pipe.evaluate([batch])

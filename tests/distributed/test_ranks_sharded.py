@@ -133,18 +133,21 @@ def compressed():
     with pipe.uncompressed():
         whole = evaluated(pipe)
     report = pipe.report(show=False)["replicas"]
-    return losses, exact, whole, weights_of(pipe), report, len(pipe.engine.exchange.history)
+    exchange = pipe.engine.exchange
+    own = exchange.gathered.wire_bytes
+    return losses, exact, whole, weights_of(pipe), report, len(exchange.history), own
 
 
 def test_compressed_gradients_and_parameters(ranks):
     found = ranks(compressed, 4)
-    _, exact, whole, weights, report, steps = found[0]
+    _, exact, whole, weights, report, steps, _ = found[0]
     for other in found[1:]:
         assert same_bits(other[0], found[0][0])
         assert all(same_bits(other[3][name], weights[name]) for name in weights)
     assert steps == 6
     assert report["ratio"] < 0.5 and report["memory_bytes"] > 0
     gathered = report["parameters"]
+    assert gathered["wire_bytes"] == sum(rank[-1] for rank in found)
     assert 0 < gathered["wire_bytes"] < 0.5 * gathered["dense_bytes"]
     assert exact != whole and exact == pytest.approx(whole, abs=0.05)
 
