@@ -197,7 +197,7 @@ def configuration(options: argparse.Namespace, group: str, row: str, seed: int) 
 
 def of_cuts(trainer: Trainer[Any], summary: Summary) -> Line:
     """Bytes and ratios of the cuts, and quality without them, of a run that has ended."""
-    links = trainer.pipe.links
+    links = [link for boundary in trainer.pipe.boundaries for link in boundary.links]
     sent = [link.meter.train for link in links]
     history = trainer.pipe.adaptive_history
     every = max(1, len(history) // 40)

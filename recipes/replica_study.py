@@ -74,14 +74,11 @@ ROWS: Final[dict[str, Row]] = {
         "gravac:cf=100-1000:eps=0.02:window=10:smoothing=0.3:momentum=0.9+topk:0.1+fp16",
         _OWN_MOMENTUM,
     ),
-    "GraVAC from 8, 4 bits, momentum on replicas": Row(
+    # Without masking, which at factors so small takes most of the momentum away.
+    "GraVAC from 12, momentum kept": Row(
         "quality",
-        "gravac:cf=8-1000:eps=0.3:window=20:smoothing=0.2:momentum=0.9+topk:0.1+quant:4",
-        _OWN_MOMENTUM,
-    ),
-    "GraVAC from 14, momentum on replicas": Row(
-        "quality",
-        "gravac:cf=14-1000:eps=0.3:window=20:smoothing=0.2:momentum=0.9+topk:0.1+fp16",
+        "gravac:cf=12-1000:eps=0.4:window=20:smoothing=0.2:momentum=0.9:masking=false"
+        "+topk:0.1+quant:4",
         _OWN_MOMENTUM,
     ),
     "DGC 0.1 %": Row("quality", "dgc:0.001:warmup_steps=100+fp16", _OWN_MOMENTUM),

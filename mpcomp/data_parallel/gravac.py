@@ -70,6 +70,9 @@ class GraVAC(ReplicaMethod):
             sending overlaps with the backward pass; the first step then is dense.
         momentum: of each replica's own gradient, in [0, 1), as DGC has it (`MomentumCorrection`);
             the optimizer then must have none. 0 is error feedback, as in the paper.
+        masking: clear the momentum of what was sent, as DGC does. Where much is sent this takes
+            most of the momentum away, and a dense step all of it; without, what is sent adds up to
+            momentum SGD.
         bandwidth_mbps: megabits a second of links of which the time of a step is computed, so that
             runs repeat exactly; None measures it.
         latency_ms: of a message on such links.
@@ -89,6 +92,7 @@ class GraVAC(ReplicaMethod):
     smoothing: float | None = None
     exact: bool = False
     momentum: float = 0.0
+    masking: bool = True
     bandwidth_mbps: float | None = None
     latency_ms: float = 0.0
     compute_ms: float = 0.0
@@ -112,6 +116,11 @@ class GraVAC(ReplicaMethod):
                 "of replicas / 100"
             )
         check_momentum(self.momentum)
+        if not self.masking and not self.momentum:
+            raise ValueError(
+                "masking=False without momentum: there is no velocity to clear; give momentum=0.9 "
+                "as well, or leave it out"
+            )
         if self.bandwidth_mbps is None and (self.latency_ms or self.compute_ms):
             raise ValueError(
                 f"latency_ms={self.latency_ms}, compute_ms={self.compute_ms} without "
@@ -187,7 +196,9 @@ class GraVAC(ReplicaMethod):
 
     def memory(self, meta: TensorMeta, device: torch.device, *, compressed: bool) -> Memory:
         if self.momentum:
-            return momentum_memory(meta.numel, device, self.momentum, compressed=compressed)
+            return momentum_memory(
+                meta.numel, device, self.momentum, compressed=compressed, masking=self.masking
+            )
         return Residual(meta.numel, StoragePlan(), device) if compressed else Memory()
 
     def phase_memory(self, numel: int, device: torch.device) -> Memory:

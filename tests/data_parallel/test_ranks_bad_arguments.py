@@ -124,6 +124,7 @@ def test_another_model(ranks):
         ("gravac:omega=1+topk:0.1", "omega=1.0: expected a number in"),
         ("gravac:omega=-0.1+topk:0.1", "omega=-0.1: expected a number in"),
         ("gravac:window=0+topk:0.1", "window=0: expected a number of steps"),
+        ("gravac:masking=false+topk:0.1", "masking=False without momentum"),
         ("gravac+ef+topk:0.1", "leave out other methods"),
         ("powersgd:0", "rank=0: expected a whole number, 1 or more"),
         ("powersgd:2:min_saving=0.5", "min_saving=0.5: expected a factor, 1 or more"),

@@ -155,6 +155,32 @@ def test_masking_clears_momentum_where_all_is_sent(ranks):
         assert max(dgc, nesterov, redsync) < 1e-5 < 0.5 < unmasked
 
 
+UNMASKED = ("dgc:1.0:masking=false", "gravac:cf=1-2:eps=0.999999:momentum=0.9:masking=false+topk:1")
+
+
+def momentum_kept() -> list[float]:
+    errors = []
+    like = parameters()
+    for spec in UNMASKED:
+        exchange = exchange_of(spec, like)
+        velocity = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in like.items()}
+        error = 0.0
+        for step in range(6):
+            result = exchanged(exchange, gradients(like, dist.get_rank(), step))
+            for name, mean in mean_gradients(like, dist.get_world_size(), step).items():
+                velocity[name] = 0.9 * velocity[name] + mean
+                away = (result[name].double() - velocity[name]).abs().max()
+                error = max(error, float(away / velocity[name].abs().max()))
+        errors.append(error)
+    return errors
+
+
+def test_without_masking_the_limit_is_momentum_sgd(ranks):
+    """Also through GraVAC's dense steps, the first of which comes before any gain is known."""
+    for errors in ranks(momentum_kept, 2):
+        assert max(errors) < 3e-6, dict(zip(UNMASKED, errors, strict=True))
+
+
 def test_no_method_is_plain_ddp_bit_for_bit(ranks):
     runs = [Run(None, steps=6), Run("identity", steps=6)]
     for plain, none in ranks(train_all, 4, runs):
