@@ -7,10 +7,10 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
+from mpcomp.adaptive.clock import Clock, ModelledClock
+from mpcomp.adaptive.search import POLICIES, checked_cfs, ladder
 from mpcomp.compressors.base import Compressor, SpecValue, shown
 from mpcomp.compressors.same_indices import SameIndices
-from mpcomp.data_parallel.clock import Clock, ModelledClock
-from mpcomp.data_parallel.search import POLICIES, checked_cfs, ladder
 from mpcomp.feedback.base import Feedback
 from mpcomp.feedback.error_feedback import ErrorFeedback
 from mpcomp.feedback.estimate import EF21
@@ -29,7 +29,7 @@ class Adaptive(SpecValue):
 
     A compression factor (CF) is elements of the tensor per element sent. Each link, a direction of
     a cut, decides for itself, by the rule of GraVAC (Tyagi & Swany, IEEE CLOUD 2023, Algorithm 1;
-    `mpcomp.data_parallel.search`), between steps, and alike on all ranks and replicas: it sends
+    `mpcomp.adaptive.search`), between steps, and alike on all ranks and replicas: it sends
     with its candidate CF if the average gain of that is at least ``eps``, else with its minimum if
     the gain of that is, else dense; so the first step is dense. The gain is measured in every step
     on one microbatch. Evaluation sends as the next step of training would.

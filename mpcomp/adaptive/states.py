@@ -15,9 +15,9 @@ from torch import Tensor
 
 from mpcomp.adaptive.gains import base_energy, gain_of, rest_energy
 from mpcomp.adaptive.method import Adaptive
+from mpcomp.adaptive.search import Branch, Search
 from mpcomp.compressors.base import Compressor
 from mpcomp.compressors.identity import Identity
-from mpcomp.data_parallel.search import Branch, Search
 from mpcomp.feedback.base import Feedback
 from mpcomp.tensor_meta import TensorMeta
 

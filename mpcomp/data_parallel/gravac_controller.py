@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from mpcomp.adaptive.clock import Clock
+from mpcomp.adaptive.search import Branch, Search
 from mpcomp.compressors import Compressor, MultiLevel, Selecting
 from mpcomp.compressors.multi_level import levels
 from mpcomp.data_parallel.base import Codec, Controller, Draw, Encoded, encode_with
-from mpcomp.data_parallel.clock import Clock
-from mpcomp.data_parallel.search import Branch, Search
 from mpcomp.tensor_meta import TensorMeta
 
 if TYPE_CHECKING:

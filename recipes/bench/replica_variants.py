@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import mpcomp
 import stages
+from mpcomp.adaptive.clock import WallClock
 from mpcomp.data_parallel.base import ReplicaMethod
-from mpcomp.data_parallel.clock import WallClock
 from mpcomp.data_parallel.methods import replica_method_of
 from recipes import data
 from recipes.image_config import ImageConfig

@@ -10,7 +10,7 @@ from models import CONV_SPLIT, MLP_SPLIT, assert_same_training, convnet, images,
 import mpcomp
 from mpcomp import EF21, Adaptive, ErrorFeedback, Quantize, RandomK, TensorMeta, TopK
 from mpcomp.adaptive.gains import base_energy, gain_of, rest_energy
-from mpcomp.data_parallel.search import Search
+from mpcomp.adaptive.search import Search
 from mpcomp.feedback.base import AdaptableSender
 from mpcomp.link import ACT, Link
 from mpcomp.message import Header

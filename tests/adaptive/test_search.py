@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpcomp import ErrorFeedback, Quantize, RandomK, Sign, TopK, parse
-from mpcomp.data_parallel.clock import ModelledClock, WallClock
+from mpcomp.adaptive.clock import ModelledClock, WallClock
+from mpcomp.adaptive.search import Search, ladder
 from mpcomp.data_parallel.gravac import PAPER, GraVAC
-from mpcomp.data_parallel.search import Search, ladder
 
 WINDOW = 10
 

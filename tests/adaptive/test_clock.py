@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from mpcomp.data_parallel.clock import ModelledClock, WallClock
+from mpcomp.adaptive.clock import ModelledClock, WallClock
 
 
 def test_wall_clock_knows_no_first_lap():
