@@ -12,11 +12,9 @@ Evaluation has no backward and so needs no schedule: each stage runs its microba
 from __future__ import annotations
 
 import gc
-import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from datetime import timedelta
 from functools import reduce
 from operator import or_
 from typing import Any
@@ -24,17 +22,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.utils import _sync_module_states
 
 import stages as staging
 from mpcomp.boundary import Boundary
-from mpcomp.data_parallel.average import GROUP_BYTES, CompressedAverage
+from mpcomp.data_parallel.average import CompressedAverage
 from mpcomp.data_parallel.base import ReplicaMethod
 from mpcomp.data_parallel.exchange import Exchange
 from mpcomp.data_parallel.methods import replica_method_of
 from mpcomp.data_parallel.network import ReplicaNetwork
 from mpcomp.data_parallel.sharded_average import ShardedAverage, Sharding
+from mpcomp.engines.announced import Announced, check_announced, named
 from mpcomp.engines.base import Engine
+from mpcomp.engines.connected_replicas import connect_replicas
 from mpcomp.engines.depth import Depth
 from mpcomp.engines.plan import Planner
 from mpcomp.engines.runner import Autocast, StageRunner
@@ -44,10 +43,9 @@ from mpcomp.link import Link
 from mpcomp.loss import StepLoss
 from mpcomp.network.channels import Channel, LocalChannel, WireChannel
 from mpcomp.network.faults import Faults
-from mpcomp.network.handshake import fingerprint
 from mpcomp.network.probe import measure_link
 from mpcomp.network.world import World
-from mpcomp.replicas import GradientAverage, trained_in
+from mpcomp.replicas import GradientAverage
 from mpcomp.tie import Tie, apart, check_alike, trained_and_frozen
 from mpcomp.visit import Step
 
@@ -132,10 +130,17 @@ class DistributedEngine(Engine):
             self._stages.append(stage)
         self._compressed_average: CompressedAverage | ShardedAverage | None = None
         if dp_comp is not None or sharding is not None:
-            own = [cut[stage.stage_index] for stage in self._stages]
-            method = dp_comp or replica_method_of(None)
-            self._compressed_average = self._compressed(
-                own, method, network, seed, cut, ties, sharding
+            self._compressed_average = connect_replicas(
+                [cut[stage.stage_index] for stage in self._stages],
+                dp_comp or replica_method_of(None),
+                world,
+                self.together,
+                device=self.device,
+                network=network,
+                seed=seed,
+                cut=cut,
+                ties=ties,
+                sharding=sharding,
             )
         self._all_ties = list(ties)
         self._ties = [tie for tie in ties if self._attach(tie, cut)]
@@ -207,67 +212,6 @@ class DistributedEngine(Engine):
                 average()
 
         return reduce
-
-    def _compressed(
-        self,
-        stages: Sequence[staging.Stage],
-        method: ReplicaMethod,
-        network: ReplicaNetwork | None,
-        seed: int,
-        cut: Sequence[staging.Stage],
-        ties: Sequence[Tie],
-        sharding: Sharding | None,
-    ) -> CompressedAverage | ShardedAverage:
-        """Compresses what this rank's stages exchange with their replicas."""
-
-        def everywhere(numbers: Sequence[float]) -> list[float]:
-            return self.world.sum(numbers, "gradients of other replicas")
-
-        def norm_of_replica(square: float) -> float:
-            squares = [0.0] * self.num_replicas
-            squares[self.replica] = square
-            return math.sqrt(everywhere(squares)[self.replica])
-
-        group = self.world.replica_group
-        with self.together(), self.world.waiting("weights of the first replica"):
-            for stage in stages:  # as DDP does
-                _sync_module_states(
-                    stage,
-                    group,
-                    broadcast_bucket_size=GROUP_BYTES,
-                    src=0,
-                    params_and_buffers_to_ignore=(),
-                )
-        connections: dict[str, Any] = {
-            "everywhere": everywhere,
-            "waiting": lambda: self.world.waiting("gradients of other replicas"),
-            "timeout": timedelta(seconds=self.world.wait_s),
-        }
-        if sharding is not None:
-            with self.together():
-                return ShardedAverage(
-                    stages,
-                    group,
-                    self.device,
-                    method,
-                    network=network,
-                    seed=seed,
-                    param_comp=sharding.param_comp,
-                    **connections,
-                )
-        copy_of = {name: tie.name for tie in ties for _, name in tie.copies}
-        exchange = Exchange(
-            trained_in(stages),
-            method,
-            group,
-            network=network,
-            seed=seed,
-            own_norm=norm_of_replica,
-            whole=trained_in(cut),
-            copy_of=copy_of,
-            **connections,
-        )
-        return CompressedAverage(stages, exchange, copy_of)
 
     def _loss_of(self, output: Tensor, numbered: tuple[int, Any]) -> Tensor:
         assert self._loss is not None
@@ -368,40 +312,29 @@ class DistributedEngine(Engine):
                 before anything has been sent.
         """
         self._faults.where = f"step {step.index}, start"
-        kind = "training" if step.train else "evaluation"
         autocast = Autocast.of_caller(self.device)
-        on = (step.compress_act, step.compress_grad, step.compress_dp)
-        settings = (step.index, step.train, *on, step.loss_scale)
         training = [s.stage_index for s in self._stages if s.has_trainable]
-        own = [
-            fingerprint(*same),
-            fingerprint(settings, step.lr, autocast, everywhere),
-            rows,
-            min(training, default=len(self._places)),
-            *trained_and_frozen(self._all_ties),
-        ]
+        announced = Announced.of(
+            step,
+            (autocast, everywhere),
+            same,
+            rows=rows,
+            trained=min(training, default=len(self._places)),
+            tied=trained_and_frozen(self._all_ties),
+        )
         with self.together():
-            said = self.world.gather(own, f"start of step {step.index} ({kind})")
+            said = self.world.gather(list(announced), f"start of {named(step)}")
         row = self.num_in_pipeline
-        for rank, (data, setting, *_) in enumerate(said):
-            if setting != said[0][1]:
-                raise ValueError(
-                    f"rank {rank} and rank 0 do not take the same step: they differ in its number, "
-                    "training or evaluation, compression on or off, loss scale, learning rate, "
-                    f"autocast or arguments of generate (on this rank: step {step.index}, {kind}). "
-                    "Run the same calls on every rank, in the same order"
-                )
-            if data != said[rank - rank % row][0]:
-                raise ValueError(
-                    f"rank {rank} and rank {rank - rank % row} were given different data in step "
-                    f"{step.index} ({kind}): the batch, target or sample ids differ. Seed the "
-                    "loader's shuffle and augmentation alike on all ranks of a replica"
-                )
-        own_row = said[row * self.replica : row * (self.replica + 1)]
+        found = [Announced(*line) for line in said]
+        check_announced(found, step, row)
+        own_row = found[row * self.replica : row * (self.replica + 1)]
         if step.train:
-            trained, frozen = (reduce(or_, found) for found in list(zip(*own_row, strict=True))[4:])
-            check_alike(self._all_ties, trained, frozen)
-        return sum(line[2] for line in said[::row]), min(line[3] for line in own_row)
+            check_alike(
+                self._all_ties,
+                reduce(or_, (one.tied_trained for one in own_row)),
+                reduce(or_, (one.tied_frozen for one in own_row)),
+            )
+        return sum(one.rows for one in found[::row]), min(one.trained for one in own_row)
 
     def _begin(
         self, microbatches: Sequence[Any], step: Step, trained: int = 0
