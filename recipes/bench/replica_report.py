@@ -70,7 +70,7 @@ encode, wait, decode: milliseconds of a step on one replica, where mpcomp counts
 factor: by which the method says that it compresses in the timed steps; a span has not settled
 paths: of how many parameters the messages took which; statistics of BatchNorm are not sent"""
 
-LABEL_CHARACTERS: Final = 30  # of a line in the plot
+LABEL_CHARACTERS: Final = 38  # of a line in the plot
 
 
 def summarise(turns: Sequence[Record], reference: str = REFERENCE) -> list[dict[str, Any]]:
@@ -303,7 +303,8 @@ def plot(result: Record, path: Path) -> None:
     greys = itertools.cycle(GREYS)
     colours = {name: next(ours if name.startswith(MPCOMP) else greys) for name in names}
     num_panels = 2 if result["trainings"] else 1
-    canvas = Figure(figsize=(7 * num_panels, 4.5), dpi=100, layout="constrained")
+    height = 1.3 + 0.6 * len(names)  # room for labels of three lines
+    canvas = Figure(figsize=(7 * num_panels, height), dpi=100, layout="constrained")
     panels = canvas.subplots(1, num_panels, squeeze=False)[0]
     plot_steps(panels[0], result, colours)
     panels[0].set_title(f"{result['settings']['replicas']} replicas, {rate_text(result)}")
@@ -329,7 +330,7 @@ def plot_steps(
     places = range(len(names))
     axes.barh(places, medians, color=[colours[name] for name in names], zorder=2)
     axes.errorbar(medians, places, xerr=(below, above), fmt="none", color="#444444", capsize=2)
-    axes.set_yticks(places, [_broken(name) for name in names])
+    axes.set_yticks(places, [_broken(name) for name in names], fontsize="small")
     label = f"{reference}, unlimited links"
     axes.axvline(result["dense"]["unlimited_s"]["median"], color="#444444", ls=":", label=label)
     axes.set_xlabel("s a step, median and quartiles")
