@@ -6,9 +6,10 @@
 
 Every process is a replica. The rows are those of Li et al.: dense SGD; a random block of 10 % of
 each gradient, unbiased (rbSGD), with error feedback (EF), and with error feedback whose memory is
-60, 80 and 90 % smaller (ConEF); once more with Adam, which the theory says nothing of. Runs of one
-seed have the same data, order and first weights, and are compared as pairs. Each finished
-(row, seed) is one line of the results file; those are skipped when the command is given again.
+60, 80 and 90 % smaller (ConEF) or as large (partial EF); once more with Adam, which the theory says
+nothing of. Runs of one seed have the same data, order and first weights, and are compared as pairs.
+Each finished (row, seed) is one line of the results file; those are skipped when the command is
+given again.
 
 Options for the training are for all groups of a command; where one is not given, each group has its
 own (`GROUPS`). The authors' sizes are those of `recipes.cifar10` and `recipes.wikitext` (there).
@@ -50,6 +51,7 @@ METHODS: Final[Mapping[str, str]] = {
     DENSE: "none",
     "rbSGD": "randomblock:0.1:unbiased=true",
     EF: "ef+randomblock:0.1",
+    "partial EF": "conef:1:beta=0.9+randomblock:0.1",  # a sketch that loses nothing
     "ConEF 60 %": "conef:0.4:beta=0.9+randomblock:0.1",
     "ConEF 80 %": "conef:0.2:beta=0.9+randomblock:0.1",
     "ConEF 90 %": "conef:0.1:beta=0.9+randomblock:0.1",
