@@ -77,7 +77,7 @@ ROWS: Final[dict[str, Row]] = {
     # Without masking, which at factors so small takes most of the momentum away.
     "GraVAC from 12, momentum kept": Row(
         "quality",
-        "gravac:cf=12-1000:eps=0.4:window=20:smoothing=0.2:momentum=0.9:masking=false"
+        "gravac:cf=12-1000:eps=0.15:window=20:smoothing=0.2:momentum=0.9:masking=false"
         "+topk:0.1+quant:4",
         _OWN_MOMENTUM,
     ),
