@@ -4,10 +4,10 @@
     python -m recipes.adaptive_study --groups text --text FOLDER --seeds 3
     python -m recipes.adaptive_study --table
 
-All rows but the last few send the same share of the dense bytes (``--budget``): Top-k with one
-ratio everywhere, with more for activations or for gradients, for the first cuts or for the last;
-and `mpcomp.Adaptive` with that budget, by its two energies and by the loss. GraVAC's rule has no
-budget: its rows are to be held against the uniform ones of half and of twice the bytes. Each
+All rows but the last few send the same share of the dense bytes: Top-k (``--budget``) or numbers
+with few bits, the same everywhere, more for activations or for gradients, for the first cuts or for
+the last; and `mpcomp.Adaptive` with that budget, by its two energies and by the loss. GraVAC's rule
+has no budget: its rows are to be held against the uniform ones of half and of twice the bytes. Each
 finished (row, seed) is one line of the results file; those are skipped when the command is given
 again.
 """
@@ -19,7 +19,7 @@ import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from tabulate import tabulate
 
@@ -54,12 +54,20 @@ class Group(NamedTuple):
         metric: its runs are judged by.
         weights: bytes of each cut, as shares of the largest.
         settings: of the configuration.
+        bits: an element, of the uniform row; None for Top-k.
     """
 
     metric: Metric
     weights: tuple[float, ...]
     settings: Mapping[str, Any]
+    bits: int | None = None
 
+
+_TEXT: Final = {
+    **{"model": "tiny", "split": "4", "chunks": 4, "batch_size": 16, "seq_len": 128},
+    **{"epochs": 2, "lr": 1e-3, "optimizer": "adamw", "vocab_size": 2048},
+    **{"tokenizer": "bpe", "tie": None, "eval_limit": 64},
+}
 
 GROUPS: Final[Mapping[str, Group]] = {
     # ResNet's cuts lie after its layers, each of which halves what crosses.
@@ -71,20 +79,20 @@ GROUPS: Final[Mapping[str, Group]] = {
             **{"epochs": 5, "lr": 0.05, "train_limit": 8_192, "test_limit": 2_000},
         },
     ),
-    "text": Group(
-        PERPLEXITY,
-        (1.0, 1.0, 1.0),
-        {
-            **{"model": "tiny", "split": "4", "chunks": 4, "batch_size": 16, "seq_len": 128},
-            **{"epochs": 2, "lr": 1e-3, "optimizer": "adamw", "vocab_size": 2048},
-            **{"tokenizer": "bpe", "tie": None, "eval_limit": 64},
-        },
-    ),
+    "text": Group(PERPLEXITY, (1.0, 1.0, 1.0), _TEXT),
+    "text in bits": Group(PERPLEXITY, (1.0, 1.0, 1.0), _TEXT, bits=3),
 }
 
+#: By row the methods of activations and of gradients, one for each cut or one for all.
+Rows: TypeAlias = dict[str, tuple[tuple[str, ...], tuple[str, ...]]]
 
-def rows_of(group: Group, budget: float) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
-    """By row the methods of activations and of gradients, one for each cut."""
+
+def rows_of(group: Group, budget: float) -> Rows:
+    """The rows of a group, given the budget of those with Top-k."""
+    return _rows_in_bits(group.bits) if group.bits else _rows_of_topk(group, budget)
+
+
+def _rows_of_topk(group: Group, budget: float) -> Rows:
     early = _shares(group.weights, 2.0)
     late = _shares(group.weights, 0.5)
 
@@ -99,7 +107,6 @@ def rows_of(group: Group, budget: float) -> dict[str, tuple[tuple[str, ...], tup
             (f"adaptive:{_CF}:{settings}+topk:0.1",) for settings in (act, grad if grad else act)
         )
 
-    by_budget = f"budget={budget:g}"
     return {
         DENSE: (("none",), ("none",)),
         UNIFORM: static(budget, budget),
@@ -107,15 +114,48 @@ def rows_of(group: Group, budget: float) -> dict[str, tuple[tuple[str, ...], tup
         "more for gradients": static(0.5 * budget, 1.5 * budget),
         "more for early cuts": static(budget, budget, early),
         "more for late cuts": static(budget, budget, late),
-        "adaptive budget, energy": adaptive(by_budget),
-        "adaptive budget, centred": adaptive(f"{by_budget}:gain=centred"),
-        # A loss is known of activations only; both directions have the budget to themselves.
-        "adaptive budget, loss": adaptive(f"{by_budget}:gain=loss:smoothing=0.3", by_budget),
+        **_adaptive_rows(f"{_CF}:budget={budget:g}", "topk:0.1"),
         "uniform, half": static(budget / 2, budget / 2),
         "uniform, twice": static(2 * budget, 2 * budget),
         "GraVAC, energy": adaptive("eps=0.8"),
         "GraVAC, centred": adaptive("eps=0.7:gain=centred"),
         "GraVAC, loss": adaptive("eps=0.98:gain=loss", "eps=0.8"),
+    }
+
+
+def _rows_in_bits(bits: int) -> Rows:
+    """A bit more here is one less there; scales are of 128 elements."""
+
+    def static(act: Sequence[int], grad: Sequence[int]) -> Any:
+        return tuple(tuple(f"quant:{b}:scale=128" for b in each) for each in (act, grad))
+
+    same, more, less = ([b] * 3 for b in (bits, bits + 1, bits - 1))
+    early = [bits + 1, bits, bits - 1]
+    uniform = mpcomp.Quantize(bits, scale=128)
+    # A little above what the uniform row sends, which else would not fit for its headers.
+    budget = 1.005 * uniform.wire_ratio(mpcomp.TensorMeta((4, 32_768)))
+    return {
+        DENSE: (("none",), ("none",)),
+        UNIFORM: static(same, same),
+        "more for activations": static(more, less),
+        "more for gradients": static(less, more),
+        "more for early cuts": static(early, early),
+        "more for late cuts": static(early[::-1], early[::-1]),
+        **_adaptive_rows(f"cf=4-16:window=20:budget={budget:.6f}", str(uniform)),
+    }
+
+
+def _adaptive_rows(settings: str, inner: str) -> Rows:
+    """A budget by each gain."""
+
+    def adaptive(act: str, grad: str = "") -> tuple[tuple[str, ...], tuple[str, ...]]:
+        return (f"adaptive:{settings}{act}+{inner}",), (f"adaptive:{settings}{grad}+{inner}",)
+
+    return {
+        "adaptive budget, energy": adaptive(""),
+        "adaptive budget, centred": adaptive(":gain=centred", ":gain=centred"),
+        # A loss is known of activations only; both directions have the budget to themselves.
+        "adaptive budget, loss": adaptive(":gain=loss:smoothing=0.3"),
     }
 
 
@@ -150,6 +190,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 for group in options.groups
                 for seed in range(options.seeds)
                 for row in options.rows
+                if row in rows_of(GROUPS[group], options.budget)
             }
             run_missing(configs, options.out, ranks, of_cuts)
         print_tables(options.out, ranks, render)

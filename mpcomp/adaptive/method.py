@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Final
 
 from mpcomp.adaptive.clock import Clock, ModelledClock
 from mpcomp.adaptive.search import POLICIES, checked_cfs, ladder
-from mpcomp.compressors.base import Compressor, SpecValue, shown
+from mpcomp.compressors.base import Compressor, Selecting, SpecValue, shown
 from mpcomp.compressors.same_indices import SameIndices
 from mpcomp.feedback.base import Feedback
 from mpcomp.feedback.error_feedback import ErrorFeedback
@@ -51,7 +51,7 @@ class Adaptive(SpecValue):
             Without effect with a budget.
         policy: how candidates ascend from the smallest CF: "exponential" (times 2^1, 2^2, 2^4, 2^8
             ...) or "geometric" (times 2, 4, 8 ...). With a budget each is 2^(1/2) times the one
-            before, whatever this says, or too much of the budget would be left over.
+            before, or one bit less, whatever this says, or too much of it would be left over.
         smoothing: weight of a new gain in its average, in (0, 1]; None for 0.1 where gains are
             measured in every step, and 1 where they are once a window.
         gain: "energy", 1 - ||x - C(x)||^2 / ||x||^2; "centred", the same with ||x - mean||^2 below,
@@ -156,8 +156,13 @@ class Adaptive(SpecValue):
     @property
     def rungs(self) -> tuple[float, ...]:
         """The CFs between the two ends, ascending; of those that are the same the first."""
+        if self.budget is None:
+            steps = ladder(self.cf, self.policy)
+        else:
+            selects = isinstance(self.compressor(self.cf[0]), Selecting)
+            steps = (_fine if selects else _each_bit)(self.cf)
         found: dict[Compressor, float] = {}
-        for cf in ladder(self.cf, self.policy) if self.budget is None else _fine(self.cf):
+        for cf in steps:
             found.setdefault(self.compressor(cf), cf)
         return tuple(found.values())
 
@@ -180,6 +185,13 @@ def _fine(cf: tuple[float, float]) -> tuple[float, ...]:
     lowest, highest = cf
     count = math.ceil(2 * math.log2(highest / lowest) - 1e-9)
     return (*(lowest * 2 ** (i / 2) for i in range(count)), highest)
+
+
+def _each_bit(cf: tuple[float, float]) -> tuple[float, ...]:
+    """CFs from the smallest to the largest, with every number of bits between."""
+    lowest, highest = cf
+    inner = (32 / bits for bits in range(8, 0, -1))
+    return (lowest, *(step for step in inner if lowest < step < highest), highest)
 
 
 def _in(value: Any, low: float, high: float) -> bool:

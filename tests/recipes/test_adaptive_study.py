@@ -25,6 +25,7 @@ def test_a_ratio_is_met(ratio):
 @pytest.mark.parametrize("name", GROUPS)
 def test_fixed_rows_send_as_many_bytes(name):
     group = GROUPS[name]
+    sent = {}
     for row in SAME_BYTES:
         total = dense = 0.0
         for specs in rows_of(group, 0.05)[row]:
@@ -32,7 +33,11 @@ def test_fixed_rows_send_as_many_bytes(name):
                 meta = mpcomp.TensorMeta((8, int(65536 * weight)))
                 total += mpcomp.parse(spec).wire_bytes(meta)
                 dense += meta.dense_bytes
-        assert total / dense == pytest.approx(0.05, rel=0.04), row
+        sent[row] = total / dense
+    ratio = sent["uniform"] if group.bits else 0.05
+    assert sent == pytest.approx(dict.fromkeys(SAME_BYTES, ratio), rel=0.04)
+    budget = mpcomp.parse(rows_of(group, 0.05)["adaptive budget, energy"][0][0]).budget
+    assert budget == pytest.approx(ratio, rel=0.01)
 
 
 def test_rows_are_methods_at_cuts():
