@@ -37,6 +37,9 @@ def test_the_method_at_a_cf():
 def test_rungs_are_different_compressors():
     assert Adaptive(TopK(0.1)).rungs == (2, 4, 8, 32, 50)
     assert Adaptive(TopK(0.1), policy="geometric").rungs == (2, 4, 8, 16, 32, 50)
+    in_bits = Adaptive(Quantize(4), cf=(4, 20), budget=0.1)
+    assert [in_bits.compressor(cf).bits for cf in in_bits.rungs] == [8, 7, 6, 5, 4, 3, 2, 1]
+    assert in_bits.rungs[1] == 32 / 7
     assert Adaptive(Quantize(4)).rungs == (2, 8, 32)  # 8, 4 and 1 bits; 4 is 8 bits as well
 
 

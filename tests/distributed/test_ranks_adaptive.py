@@ -21,11 +21,13 @@ ESTIMATE = Adaptive(EF21(TopK(0.1)), **SETTINGS)
 RANDOM = Adaptive(RandomK(0.1), **{**SETTINGS, "eps": 0.2})
 BUDGET = Adaptive(TopK(0.1), cf=(2.0, 20.0), window=3, policy="geometric", budget=0.5)
 LOSS = Adaptive(TopK(0.1), gain="loss", **SETTINGS)
+SHARED_LOSS = Adaptive(TopK(0.1), cf=(2.0, 20.0), window=2, gain="loss", budget=0.4)
 RUNS = [
     Run("deep", act=TOPK, grad=TOPK, rows=(10, 9)),
     Run("deep convnet", act=ESTIMATE, grad=FEEDBACK),
     Run("deep convnet", act=BUDGET, grad=BUDGET, evaluate=True, steps=5),
     Run("deep convnet", act=LOSS, grad=Adaptive(Quantize(4), cf=(4.0, 32.0), window=2, **CLOCK)),
+    Run("deep convnet", act=SHARED_LOSS, grad=Adaptive(Quantize(4), cf=(4.0, 32.0), budget=0.1)),
     Run("deep", act=RANDOM, grad="same", off=(0, 4)),
     # The first steps overflow: they are skipped, and count.
     Run("deep", act=TOPK, grad=BUDGET, scale=2.0**24, autocast=torch.float16, steps=12),
@@ -39,7 +41,7 @@ def test_ranks_are_one_process(ranks, num_ranks):
     """Losses, weights, links' state and decisions, bit for bit."""
     runs = [replace(run, stages=num_ranks) for run in RUNS]
     if num_ranks == 4:
-        runs = [*runs[:2], replace(runs[2], schedule="GPipe"), runs[3]]
+        runs = [*runs[:2], replace(runs[2], schedule="GPipe"), *runs[3:5]]
     all_ours = list(zip(*ranks(train_all, num_ranks, runs, timeout_s=150.0), strict=True))
     for run, ours in zip(runs, all_ours, strict=True):
         alone = train(run)
