@@ -69,12 +69,11 @@ def check_announced(said: Sequence[Announced], step: Step, ranks_per_pipeline: i
     """
     for rank, one in enumerate(said):
         if one.settings != said[0].settings:
-            kind = "training" if step.train else "evaluation"
             raise ValueError(
                 f"rank {rank} and rank 0 do not take the same step: they differ in its number, "
                 "training or evaluation, compression on or off, loss scale, learning rate, "
-                f"autocast or arguments of generate (on this rank: step {step.index}, {kind}). "
-                "Run the same calls on every rank, in the same order"
+                f"autocast or arguments of generate (this rank is at {named(step)}). Run the same "
+                "calls on every rank, in the same order"
             )
         first = rank - rank % ranks_per_pipeline
         if one.data != said[first].data:
