@@ -101,11 +101,12 @@ def ten_thousand(steps: int) -> Any:
 
 
 def with_ddp(steps: int) -> Any:
-    """Fewer steps, in DDP; each is decided by its own gradient."""
+    """Fewer steps, in DDP; each is decided by its own gradient, on clocks that disagree."""
     torch.manual_seed(0)
     ddp = DistributedDataParallel(nn.Linear(16, 8, bias=False))
     spec = SETTINGS + ":exact=true+topk:0.1"
     handle = mpcomp.compress_gradients(ddp, spec, network=ReplicaNetwork(smallest=SMALLEST))
+    handle.exchange.controller.clock = Erratic(sleeps=True)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.02)
     torch.manual_seed(1 + dist.get_rank())
     for step in range(steps):
