@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -24,16 +23,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mpcomp.data_parallel.base import Controller, Draw, ReplicaMethod, Setting
-from mpcomp.data_parallel.item import Context, Item, matrix_of
-from mpcomp.data_parallel.levels import broadcast, mean_inside, split_group
+from mpcomp.data_parallel.averaging import Averaging, Run
+from mpcomp.data_parallel.base import Controller, ReplicaMethod, Setting
+from mpcomp.data_parallel.connections import Connections
+from mpcomp.data_parallel.item import matrix_of
 from mpcomp.data_parallel.network import ReplicaNetwork
-from mpcomp.data_parallel.paths import Path
-from mpcomp.data_parallel.peers import Peers, Works
 from mpcomp.data_parallel.remembered import Remembered
-from mpcomp.data_parallel.routes import PATH_OF, check_run, matrices, routes
+from mpcomp.data_parallel.routes import check_run, matrices
 from mpcomp.data_parallel.totals import Totals, density
-from mpcomp.randomness import generator_for
 from mpcomp.tensor_meta import TensorMeta
 
 __all__ = ["Exchange"]
@@ -93,21 +90,18 @@ class Exchange:
         self.network = network or ReplicaNetwork()
         self.num_replicas = dist.get_world_size(group)
         check_run(whole or parameters, method, self.network, self.num_replicas)
-        self._inside, between = split_group(group, self.network, timeout)
-        self._everyone = Peers(group)
-        self._peers = Peers(between) if between is not None else None
-        for peers in (self._everyone, self._peers, self._inside):
-            if peers is not None:
-                peers.waiting = waiting
-        self._copy_of = copy_of or {}
-        self._everywhere = everywhere or self._sum
-        self._own_norm = own_norm
-        self._unused = unused
-        self._seed = seed
         self._device = next((p.device for p in parameters.values()), torch.device("cpu"))
+        self._connections = Connections(
+            group, self.network, self._device, waiting=waiting, timeout=timeout
+        )
+        self._copy_of = copy_of or {}
+        self._everywhere = everywhere or self._connections.sum
+        self._own_norm = own_norm
+        self._seed = seed
         self._compressible = matrices(parameters, self.network)
         self._metas = {name: matrix_of(TensorMeta.of(p)) for name, p in parameters.items()}
-        self._names = list(parameters)
+        self._watched = list(parameters) if unused else []
+        self._open: Averaging | None = None
         #: Number of parameters on each path, in the step under way or the last one.
         self._routed: dict[str, int] = {}
         self.nonfinite = False
@@ -127,14 +121,7 @@ class Exchange:
 
     def close(self) -> None:
         """Closes connections, and lets go of those of others; only figures are left."""
-        for peers in (self._peers, self._inside):
-            if peers is None:
-                continue
-            if peers.group is not self._everyone.group:
-                with suppress(ValueError, RuntimeError):  # destroyed with all others at the end
-                    dist.destroy_process_group(peers.group)
-            peers.close()
-        self._everyone.close()
+        self._connections.close()
 
     # -- a step ---------------------------------------------------------------------------------
 
@@ -179,23 +166,9 @@ class Exchange:
         """
         self.check_lr(lr)
         unit = loss_scale / lr if self.method.lr_scaled and lr else loss_scale
-        self._compress = compress
-        self._items: list[Item] = []
-        self._paths: list[tuple[Path, Works | None]] = []
-        self._waiting: list[list[Item]] = []
-        self._bad = torch.zeros((), device=self._device)
-        self._used = dict.fromkeys(self._names, 0.0) if self._unused else {}
-        self._started = time.perf_counter()
-        self._routed = {}
         self.controller.begin(self.step, lr)
-        self._context = Context(
-            self._peers or self._everyone,
-            self.controller,
-            unit,
-            self._draw,
-            self._state.phase_memory,
-            self._state.factors,
-        )
+        self._open = Averaging(self._run(), self.step, unit, compress=compress)
+        self._routed = self._open.routed
 
     def add(self, gradients: Mapping[str, Tensor]) -> None:
         """Takes gradients that are complete on this rank; they are overwritten by `finish`.
@@ -203,26 +176,7 @@ class Exchange:
         Every replica adds the same parameters in the same order.
         """
         with self.totals.timed("encode_s"):
-            items = [
-                Item(
-                    name,
-                    gradient,
-                    self._state.memories[name],
-                    self._compress and name in self._compressible,
-                )
-                for name, gradient in gradients.items()
-            ]
-            self._items += items
-            for item in items:
-                self._context.tally.dense_bytes += item.gradient.nbytes
-                # A sum is finite unless an element is not, or it overflows, which is as bad.
-                self._bad += (~item.gradient.sum(dtype=torch.float32).isfinite()).float()
-                if self._unused:
-                    self._used[item.name] = float(bool(item.gradient.any()))
-            if self.controller.waits or self.method.clip is not None:
-                self._waiting.append(items)
-            else:
-                self._start(items, 1.0)
+            self._under_way.add(gradients)
 
     def finish(self) -> None:
         """Waits for all replicas; the gradients that were added are their results then.
@@ -230,178 +184,57 @@ class Exchange:
         If a gradient was not finite on some rank, all results are NaN, as they would be
         uncompressed, and `nonfinite` is set.
         """
-        with self.totals.timed("encode_s"):
-            self._start_waiting()
-        self._drive()
-        if self._inside is not None:
-            # Not before the last group's exchange has ended: groups may take turns of different
-            # number, of which the ranks that only wait for the result know nothing.
-            self._paths = [self._begun(broadcast(self._items, self._inside))]
-            self._drive()
-        traffic = self._everyone.take_traffic()
-        if self._peers is not None and self._peers is not self._everyone:
-            traffic += self._peers.take_traffic()
-        said = [1.0, float(self._bad), traffic, *self._used.values()]
-        figures = self.controller.figures()
-        if self.controller.among_replicas:
-            ranks, bad, total_traffic, *used = self._everywhere(said)
-            self._sums = self._sum(figures) if figures else []
-        else:
-            ranks, bad, total_traffic, *rest = self._everywhere([*said, *figures])
-            used, self._sums = rest[: len(self._used)], rest[len(self._used) :]
-        self._mean_traffic = total_traffic / ranks
-        self.nonfinite = bool(bad)
-        if self.nonfinite:
-            for item in self._items:
-                item.gradient.fill_(math.nan)
-        else:
-            self._leave_alone({n for n, u in zip(self._used, used, strict=True) if not u})
+        averaging = self._under_way
+        averaging.finish()
+        self.nonfinite = not averaging.finite
         if self.step % DENSITY_EVERY == 0:
-            self.density = math.nan if self.nonfinite else density(self._items)
-        tally, others = self._context.tally, (self.num_replicas - 1) / self.num_replicas
-        dense_traffic = self.rounds * others * tally.dense_bytes
-        self.totals.count(tally, traffic_bytes=traffic, dense_traffic_bytes=dense_traffic)
+            self.density = math.nan if self.nonfinite else density(averaging.items)
+        tally, others = averaging.context.tally, (self.num_replicas - 1) / self.num_replicas
+        self.totals.count(
+            tally,
+            traffic_bytes=averaging.traffic_bytes,
+            dense_traffic_bytes=self.rounds * others * tally.dense_bytes,
+        )
 
     def settle(self, finite: bool) -> None:
         """Ends the step: what memories noted is kept if it was finite everywhere, else forgotten.
 
         Of no effect if no step is under way.
         """
-        if not hasattr(self, "_context"):
+        averaging, self._open = self._open, None
+        if averaging is None:
             return
         if finite:
-            self._state.commit(self._context.new_factors)
+            self._state.commit(averaging.context.new_factors)
         else:
             self._state.discard()
-        if hasattr(self, "_sums"):  # else the step ended with an error
-            self.controller.end(self._sums, finite=finite, traffic_bytes=self._mean_traffic)
-            self.history.append(self._entry(finite))
-            del self._sums
-        del self._context, self._paths, self._items, self._waiting
+        if averaging.sums is not None:  # else the step ended with an error
+            traffic_bytes = averaging.mean_traffic_bytes
+            self.controller.end(averaging.sums, finite=finite, traffic_bytes=traffic_bytes)
+            self.history.append(averaging.entry(finite))
         self.step += 1
 
-    # -- inside ---------------------------------------------------------------------------------
+    @property
+    def _under_way(self) -> Averaging:
+        assert self._open is not None, "a step has begun"
+        return self._open
 
-    def _start_waiting(self) -> None:
-        """Starts what had to wait for all gradients of the step."""
-        if not (self.controller.waits or self.method.clip is not None):
-            return
-        items = [item for group in self._waiting for item in group]
-        factor = 1.0
-        if self.method.clip is not None:
-            norms = [
-                torch.linalg.vector_norm(item.gradient, dtype=torch.float32)
-                for item in items
-                if self._copy_of.get(item.name, item.name) == item.name
-            ]
-            square = float(torch.stack(norms).square().sum()) if norms else 0.0
-            norm = self._own_norm(square) / self._context.unit
-            largest = self.method.clip / math.sqrt(self.num_replicas)
-            factor = min(1.0, largest / norm) if norm > 0 else 1.0
-        if self.controller.waits:
-            for item in items:
-                if item.compressible:
-                    item.load(self._context.unit, factor)
-                    self.controller.look(item.name, item.wanted, self._draw(item.name, 0))
-            *sums, bad = self._everywhere([*self.controller.looked(), float(self._bad)])
-            # A step that will be skipped must leave no trace in what the next ones are decided by.
-            self.controller.decide([math.nan] * len(sums) if bad else sums)
-        for group in self._waiting:
-            self._start(group, factor)
-
-    def _start(self, items: Sequence[Item], factor: float) -> None:
-        """Starts the paths of a group of gradients."""
-        if self._inside is None:
-            self._load(items, factor)
-            self._paths += [self._begun(path) for path in self._routes(items)]
-        else:
-            self._paths.append(self._begun(self._over_two_levels(items, factor)))
-
-    def _over_two_levels(self, items: Sequence[Item], factor: float) -> Path:
-        """Means inside each machine, and an exchange between their first replicas."""
-        assert self._inside is not None
-        yield from mean_inside(items, self._inside, self.network.inside, self._draw, factor)
-        if self._peers is not None:
-            self._load(items, 1.0)
-            for path in self._routes(items):
-                yield from path
-
-    def _load(self, items: Iterable[Item], factor: float) -> None:
-        for item in items:
-            gradient = item.load(self._context.unit, factor)
-            if item.compressible:
-                draw = self._draw(item.name, 0)
-                self.controller.observe(item.name, item.wanted, gradient, draw)
-
-    def _routes(self, items: Sequence[Item]) -> list[Path]:
-        """The path of each gradient, those of a kind together."""
-        context = self._context
-        by_path = routes(items, self.controller, self.network, context.peers.size)
-        for name, of_path in by_path.items():
-            self._routed[name] = self._routed.get(name, 0) + len(of_path)
-            for item in of_path if name != "two-phase" else ():
-                self._state.hand_back(item, context)
-        return [PATH_OF[name](of_path, context) for name, of_path in by_path.items()]
-
-    @staticmethod
-    def _begun(path: Path) -> tuple[Path, Works | None]:
-        return path, next(path, None)
-
-    def _drive(self) -> None:
-        """Waits for each path's collectives in turn, until all paths have ended."""
-        paths = self._paths
-        while paths:
-            going = []
-            for path, works in paths:
-                if works is None:
-                    continue
-                with self.totals.timed("wait_s"):
-                    for work in works:
-                        with self._everyone.waiting():
-                            work.wait()
-                with self.totals.timed("decode_s"):
-                    going.append((path, next(path, None)))
-            paths = going
-
-    def _draw(self, name: str, piece: int) -> Draw:
-        def draw(alike: bool) -> torch.Generator:
-            who = -1 if alike else self._everyone.rank
-            drawn = self._copy_of.get(name, name)
-            return generator_for("replicas", self._seed, drawn, piece, self.step, who)
-
-        return draw
-
-    def _sum(self, numbers: Sequence[float]) -> list[float]:
-        """Over the replicas, in fp64, on the gradients' device."""
-        total = torch.tensor(list(numbers), dtype=torch.float64, device=self._device)
-        with self._everyone.waiting():
-            dist.all_reduce(total, group=self._everyone.group)
-        result: list[float] = total.tolist()
-        return result
-
-    def _leave_alone(self, unused: set[str]) -> None:
-        """Takes back what was sent for parameters that no replica had a gradient for.
-
-        DDP ignores their results; what memories hold must wait for a step in which it does not.
-        """
-        for item in self._items:
-            if item.name in unused:
-                self._state.discard_one(item.name)
-                self._context.new_factors.pop(item.name, None)
-                item.gradient.zero_()
-
-    def _entry(self, finite: bool) -> dict[str, Any]:
-        tally = self._context.tally
-        return {
-            "step": self.step,
-            "wire_bytes": tally.wire_bytes,
-            "dense_bytes": tally.dense_bytes,
-            "floats": tally.floats,
-            "traffic_bytes": self._mean_traffic,
-            "skipped": not finite,
-            "seconds": time.perf_counter() - self._started,
-            **self.controller.report(),
-        }
+    def _run(self) -> Run:
+        return Run(
+            method=self.method,
+            network=self.network,
+            connections=self._connections,
+            controller=self.controller,
+            remembered=self._state,
+            totals=self.totals,
+            compressible=self._compressible,
+            everywhere=self._everywhere,
+            own_norm=self._own_norm,
+            copy_of=self._copy_of,
+            watched=self._watched,
+            seed=self._seed,
+            device=self._device,
+        )
 
     # -- what happened, and going on from it ------------------------------------------------------
 

@@ -139,10 +139,10 @@ class ShardedExchange(Exchange):
                 some rank's gradient was not finite.
             mean: whether it is the mean.
         """
-        peers, context = self._everyone, self._context
+        step, peers = self._under_way, self._connections.everyone
         with self.totals.timed("encode_s"):
             finite = bool(blocks.sum(dtype=torch.float32).isfinite())
-            self._bad += float(not finite)
+            step.found_nonfinite(not finite)
             status = torch.full(_STATUS.shape, int(not finite), dtype=torch.uint8)
             said = Encoded(Identity(), (status.to(blocks.device),))
             items = [self._items_of(row, parts, peer) for peer, row in enumerate(blocks)]
@@ -164,10 +164,10 @@ class ShardedExchange(Exchange):
                 start = first
                 for item, codec, total in zip(own, codecs, means, strict=True):
                     start = add_message(
-                        total, item.name, 0, item.meta, codec, message, start, context
+                        total, item.name, 0, item.meta, codec, message, start, step.context
                     )
             for item, total in zip(own, means, strict=True):
-                item.finish(total, context.unit)  # overwrites this rank's row of blocks
+                item.finish(total, step.context.unit)  # overwrites this rank's row of blocks
             torch.mul(blocks[self.rank], 1 if mean else peers.size, out=out)
             if any(bool(message[0]) for message in told):
                 out.fill_(torch.nan)
@@ -180,12 +180,10 @@ class ShardedExchange(Exchange):
             if meta.numel:
                 name = part.key(peer)
                 gradient = row[start : start + meta.numel].view(meta.shape)
-                may = self._compress and name in self._compressible
-                items.append(Item(name, gradient, self._state.memories[name], may))
+                items.append(self._under_way.item(name, gradient))
             start += part.padded.numel
         assert start == row.numel(), "parts are those of this gradient"
-        self._context.tally.dense_bytes += sum(item.gradient.nbytes for item in items)
-        self._load(items, 1.0)
+        self._under_way.load(items)
         return items
 
     def _codec(self, item: Item) -> Compressor:
@@ -197,15 +195,16 @@ class ShardedExchange(Exchange):
         return codec if smaller else Identity()
 
     def _encode(self, item: Item) -> Encoded:
+        step = self._under_way
         if not isinstance(self._codec(item), Identity):
-            self._routed["scatter"] = self._routed.get("scatter", 0) + 1
-            return encode_item(item, self._context)
-        self._routed["dense"] = self._routed.get("dense", 0) + 1
+            step.count_route("scatter")
+            return encode_item(item, step.context)
+        step.count_route("dense")
         sent = narrow(item.wanted, item.meta.dtype)
         if item.memory.keeps:
-            item.keep(item.wanted - sent.to(torch.float32), None, self._context)
+            item.keep(item.wanted - sent.to(torch.float32), None, step.context)
         encoded = Encoded(Identity(), (sent.reshape(1, -1),))
-        count(self._context.tally, encoded)
+        count(step.context.tally, encoded)
         return encoded
 
     # -- parameters -----------------------------------------------------------------------------
@@ -232,7 +231,7 @@ class ShardedExchange(Exchange):
             sent.append(encode_with(codec, x.reshape(shape), self._param_draw(part, self.rank)))
         message = packed(sent)
         told = torch.empty(out.shape[0], message.numel(), dtype=torch.uint8, device=own.device)
-        with self._everyone.waiting():
+        with self._connections.everyone.waiting():
             dist.all_gather(list(told), message, group=self._group)
         for rank, (row, received) in enumerate(zip(out, told, strict=True)):
             start = at = 0

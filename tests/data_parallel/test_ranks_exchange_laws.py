@@ -246,7 +246,7 @@ def left_over(exchange: Any, name: str, meta: TensorMeta, codec: Compressor | No
     found = [v for k, v in tensors.items() if k in (f"phase/{name}/residual", f"phase/{name}/sum")]
     if found:
         assert codec is not None
-        peers = exchange._peers
+        peers = exchange._connections.between
         sizes = [piece.numel for piece in _pieces(codec, meta, peers.size)]
         start = sum(sizes[: peers.rank])
         phase[start : start + sizes[peers.rank]] = found[0].double() / lr
