@@ -38,10 +38,9 @@ from mpcomp.engines.depth import Depth
 from mpcomp.engines.plan import Planner
 from mpcomp.engines.runner import Autocast, StageRunner
 from mpcomp.engines.schedules import InFlight1F1B, Schedule
-from mpcomp.engines.torch_stage import Crossing, CutStage, run_schedule
-from mpcomp.link import Link
+from mpcomp.engines.torch_stage import CutStage, run_schedule
+from mpcomp.engines.wiring import Wiring
 from mpcomp.loss import StepLoss
-from mpcomp.network.channels import Channel, LocalChannel, WireChannel
 from mpcomp.network.faults import Faults
 from mpcomp.network.probe import measure_link
 from mpcomp.network.world import World
@@ -97,7 +96,6 @@ class DistributedEngine(Engine):
         self.num_in_pipeline = world.ranks_per_pipeline
         self._places = [schedule.place_of(i, world.ranks_per_pipeline) for i in range(len(cut))]
         self.computes_loss = self._places[-1] == world.place
-        self._channels: list[Channel] = []
         self._faults = Faults(
             world.store,
             world.rank,
@@ -107,8 +105,10 @@ class DistributedEngine(Engine):
             name_of=self._name_of,
             close=self._close,
         )
-        crossings = [self._crossing(boundary) for boundary in boundaries]
-        self._crossings = crossings
+        self._wiring = Wiring(
+            boundaries, world, self._places, lambda: self._faults.where.partition(",")[0]
+        )
+        crossings = self._wiring.crossings
         self._planner = Planner(plain or cut, self.device)
         self._averages: list[GradientAverage] = []
         self._compresses = dp_comp is not None or sharding is not None
@@ -157,14 +157,9 @@ class DistributedEngine(Engine):
         # No rank goes on, and perhaps ends, while another is still connecting to it.
         self.agree([0.0])
 
-    def _crossing(self, boundary: Boundary) -> Crossing | None:
-        """Both channels of a cut; all ranks call this for all cuts, as groups are made by all."""
-        channels = self._channels_of(boundary.links)
-        return None if channels is None else Crossing(boundary, *channels)
-
     def _attach(self, tie: Tie, cut: Sequence[staging.Stage]) -> bool:
         """Connects both copies; whether one of them is here. All ranks call this for all ties."""
-        channels = self._channels_of(tie.links)
+        channels = self._wiring.channels_of(tie.links)
         here = [stage for stage in self._stages if stage.stage_index in tie.stages]
         for stage in here:
             stage.reduces_last = True
@@ -173,33 +168,6 @@ class DistributedEngine(Engine):
             channels if len(here) == 1 else None,
         )
         return bool(here)
-
-    def _channels_of(self, links: tuple[Link, Link]) -> tuple[Channel, Channel] | None:
-        """Channels of two links between the same stages, if one of these is here."""
-        first, second = (self._channel(link) for link in links)
-        if first is None or second is None:
-            return None
-        self._channels += [first, second]
-        return first, second
-
-    def _channel(self, link: Link) -> Channel | None:
-        ends = sorted(self._places[stage] for stage in (link.sender_stage, link.receiver_stage))
-        link.defers_nonfinite = True
-        if ends[0] == ends[1]:
-            link.on_wire = False
-            return LocalChannel(self.device)
-        group = self.world.pair(*ends)
-        if group is None:
-            return None
-        return WireChannel(
-            group,
-            self.world.rank_at(ends[1] if ends[0] == self.world.place else ends[0]),
-            name=link.name,
-            device=self.device,
-            timeout_s=self.world.wait_s,
-            waits=self.world.waits,
-            at=lambda: self._faults.where.partition(",")[0],
-        )
 
     def _average_over_replicas(self, stage: staging.Stage) -> Callable[[], None]:
         if self.num_replicas == 1 or self._compresses:
@@ -281,7 +249,7 @@ class DistributedEngine(Engine):
         if self._compressed_average is not None:
             self._compressed_average.check_begin(step)
         self._loss = loss
-        waited = self._waited_in_all()
+        waited = self._wiring.waited_s
         with self._depth.choosing() if self._depth else nullcontext(), self.together():
             with apart(self._ties, step):
                 parts = self._begin(microbatches, step, trained)
@@ -295,7 +263,7 @@ class DistributedEngine(Engine):
                 self._faults.where = f"step {step.index}, exchanging gradients with other replicas"
                 self._compressed_average(step)
         self._loss = None
-        self.waited_s += self._waited_in_all() - waited
+        self.waited_s += self._wiring.waited_s - waited
         if self._compressed_average is not None:
             self._compressed_average.check_finite(step)
 
@@ -402,7 +370,7 @@ class DistributedEngine(Engine):
         own: list[tuple[float, float] | None] = []
         with self.together():
             self._faults.where = "measuring links"
-            for i, crossing in enumerate(self._crossings):
+            for i, crossing in enumerate(self._wiring.crossings):
                 if crossing is None or not crossing.act.on_wire:
                     own.append(None)
                     continue
@@ -413,9 +381,6 @@ class DistributedEngine(Engine):
             known = [(rate, delay) for rate, delay in filter(None, found)]
             slowest.append(min(known) if known else None)
         return slowest
-
-    def _waited_in_all(self) -> float:
-        return sum(channel.waited_s for channel in self._channels)
 
     def align_replicas(self) -> None:
         if self.num_replicas == 1:
@@ -464,9 +429,7 @@ class DistributedEngine(Engine):
         A socket closes when nothing refers to its group any more, not even a pending receive in
         the frame of a traceback.
         """
-        for channel in self._channels:
-            if isinstance(channel, WireChannel):
-                channel.close()
+        self._wiring.close()
         for stage in self._stages:
             stage.close()
         self._averages.clear()

@@ -1,0 +1,82 @@
+"""The channels of a pipeline that this rank has an end of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from mpcomp.boundary import Boundary
+from mpcomp.engines.torch_stage import Crossing
+from mpcomp.link import Link
+from mpcomp.network.channels import Channel, LocalChannel, WireChannel
+from mpcomp.network.world import World
+
+__all__ = ["Wiring"]
+
+
+class Wiring:
+    """Makes channels. All ranks ask for all of them, in the same order, as groups are made by all.
+
+    Args:
+        world: the connected ranks.
+        places: of each stage the rank of a pipeline that has it.
+        where: what this rank is at, for messages.
+
+    Attributes:
+        crossings: of each cut both channels; None where this rank has neither side of it.
+    """
+
+    def __init__(
+        self,
+        boundaries: Sequence[Boundary],
+        world: World,
+        places: Sequence[int],
+        where: Callable[[], str],
+    ) -> None:
+        self._world = world
+        self._places = places
+        self._where = where
+        self._channels: list[Channel] = []
+        self.crossings = [self._crossing(boundary) for boundary in boundaries]
+
+    def _crossing(self, boundary: Boundary) -> Crossing | None:
+        channels = self.channels_of(boundary.links)
+        return None if channels is None else Crossing(boundary, *channels)
+
+    def channels_of(self, links: tuple[Link, Link]) -> tuple[Channel, Channel] | None:
+        """Channels of two links between the same stages, if one of these is here."""
+        first, second = (self._channel(link) for link in links)
+        if first is None or second is None:
+            return None
+        self._channels += [first, second]
+        return first, second
+
+    def _channel(self, link: Link) -> Channel | None:
+        world = self._world
+        ends = sorted(self._places[stage] for stage in (link.sender_stage, link.receiver_stage))
+        link.defers_nonfinite = True
+        if ends[0] == ends[1]:
+            link.on_wire = False
+            return LocalChannel(world.device)
+        group = world.pair(*ends)
+        if group is None:
+            return None
+        return WireChannel(
+            group,
+            world.rank_at(ends[1] if ends[0] == world.place else ends[0]),
+            name=link.name,
+            device=world.device,
+            timeout_s=world.wait_s,
+            waits=world.waits,
+            at=self._where,
+        )
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that this rank has waited for messages."""
+        return sum(channel.waited_s for channel in self._channels)
+
+    def close(self) -> None:
+        """Closes what crosses the network."""
+        for channel in self._channels:
+            if isinstance(channel, WireChannel):
+                channel.close()
