@@ -117,7 +117,7 @@ class RunConfig:
 
     def _check_replicas(self) -> None:
         """Raises ValueError for compression between replicas that cannot be."""
-        method = replica_method_of(self.dp_comp)
+        replica_method_of(self.dp_comp)  # fails here, before any work
         self.network()
         if self.dp_comp != "none" and self.replicas == 1:
             raise ValueError(
@@ -134,7 +134,7 @@ class RunConfig:
                 f"param_comp is {self.param_comp}, shard is not set; replicas that have all "
                 "parameters send none, so pass --shard as well"
             )
-        if getattr(method, "momentum", 0.0) and (self.optimizer != "sgd" or self.momentum):
+        if self.replica_momentum and (self.optimizer != "sgd" or self.momentum):
             raise ValueError(
                 f"dp_comp is {self.dp_comp}, optimizer is {self.optimizer}, momentum is "
                 f"{self.momentum}; this method has the momentum itself, on each replica, so pass "
@@ -199,6 +199,20 @@ class RunConfig:
         if self.base_batch is None:
             return self.lr
         return self.lr * self.step_batch / self.base_batch
+
+    @property
+    def replica_momentum(self) -> float:
+        """That of a method that has the momentum on each replica; 0 of others."""
+        return float(getattr(replica_method_of(self.dp_comp), "momentum", 0.0))
+
+    @property
+    def optimizer_decay(self) -> float:
+        """The optimizer's weight decay, for the effect that `weight_decay` has under momentum.
+
+        Momentum SGD has the decay in its velocity, which makes 1 / (1 - momentum) of it in the long
+        run. Where replicas have the momentum the optimizer has none, and gets that much more.
+        """
+        return self.weight_decay / (1 - self.replica_momentum)
 
     @property
     def label(self) -> str:

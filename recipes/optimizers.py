@@ -37,8 +37,8 @@ def make_optimizer(
     rate: dict[str, Any] = {"lr": config.peak_lr}
     momentum: dict[str, Any] = {"momentum": config.momentum, "nesterov": config.nesterov}
     if config.optimizer == "sgd" and decay_all:
-        return torch.optim.SGD(trained, **rate, **momentum, weight_decay=config.weight_decay)
-    groups = _groups(trained, config.weight_decay)
+        return torch.optim.SGD(trained, **rate, **momentum, weight_decay=config.optimizer_decay)
+    groups = _groups(trained, config.optimizer_decay)
     if config.optimizer == "sgd":
         return torch.optim.SGD(groups, **rate, **momentum, weight_decay=0.0)
     if config.optimizer == "adamw":

@@ -94,10 +94,11 @@ class DGC(_Momentum):
 
     Each replica clips its gradient, accumulates its momentum, sends the largest elements of the sum
     and clears them there and in the momentum (`MomentumCorrection`). **The optimizer must have no
-    momentum**: torch.optim.SGD(..., momentum=0). Its weight decay then acts without momentum, as in
-    the authors' code. Parameters of one dimension go as they are and get the same momentum here.
-    With keep=1 this is SGD without momentum, since all of the velocity is cleared. The theory does
-    not cover Adam-type optimizers. Lin et al., ICLR 2018.
+    momentum**: torch.optim.SGD(..., momentum=0). Its weight decay then acts without momentum: for
+    the effect that decay has in momentum SGD give it 1 / (1 - m) times as much (the authors' code
+    has a velocity for the decay alone). Parameters of one dimension go as they are and get the same
+    momentum here. With keep=1 this is SGD without momentum, since all of the velocity is cleared.
+    The theory does not cover Adam-type optimizers. Lin et al., ICLR 2018.
 
     Args:
         keep: fraction of the elements to send after warm-up, in (0, 1].

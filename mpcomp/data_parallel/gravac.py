@@ -69,7 +69,8 @@ class GraVAC(ReplicaMethod):
             the last gradient is there. Otherwise by the averages up to the step before, so that
             sending overlaps with the backward pass; the first step then is dense.
         momentum: of each replica's own gradient, in [0, 1), as DGC has it (`MomentumCorrection`);
-            the optimizer then must have none. 0 is error feedback, as in the paper.
+            the optimizer then must have none, and its weight decay wants to be 1 / (1 - momentum)
+            times as large (see `DGC`). 0 is error feedback, as in the paper.
         masking: clear the momentum of what was sent, as DGC does. Where much is sent this takes
             most of the momentum away, and a dense step all of it; without, what is sent adds up to
             momentum SGD.

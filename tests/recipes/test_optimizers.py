@@ -247,6 +247,28 @@ def test_text_by_milestones(tmp_path):
     assert rates == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("dp_comp", ["dgc:0.01", "gravac:momentum=0.9+topk:0.1", "ef+topk:0.01"])
+def test_weight_decay_beside_momentum_on_replicas(dp_comp):
+    """Weights that get no gradient shrink as in momentum SGD, whoever has the momentum."""
+    own = dp_comp.startswith("ef")
+    config = ImageConfig(
+        **{"optimizer": "sgd", "lr": 0.01, "weight_decay": 0.01, "replicas": 2},
+        **{"dp_comp": dp_comp, "momentum": 0.9 if own else 0.0},
+    )
+    ended = []
+    for weight_decay in (None, 0.01):
+        w = torch.nn.Parameter(torch.ones(2, 3))
+        optimizer = make_optimizer(config, [w])
+        if weight_decay is not None:
+            optimizer = torch.optim.SGD([w], lr=0.01, momentum=0.9, weight_decay=weight_decay)
+        for _ in range(1000):
+            w.grad = torch.zeros_like(w)
+            optimizer.step()
+        ended.append(1 - float(w.detach()[0, 0]))
+    assert ended[0] == pytest.approx(ended[1], rel=0.02)
+    assert ended[1] > 0.5
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
