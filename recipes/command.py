@@ -18,7 +18,7 @@ from typing import Any, Final, Generic, NoReturn, TypeVar
 
 from mpcomp.data_parallel.network import PATHS
 from recipes import plots
-from recipes.config import LISTS, OPTIMIZERS, PRECISIONS, AnyConfig
+from recipes.config import LISTS, OPTIMIZERS, PRECISIONS, SMALL, AnyConfig
 from recipes.ranks import Ranks, joined
 from recipes.run_folder import RunFolder, write_json
 from recipes.summary import Summary, table
@@ -86,6 +86,7 @@ class Parser(argparse.ArgumentParser):
         several("--replicas", type=int, help="copies of the pipeline, each with part of a batch")
         several("--dp-comp", metavar="SPEC", help="what compresses gradients between replicas")
         several("--dp-path", choices=PATHS, help="of these gradients (default: the cheapest)")
+        several("--dp-small", choices=SMALL, help="round those too small to compress to 16 bits")
         several("--per-machine", type=int, metavar="N", help="replicas on a machine: two levels")
         several("--shard", action="store_true",
             help="replicas share parameters and the optimizer's state (ZeRO)")  # fmt: skip

@@ -15,6 +15,8 @@ from mpcomp.engines.schedules import schedule_named
 PRECISIONS: Final = ("fp32", "bf16", "fp16", "auto")
 OPTIMIZERS: Final = ("sgd", "adamw", "lars", "lamb")
 WITH_MOMENTUM: Final = ("sgd", "lars")
+#: What gradients too small to be compressed can be rounded to.
+SMALL: Final = ("none", "bf16", "fp16")
 #: Options with several values.
 LISTS: Final = ("act", "grad", "lr_milestones")
 
@@ -76,6 +78,7 @@ class RunConfig:
     replicas: int = 1  # copies of the pipeline, each with its part of every batch
     dp_comp: str = "none"  # what compresses their gradients
     dp_path: str = "auto"  # of gradients: one of PATHS
+    dp_small: str = "none"  # of gradients too small to compress: one of SMALL
     per_machine: int = 1  # replicas on a machine, which average their gradients first
     shard: bool = False  # replicas share parameters and the optimizer's state (ZeRO, FSDP2)
     param_comp: str = "none"  # what compresses the parameters that they gather then
@@ -124,6 +127,11 @@ class RunConfig:
                 f"dp_comp is {self.dp_comp}, replicas is 1; there is nobody to exchange gradients "
                 "with, so pass --replicas 2 or more, with as many processes"
             )
+        if self.dp_small != "none" and self.dp_comp == "none":
+            raise ValueError(
+                f"dp_small is {self.dp_small}, dp_comp is none; nothing is compressed, so pass "
+                f"--dp-comp {self.dp_small} to round all gradients"
+            )
         if self.shard and self.replicas == 1:
             raise ValueError(
                 "shard is set, replicas is 1; there is nobody to share parameters with, so pass "
@@ -143,7 +151,9 @@ class RunConfig:
 
     def network(self) -> mpcomp.ReplicaNetwork:
         """How replicas are connected."""
-        return mpcomp.ReplicaNetwork(path=self.dp_path, per_machine=self.per_machine)
+        check_choice("dp_small", self.dp_small, SMALL)
+        small = None if self.dp_small == "none" else mpcomp.Cast(self.dp_small)
+        return mpcomp.ReplicaNetwork(path=self.dp_path, per_machine=self.per_machine, small=small)
 
     def _check_batch(self) -> None:
         """Raises ValueError if a batch cannot be shared by the replicas and their microbatches."""
@@ -229,7 +239,8 @@ class RunConfig:
     def uncompressed(self: AnyConfig) -> AnyConfig:
         """The same training without compression, to compare with."""
         nothing: dict[str, Any] = {"act": ("none",), "grad": ("none",), "dp_comp": "none"}
-        nothing |= {"param_comp": "none", "warmup_steps": 0, "warmup_epochs": 0}
+        nothing |= {"dp_small": "none", "param_comp": "none"}
+        nothing |= {"warmup_steps": 0, "warmup_epochs": 0}
         return dataclasses.replace(self, **nothing)
 
     def to_json(self) -> dict[str, Any]:

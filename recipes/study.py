@@ -39,7 +39,7 @@ FREE_OPTIONS: Final = (
     *("replicas", "schedule", "in_flight", "timeout"),
     *("optimizer", "nesterov", "base_batch", "lr_warmup_epochs", "lr_milestones", "lr_factor"),
     *("depth", "widen"),
-    *("dp_comp", "dp_path", "per_machine", "shard", "param_comp"),
+    *("dp_comp", "dp_path", "dp_small", "per_machine", "shard", "param_comp"),
 )
 
 

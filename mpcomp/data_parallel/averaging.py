@@ -126,9 +126,17 @@ class Averaging:
 
     def item(self, name: str, gradient: Tensor) -> Item:
         """A gradient of this step; it is counted among what there is to send."""
-        may = self._compress and name in self._run.compressible
+        run, small = self._run, self._run.network.small
+        may = self._compress and name in run.compressible
+        narrowed = small is not None and self._compress and not may
         self.context.tally.dense_bytes += gradient.nbytes
-        return Item(name, gradient, self._run.remembered.memories[name], may)
+        return Item(
+            name,
+            gradient,
+            run.remembered.memories[name],
+            may,
+            small.wire_dtype if small is not None and narrowed else None,
+        )
 
     def load(self, items: Iterable[Item], factor: float = 1.0) -> None:
         """Reads gradients, times ``factor``, and shows them to the controller."""

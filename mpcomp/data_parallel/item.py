@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -75,12 +76,14 @@ class Item:
         gradient: replaced by the result at the end.
         memory: what this replica remembers of the parameter.
         compressible: whether it may go compressed.
+        narrowed: type that it is rounded to where it goes uncompressed; None for its own.
     """
 
     name: str
     gradient: Tensor
     memory: Memory
     compressible: bool
+    narrowed: torch.dtype | None = None
     #: What is to be sent, fp32 [n] in memory order.
     wanted: Tensor = field(init=False)
 
@@ -90,6 +93,13 @@ class Item:
     @property
     def numel(self) -> int:
         return self.meta.numel
+
+    @property
+    def uncompressed_meta(self) -> TensorMeta:
+        """The tensor as it travels where it goes uncompressed."""
+        if self.narrowed is None or self.narrowed.itemsize >= self.meta.dtype.itemsize:
+            return self.meta
+        return dataclasses.replace(self.meta, dtype=self.narrowed)
 
     def load(self, unit: float, factor: float = 1.0) -> Tensor:
         """Reads the gradient, times ``factor``; sets what is to be sent. Gives the gradient [n]."""

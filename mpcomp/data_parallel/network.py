@@ -27,7 +27,7 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-from mpcomp.compressors import Compressor
+from mpcomp.compressors import Cast, Compressor
 
 __all__ = ["PATHS", "ReplicaNetwork"]
 
@@ -50,11 +50,14 @@ class ReplicaNetwork:
             compressed exchange between machines.
         inside: compressor inside a machine; None averages as it is.
         smallest: number of elements from which on a parameter is compressed, if it has two
-            dimensions or more; all others go as they are, together.
+            dimensions or more; all others go together, uncompressed.
+        small: 16-bit type that those others are rounded to on their way, ``Cast("bf16")`` or
+            ``Cast("fp16")`` (which clips beyond 65504, a loss scale included); None for their own.
+            Where much is compressed they are much of what is left to send.
 
     Raises:
         ValueError: a setting outside those.
-        TypeError: ``inside`` is no compressor.
+        TypeError: ``inside`` is no compressor, or ``small`` no such type.
     """
 
     path: str = "auto"
@@ -63,6 +66,7 @@ class ReplicaNetwork:
     per_machine: int = 1
     inside: Compressor | None = None
     smallest: int = 1024
+    small: Cast | None = None
 
     def __post_init__(self) -> None:
         if self.path not in PATHS:
@@ -77,6 +81,9 @@ class ReplicaNetwork:
             raise ValueError(f"per_machine={self.per_machine}: expected 1 replica or more")
         if self.smallest < 1:
             raise ValueError(f"smallest={self.smallest}: expected 1 element or more")
+        two_bytes = isinstance(self.small, Cast) and self.small.wire_dtype.itemsize == 2
+        if self.small is not None and not two_bytes:
+            raise TypeError(f"small={self.small!r}: expected Cast('bf16') or Cast('fp16')")
         if self.inside is not None and not isinstance(self.inside, Compressor):
             raise TypeError(f"inside={self.inside!r}: expected a compressor such as Cast('bf16')")
         if self.inside is not None and self.per_machine == 1:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch import Tensor
 
 from mpcomp.compressors import Compressor
 from mpcomp.data_parallel.base import Encoded, encode_with
@@ -40,19 +41,18 @@ Path = Iterator[Works]
 
 
 def dense_sum(items: Sequence[Item], context: Context) -> Path:
-    """The mean of what is wanted, as it is, in the gradients' own dtype."""
+    """The mean of what is wanted, uncompressed, in the gradients' own dtype or a narrower one."""
     peers, unit = context.peers, context.unit
     works, sums = [], []
-    for dtype in _in_order(item.meta.dtype for item in items):
-        alike = [item for item in items if item.meta.dtype == dtype]
+    for dtype in _in_order(item.uncompressed_meta.dtype for item in items):
+        alike = [item for item in items if item.uncompressed_meta.dtype == dtype]
         parts = []
         for item in alike:
             part = narrow(item.wanted, dtype)
             if item.memory.keeps:
                 item.keep(item.wanted - part.to(torch.float32), None, context)
             parts.append(part)
-        # Divided before they are added, as in DDP, so that half precision does not overflow.
-        flat = torch.cat(parts).div_(peers.size)
+        flat = _share(torch.cat(parts), peers.size)
         context.tally.wire_bytes += flat.nbytes
         context.tally.floats += flat.nbytes / 4
         sums.append((alike, flat))
@@ -72,7 +72,7 @@ def payload_sum(items: Sequence[Item], context: Context) -> Path:
     works, sums = [], {}
     for dtype in _in_order(part.dtype for part in parts):
         flat = torch.cat([part.reshape(-1) for part in parts if part.dtype == dtype])
-        sums[dtype] = flat.div_(peers.size)
+        sums[dtype] = _share(flat, peers.size)
         works.append(peers.sum(sums[dtype]))
     yield works
     ends = dict.fromkeys(sums, 0)
@@ -91,6 +91,19 @@ def payload_sum(items: Sequence[Item], context: Context) -> Path:
             positions=encoded.positions,
         )
         item.finish(mean, unit)
+
+
+def _share(x: Tensor, num_replicas: int) -> Tensor:
+    """One replica's part of a mean, in place of ``x``.
+
+    It is divided before it is added, as in DDP, so that half precision does not overflow; nor does
+    it where all parts are as large as they can be, and rounded up.
+    """
+    x.div_(num_replicas)
+    if x.dtype == torch.float16:
+        limit = torch.finfo(x.dtype).max / num_replicas * (1 - num_replicas / 2048)
+        x.clamp_(-limit, limit)
+    return x
 
 
 def gather(items: Sequence[Item], context: Context) -> Path:

@@ -149,9 +149,13 @@ class ShardedExchange(Exchange):
             messages = [packed([said, *map(self._encode, row)]) for row in items]
             own = items[self.rank]
             codecs = [self._codec(item) for item in own]
-            layouts = [
-                codec.layout(shape_for(codec, item.meta))
+            metas = [
+                item.uncompressed_meta if isinstance(codec, Identity) else item.meta
                 for codec, item in zip(codecs, own, strict=True)
+            ]
+            layouts = [
+                codec.layout(shape_for(codec, meta))
+                for codec, meta in zip(codecs, metas, strict=True)
             ]
             length = message_length(sum(layouts, (_STATUS,)))
             told, work = peers.scatter(messages, length)
@@ -162,9 +166,9 @@ class ShardedExchange(Exchange):
             first = packed_length((_STATUS,))
             for message in told:
                 start = first
-                for item, codec, total in zip(own, codecs, means, strict=True):
+                for item, meta, codec, total in zip(own, metas, codecs, means, strict=True):
                     start = add_message(
-                        total, item.name, 0, item.meta, codec, message, start, step.context
+                        total, item.name, 0, meta, codec, message, start, step.context
                     )
             for item, total in zip(own, means, strict=True):
                 item.finish(total, step.context.unit)  # overwrites this rank's row of blocks
@@ -200,7 +204,7 @@ class ShardedExchange(Exchange):
             step.count_route("scatter")
             return encode_item(item, step.context)
         step.count_route("dense")
-        sent = narrow(item.wanted, item.meta.dtype)
+        sent = narrow(item.wanted, item.uncompressed_meta.dtype)
         if item.memory.keeps:
             item.keep(item.wanted - sent.to(torch.float32), None, step.context)
         encoded = Encoded(Identity(), (sent.reshape(1, -1),))

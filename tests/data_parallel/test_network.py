@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from mpcomp import Cast, ReplicaNetwork
+from mpcomp import Cast, ReplicaNetwork, TopK
 
 NETWORK = ReplicaNetwork(latency_ms=1.0, bandwidth_mbps=8.0)  # 1 MB takes a second
 
@@ -101,3 +101,9 @@ def test_bad_settings(settings, message):
 def test_inside_is_a_compressor():
     with pytest.raises(TypeError, match="inside='bf16': expected a compressor"):
         ReplicaNetwork(per_machine=2, inside="bf16")
+
+
+@pytest.mark.parametrize("small", ["bf16", Cast("fp8_e4m3"), Cast("fp32"), TopK(0.1)])
+def test_small_ones_take_a_type_that_can_be_added(small):
+    with pytest.raises(TypeError, match=r"expected Cast\('bf16'\) or Cast\('fp16'\)"):
+        ReplicaNetwork(small=small)

@@ -9,8 +9,10 @@ import torch.distributed as dist
 from chunks import Chunks
 from ranks import preload
 from replica_runs import digest
-from sharded_runs import HALF, Net, Run, Training, kept_of
+from sharded_runs import HALF, NETWORK, Net, Run, Training, kept_of
 from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from mpcomp import Cast, ReplicaNetwork
 
 preload("replica_runs", "sharded_runs", "torch.distributed.fsdp")
 
@@ -282,3 +284,28 @@ def test_nothing_is_lost(ranks, num_ranks):
         for spec, (error, kept, ratio) in zip(MASS, of_rank, strict=True):
             assert error < 1e-5, spec
             assert kept > 1e-3 and ratio < 0.9, spec
+
+
+def with_small_ones(small: Cast | None) -> Any:
+    """The mean of one gradient, as each rank has its piece, and the bytes of its messages."""
+    network = ReplicaNetwork(smallest=NETWORK.smallest, small=small)
+    training = Training(Run("topk:0.2", options=(("network", network),)))
+    training.backward(0)
+    whole = {name: p.grad.full_tensor() for name, p in training.model.named_parameters()}
+    return whole, training.handle.report()["wire_bytes"]
+
+
+def test_small_ones_in_16_bits(ranks):
+    rounded, plain = (ranks(with_small_ones, 2, to) for to in (Cast("bf16"), None))
+    (whole, wire_bytes), (expected, all_bytes) = rounded[0], plain[0]
+    small = {name for name, gradient in whole.items() if gradient.dim() < 2}
+    assert len(small) > 3
+    for name, gradient in whole.items():
+        assert torch.equal(gradient, rounded[1][0][name])
+        if name in small:
+            assert not torch.equal(gradient, expected[name])
+            torch.testing.assert_close(gradient, expected[name], rtol=0.01, atol=1e-3)
+        else:
+            assert torch.equal(gradient, expected[name])
+    elements = sum(whole[name].numel() for name in small)
+    assert all_bytes + plain[1][1] - wire_bytes - rounded[1][1] == 2 * 2 * elements

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import preload
-from replica_runs import exchange_of, exchanged, gradients
+from replica_runs import SMALLEST, exchange_of, exchanged, gradients, parameters
 
-from mpcomp import ReplicaNetwork, parse
+from mpcomp import Cast, ReplicaNetwork, parse
 from mpcomp.tensor_meta import TensorMeta
 
 preload("replica_runs")
@@ -81,3 +81,61 @@ def test_density_grows_with_replicas_on_one_phase_alone(ranks):
             one, two, shared = (density for _, _, density in of_rank)
             assert one == pytest.approx(1 - 0.95**n, rel=0.05)
             assert two == pytest.approx(0.05, rel=0.02) == shared
+
+
+SMALL = ("bias", "small")
+STEPS = 4
+
+
+def with_small_ones(method: str, small: Cast | None) -> Any:
+    """The results of some steps, the fourth uncompressed, and bytes by step."""
+    like = parameters()
+    exchange = exchange_of(method, like, ReplicaNetwork(smallest=SMALLEST, small=small))
+    results = []
+    for step in range(STEPS):
+        given = gradients(like, dist.get_rank(), step)
+        given["small"][0, 0] = 1e6  # more than fp16 holds
+        results.append(exchanged(exchange, given, compress=step < STEPS - 1))
+    narrow = {"bias": torch.zeros(80, dtype=torch.bfloat16)}
+    other = exchange_of(method, narrow, ReplicaNetwork(smallest=SMALLEST, small=small))
+    exchanged(other, gradients(narrow, dist.get_rank(), 0))
+    steps = [entry["wire_bytes"] for entry in exchange.history]
+    return results, steps, other.history[-1]["wire_bytes"]
+
+
+@pytest.mark.parametrize("method", ["ef+topk:0.1", "dgc:0.1", "powersgd:1"])
+@pytest.mark.parametrize("small", [Cast("bf16"), Cast("fp16")])
+def test_small_ones_in_16_bits(ranks, method, small):
+    rounded, plain = (ranks(with_small_ones, 3, method, to) for to in (small, None))
+    for results, steps, already in rounded:
+        expected, all_steps, _ = plain[0]
+        *compressed, uncompressed = [a - b for a, b in zip(all_steps, steps, strict=True)]
+        assert set(compressed) == {2 * (80 + 15)} and uncompressed == 0
+        assert already == 2 * 80  # nothing is made of what is so narrow
+        for step, (own, wide) in enumerate(zip(results, expected, strict=True)):
+            for name, result in own.items():
+                assert torch.equal(result, rounded[0][0][step][name]), "alike on all replicas"
+                if name not in SMALL:
+                    assert torch.equal(result, wide[name])
+            if method == "dgc:0.1":
+                continue  # its momentum keeps what was rounded before
+            if step == STEPS - 1:
+                assert all(torch.equal(own[name], wide[name]) for name in SMALL)
+            else:
+                assert not torch.equal(own["bias"], wide["bias"])
+                torch.testing.assert_close(own["bias"], wide["bias"], rtol=0.03, atol=1.0)
+                largest = 65504 if small.dtype == "fp16" else 1e6
+                assert float(own["small"][0, 0]) == pytest.approx(largest, rel=0.01)
+
+
+def largest(spec: str, dtype: torch.dtype) -> float:
+    like = {"only": torch.zeros(SHAPE, dtype=dtype)}
+    exchange = exchange_of(spec, like, ReplicaNetwork())
+    given = {"only": torch.full(SHAPE, 65504.0, dtype=dtype)}
+    return float(exchanged(exchange, given)["only"].max())
+
+
+@pytest.mark.parametrize(("spec", "dtype"), [("fp16", torch.float32), ("none", torch.float16)])
+def test_sums_in_fp16_do_not_overflow_by_rounding(ranks, spec, dtype):
+    """A third of the largest number rounds up."""
+    assert ranks(largest, 3, spec, dtype) == [pytest.approx(65504, rel=0.01)] * 3

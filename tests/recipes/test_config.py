@@ -26,6 +26,8 @@ from recipes.image_config import ImageConfig
         ({"replicas": 0}, "replicas is 0; pass at least 1"),
         ({"replicas": 3}, "batch_size is 128, replicas is 3; .* pass a multiple of 3"),
         ({"replicas": 4, "chunks": 33}, "batch_size is 128, 32 for each of 4 replicas"),
+        ({"dp_small": "fp8"}, "dp_small is 'fp8'; pass one of none, bf16, fp16"),
+        ({"replicas": 2, "dp_small": "bf16"}, "dp_comp is none; nothing .* --dp-comp bf16"),
         ({"schedule": "GPie"}, "schedule='GPie'.*GPipe"),
         ({"in_flight": 0}, "in_flight is 0; pass at least 1"),
         ({"in_flight": "all"}, "in_flight is 'all'; pass a number of microbatches, or auto"),
