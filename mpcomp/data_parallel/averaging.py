@@ -126,16 +126,16 @@ class Averaging:
 
     def item(self, name: str, gradient: Tensor) -> Item:
         """A gradient of this step; it is counted among what there is to send."""
-        run, small = self._run, self._run.network.small
+        run = self._run
         may = self._compress and name in run.compressible
-        narrowed = small is not None and self._compress and not may
+        small = run.network.small if self._compress and not may else None
         self.context.tally.dense_bytes += gradient.nbytes
         return Item(
             name,
             gradient,
             run.remembered.memories[name],
             may,
-            small.wire_dtype if small is not None and narrowed else None,
+            None if small is None else small.wire_dtype,
         )
 
     def load(self, items: Iterable[Item], factor: float = 1.0) -> None:
