@@ -23,7 +23,9 @@ from replica_runs import (
 from torch import Tensor
 
 from mpcomp import EF21, Compressor, ErrorFeedback, ReplicaNetwork, parse
+from mpcomp.data_parallel.exchange import Exchange
 from mpcomp.data_parallel.item import matrix_of
+from mpcomp.data_parallel.methods import replica_method_of
 from mpcomp.data_parallel.paths import _pieces
 from mpcomp.tensor_meta import TensorMeta
 
@@ -369,3 +371,43 @@ def test_estimates_agree_and_converge_to_a_fixed_gradient(ranks):
             assert max(errors) < 1e-6 and said == cases[0][3], (spec, network, errors)
             assert far > 0.05 and near < 0.03 * far, (spec, network, far, near)
             assert ratio < 0.9
+
+
+# -- many replicas are one ------------------------------------------------------------------------
+
+#: All replicas choose alike, and what is kept is linear in the gradients. (So it is in PowerSGD,
+#: whose factors however turn with the last bit of a sum: after 40 steps they are others.)
+LINEAR = [
+    "ef+randomblock:0.1",
+    "ef+randomk:0.1",
+    "conef:0.4+randomblock:0.1",
+    "conef:0.2:hash=murmur+randomk:0.1",
+    "conef:1:beta=0.9+randomblock:0.1",
+    "ef:lr_scaled=true+randomk:0.1",
+]
+
+
+def beside_one(specs: list[str]) -> list[float]:
+    """By how much the result is another one than that of a replica alone, given the mean."""
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    found = []
+    for spec in specs:
+        like = parameters(vectors=False)
+        together = exchange_of(spec, like)
+        one = Exchange(like, replica_method_of(spec), alone, network=NETWORKS["cheapest"])
+        error = 0.0
+        for step in range(40):
+            result = exchanged(together, gradients(like, dist.get_rank(), step))
+            means = mean_gradients(like, dist.get_world_size(), step)
+            # In the parameters' memory order, by which blocks are chosen.
+            given = {name: torch.empty_like(p).copy_(means[name]) for name, p in like.items()}
+            expected = exchanged(one, given)
+            for name, g in result.items():
+                error = max(error, float((g - expected[name]).norm() / expected[name].norm()))
+        found.append(error)
+    return found
+
+
+def test_linear_methods_do_with_many_replicas_what_one_would_with_the_mean(ranks):
+    for errors in ranks(beside_one, 3, LINEAR):
+        assert max(errors) < 2e-6, dict(zip(LINEAR, errors, strict=True))
