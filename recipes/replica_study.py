@@ -82,9 +82,9 @@ ROWS: Final[dict[str, Row]] = {
         _OWN_MOMENTUM,
     ),
     # As much again is saved where small gradients, three fifths of those bytes, go in bf16.
-    "GraVAC from 7, momentum kept": Row(
+    "GraVAC from 8, momentum kept": Row(
         "quality",
-        "gravac:cf=7-1000:eps=0.3:window=20:smoothing=0.2:momentum=0.9:masking=false"
+        "gravac:cf=8-1000:eps=0.3:window=20:smoothing=0.2:momentum=0.9:masking=false"
         "+topk:0.1+quant:4",
         {**_OWN_MOMENTUM, "dp_small": "bf16"},
     ),
