@@ -81,7 +81,7 @@ ROWS: Final[dict[str, Row]] = {
         "+topk:0.1+quant:4",
         _OWN_MOMENTUM,
     ),
-    # As much again is saved where small gradients, three fifths of those bytes, go in bf16.
+    # Three fifths of those bytes are of small gradients; in bf16 they leave room for less factor.
     "GraVAC from 8, momentum kept": Row(
         "quality",
         "gravac:cf=8-1000:eps=0.3:window=20:smoothing=0.2:momentum=0.9:masking=false"

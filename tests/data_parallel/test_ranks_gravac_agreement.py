@@ -120,7 +120,7 @@ def with_ddp(steps: int) -> Any:
 @pytest.mark.timeout(400)  # half a minute where there is nothing else to do
 @pytest.mark.parametrize("function, steps", [(ten_thousand, 10_000), (with_ddp, 800)])
 def test_many_steps_end_with_equal_decisions(ranks, function, steps):
-    """The clocks are those on the wall."""
+    """The clocks are those on the wall, but for DDP, whose fewer steps must see all branches."""
     results = ranks(function, 2, steps, timeout_s=380.0)
     branches, decisions, rest, weights, ratio, length = results[0]
     assert results[1][:4] == (branches, decisions, rest, weights)
