@@ -6,8 +6,10 @@ loss = pipe.forward_backward(x, y)
 """
 
 from mpcomp.adaptive.method import Adaptive
-from mpcomp.api import pipeline
-from mpcomp.boundary import Boundary
+from mpcomp.api.build import pipeline
+from mpcomp.api.grad_norm import clip_grad_norm_
+from mpcomp.api.pipeline import Pipeline
+from mpcomp.comm.failures import PeerError
 from mpcomp.compressors import (
     QSGD,
     Cast,
@@ -28,22 +30,20 @@ from mpcomp.compressors import (
     Sign,
     TopK,
 )
+from mpcomp.core.loss import CausalLMLoss
+from mpcomp.core.spec import parse
+from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.data_parallel.accordion import Accordion
+from mpcomp.data_parallel.compress import CompressedGradients, compress_gradients
 from mpcomp.data_parallel.dgc import DGC, RedSync
 from mpcomp.data_parallel.gravac import GraVAC
-from mpcomp.data_parallel.hook import CompressedGradients, compress_gradients
 from mpcomp.data_parallel.network import ReplicaNetwork
 from mpcomp.data_parallel.onebit import OneBit
 from mpcomp.data_parallel.powersgd import PowerSGD
+from mpcomp.data_parallel.sampler import ReplicaSampler
 from mpcomp.feedback import AQSGD, EF21, ConEF, EFMixed, ErrorFeedback, Feedback
-from mpcomp.link import Link
-from mpcomp.loss import CausalLMLoss
-from mpcomp.network.faults import PeerError
-from mpcomp.optim import clip_grad_norm_
-from mpcomp.parsing import parse
-from mpcomp.pipe import Pipeline
-from mpcomp.replicas import ReplicaSampler
-from mpcomp.tensor_meta import TensorMeta
+from mpcomp.links.boundary import Boundary
+from mpcomp.links.link import Link
 from mpcomp.version import __version__
 
 __all__ = [

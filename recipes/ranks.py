@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 
 import mpcomp
-from mpcomp.network.handshake import exchange
-from mpcomp.network.world import World, join, launched
+from mpcomp.comm.handshake import exchange
+from mpcomp.comm.mesh import World, join, launched
 
 T = TypeVar("T")
 

@@ -42,7 +42,7 @@ from mpcomp import (
     TopK,
 )
 from mpcomp.compressors import Selecting
-from mpcomp.compressors.base import SpecValue
+from mpcomp.core.spec import SpecValue
 
 EXAMPLES: dict[type[SpecValue], list[SpecValue]] = {
     Identity: [Identity()],

@@ -10,7 +10,7 @@ from methods import same_bits
 from torch import Tensor, nn
 
 from mpcomp import Pipeline
-from mpcomp.randomness import stage_randomness
+from mpcomp.core.randomness import stage_randomness
 from stages import resnet18, split
 
 CLASSES = 5

@@ -18,8 +18,8 @@ from mpcomp import (
     TensorMeta,
     TopK,
 )
-from mpcomp.message import HEADER_BYTES
-from mpcomp.visit import Step
+from mpcomp.core.message import HEADER_BYTES
+from mpcomp.core.step import Step
 
 SHAPE = (4, 100)
 

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 
 import mpcomp
 import stages
-from mpcomp.microbatch import rows_of_chunks, scatter
-from mpcomp.randomness import generator_for
+from mpcomp.core.microbatch import rows_of_chunks, scatter
+from mpcomp.core.randomness import generator_for
 
 pytestmark = [
     pytest.mark.gpu,

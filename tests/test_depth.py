@@ -5,7 +5,7 @@ import torch
 from models import mlp, rows
 from torch import nn
 
-from mpcomp.engines.depth import DepthSearch, SavedBytes, deepest_within
+from mpcomp.engines.in_flight import DepthSearch, SavedBytes, deepest_within
 from mpcomp.engines.schedules import warmup_of
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from models import images, rows
 
-from mpcomp.network.handshake import fingerprint
+from mpcomp.comm.handshake import fingerprint
 
 DTYPES = [
     torch.float32,

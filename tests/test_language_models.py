@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 import mpcomp
 from mpcomp import CausalLMLoss
-from mpcomp.randomness import stage_randomness
+from mpcomp.core.randomness import stage_randomness
 from stages import split
 
 #: Padding, rows of the microbatches, whether activations are recomputed.

@@ -10,7 +10,7 @@ from transformers import BatchEncoding
 
 import mpcomp
 from mpcomp import CausalLMLoss
-from mpcomp.loss import StepLoss, num_terms, with_target
+from mpcomp.core.loss import StepLoss, num_terms, with_target
 
 
 def logits(rows=3, positions=7, dtype=torch.float32):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from methods import COMPRESSORS, drawn, same_bits
 
 from mpcomp import TensorMeta
-from mpcomp.message import (
+from mpcomp.core.message import (
     COMPRESSED,
     DENSE,
     HEADER_BYTES,

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from mpcomp.meters import Meter, Traffic
+from mpcomp.core.traffic import Meter, Traffic
 
 
 def test_fidelity_is_over_all_messages():

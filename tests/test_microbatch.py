@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpcomp.microbatch import gather, map_tensors, num_rows, rows_of_chunks, scatter
+from mpcomp.core.microbatch import gather, map_tensors, num_rows, rows_of_chunks, scatter
 
 
 @given(rows=st.integers(1, 200), data=st.data())

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from mpcomp.payoff import Payoff, RankTimes
-from mpcomp.report import _times_of
+from mpcomp.api.cost_model import Payoff, RankTimes
+from mpcomp.api.report import _times_of
 
 # Rank 0 computes for 0.3 s and waits for 0.1, rank 1 computes for 0.15 and waits for 0.25.
 RANKS = [RankTimes(0.40, 0.10, 0.02), RankTimes(0.41, 0.26, 0.04)]

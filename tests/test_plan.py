@@ -20,11 +20,11 @@ from torch import nn
 
 import mpcomp
 from mpcomp import TensorMeta
-from mpcomp.engines.plan import Planner
-from mpcomp.engines.runner import Autocast
-from mpcomp.link import Link
-from mpcomp.microbatch import rows_of_chunks, scatter
-from mpcomp.weights import let_go
+from mpcomp.api.weights import let_go
+from mpcomp.core.microbatch import rows_of_chunks, scatter
+from mpcomp.engines.shape_inference import Planner
+from mpcomp.engines.stage_runner import Autocast
+from mpcomp.links.link import Link
 from stages import split
 
 CPU = torch.device("cpu")

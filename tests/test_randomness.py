@@ -9,7 +9,7 @@ import torch
 from methods import drawn, same_bits
 from torch import nn
 
-from mpcomp.randomness import derive_seed, generator_for, stage_randomness, uniform
+from mpcomp.core.randomness import derive_seed, generator_for, stage_randomness, uniform
 
 CPU = torch.device("cpu")
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from mpcomp.sample_ids import split_sample_ids
+from mpcomp.core.sample_ids import split_sample_ids
 
 IDS = [5, 3, 9, 1, 7]
 

@@ -12,10 +12,10 @@ import torch
 from methods import COMPRESSORS, FEEDBACK, same_bits
 
 from mpcomp import EF21, Identity, Link, Quantize, SameIndices, TensorMeta, TopK
-from mpcomp.boundary import Boundary
-from mpcomp.message import HEADER_BYTES, Header
-from mpcomp.meters import Traffic
-from mpcomp.visit import Step
+from mpcomp.core.message import HEADER_BYTES, Header
+from mpcomp.core.step import Step
+from mpcomp.core.traffic import Traffic
+from mpcomp.links.boundary import Boundary
 
 METHODS = [*COMPRESSORS, *FEEDBACK]
 SHAPE = (4, 120)

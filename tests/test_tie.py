@@ -11,8 +11,8 @@ from torch import nn
 
 import mpcomp
 from mpcomp import EF21, Quantize, TopK
-from mpcomp.tie import apart
-from mpcomp.visit import Step
+from mpcomp.core.step import Step
+from mpcomp.links.tied_weights import apart
 
 DENSE_BYTES = VOCABULARY * 32 * 4
 

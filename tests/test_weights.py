@@ -24,7 +24,7 @@ from torch import nn
 
 import mpcomp
 import stages
-from mpcomp.weights import check_weights, let_go, load_weights
+from mpcomp.api.weights import check_weights, let_go, load_weights
 from stages import split
 
 

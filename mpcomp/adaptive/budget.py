@@ -21,12 +21,12 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from mpcomp.adaptive.gains import gain_of, shrinks
+from mpcomp.adaptive.gain import gain_of, shrinks
+from mpcomp.adaptive.link_policy import LinkState
 from mpcomp.adaptive.method import Adaptive
-from mpcomp.adaptive.states import LinkState
 from mpcomp.compressors.identity import Identity
-from mpcomp.message import message_bytes
-from mpcomp.tensor_meta import TensorMeta
+from mpcomp.core.message import message_bytes
+from mpcomp.core.tensor_meta import TensorMeta
 
 __all__ = ["Budgeted", "Ladder", "bytes_at", "share_out", "spending"]
 

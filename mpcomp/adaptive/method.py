@@ -9,8 +9,9 @@ from typing import Any, ClassVar, Final
 
 from mpcomp.adaptive.clock import Clock, ModelledClock
 from mpcomp.adaptive.search import POLICIES, checked_cfs, ladder
-from mpcomp.compressors.base import Compressor, Selecting, SpecValue, shown
+from mpcomp.compressors.base import Compressor, Selecting
 from mpcomp.compressors.same_indices import SameIndices
+from mpcomp.core.spec import SpecValue, shown
 from mpcomp.feedback.base import Feedback
 from mpcomp.feedback.error_feedback import ErrorFeedback
 from mpcomp.feedback.estimate import EF21

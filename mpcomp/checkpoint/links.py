@@ -12,11 +12,11 @@ from torch import Tensor
 
 import stages as staging
 from mpcomp.checkpoint.files import Part, Saved
-from mpcomp.link import Link
-from mpcomp.meters import Meter
+from mpcomp.core.traffic import Meter
+from mpcomp.links.link import Link
 
 if TYPE_CHECKING:
-    from mpcomp.pipe import Pipeline
+    from mpcomp.api.pipeline import Pipeline
 
 __all__ = [
     "check_links",

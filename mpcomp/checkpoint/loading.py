@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mpcomp.checkpoint.agreement import Together
 from mpcomp.checkpoint.files import Part, Saved
 from mpcomp.checkpoint.generators import set_generators
 from mpcomp.checkpoint.links import (
@@ -21,9 +20,10 @@ from mpcomp.checkpoint.links import (
 )
 from mpcomp.checkpoint.optimizers import restored_optimizer
 from mpcomp.checkpoint.replicas import check_replicas, needs_all_replicas, restored_replicas
+from mpcomp.comm.agreement import Together
 
 if TYPE_CHECKING:
-    from mpcomp.pipe import Pipeline
+    from mpcomp.api.pipeline import Pipeline
 
 __all__ = ["load"]
 

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from mpcomp.checkpoint.files import Part
-from mpcomp.sharding import placed_like, whole
+from mpcomp.core.dtensor import placed_like, whole
 
 if TYPE_CHECKING:
-    from mpcomp.pipe import Pipeline
+    from mpcomp.api.pipeline import Pipeline
 
 __all__ = ["optimizer_entry", "restored_optimizer"]
 

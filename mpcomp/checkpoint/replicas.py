@@ -22,7 +22,7 @@ from torch import Tensor
 from mpcomp.checkpoint.files import Part, Saved
 
 if TYPE_CHECKING:
-    from mpcomp.pipe import Pipeline
+    from mpcomp.api.pipeline import Pipeline
 
 __all__ = [
     "check_replicas",

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mpcomp.checkpoint.agreement import Together
 from mpcomp.checkpoint.files import is_checkpoint, part_name, write_part
 from mpcomp.checkpoint.generators import generator_states
 from mpcomp.checkpoint.links import cut_of, links_entries, stages_here, sum_of_links
 from mpcomp.checkpoint.optimizers import optimizer_entry
 from mpcomp.checkpoint.replacing import Replacement, new_token
 from mpcomp.checkpoint.replicas import replicas_entry, whole_of_replicas
-from mpcomp.network.faults import PeerError
+from mpcomp.comm.agreement import Together
+from mpcomp.comm.failures import PeerError
 
 if TYPE_CHECKING:
-    from mpcomp.pipe import Pipeline
+    from mpcomp.api.pipeline import Pipeline
 
 __all__ = ["save"]
 

@@ -1,6 +1,6 @@
 """Pure functions on one tensor: what goes on the wire."""
 
-from mpcomp.compressors.base import Compressor, Payload, Selecting
+from mpcomp.compressors.base import Compressor, Selecting
 from mpcomp.compressors.cast import Cast
 from mpcomp.compressors.fixedpoint import FixedPoint
 from mpcomp.compressors.identity import Identity
@@ -26,7 +26,6 @@ __all__ = [
     "MeanValue",
     "MultiLevel",
     "OneBitColumns",
-    "Payload",
     "Quantize",
     "RandomBlock",
     "RandomK",

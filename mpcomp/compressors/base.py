@@ -13,84 +13,21 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
-from mpcomp.tensor_meta import TensorMeta
+from mpcomp.core.packing import Payload
+from mpcomp.core.spec import SpecValue
+from mpcomp.core.tensor_meta import TensorMeta
 
 __all__ = [
     "Compressor",
-    "Payload",
     "Selecting",
-    "SpecValue",
     "check_cf",
     "check_keep",
     "num_kept",
-    "registered",
 ]
-
-Payload = tuple[Tensor, ...]
-
-_T = TypeVar("_T")
-
-
-class SpecValue:
-    """A value that has a spec string: ``name[:positional][:key=value]...``, see `mpcomp.parse`."""
-
-    spec: ClassVar[str]
-    #: Short names for common settings: alias -> constructor arguments.
-    aliases: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-    #: Field that takes what stands behind the next ``+`` of a spec, or None.
-    spec_inner: ClassVar[str | None] = None
-
-    def __str__(self) -> str:
-        """The spec string: ``parse(str(value)) == value``."""
-        assert dataclasses.is_dataclass(self)
-        given = {
-            f.name: getattr(self, f.name)
-            for f in dataclasses.fields(self)
-            if f.name != self.spec_inner
-            and (f.default is dataclasses.MISSING or getattr(self, f.name) != f.default)
-        }
-        for alias, arguments in self.aliases.items():
-            if given and given == dict(arguments):
-                head = alias
-                break
-        else:
-            head = self.spec
-            first = next((f.name for f in dataclasses.fields(self)), None)
-            for name, value in given.items():
-                text = nested_spec(value)
-                head += f":{text}" if name == first else f":{name}={text}"
-        inner = getattr(self, self.spec_inner) if self.spec_inner else None
-        return head if inner is None else f"{head}+{inner}"
-
-
-def nested_spec(value: Any) -> str:
-    """A setting's text; a method as a setting has ``/`` and ``,`` for its ``:`` and ``+``.
-
-    Several numbers have a ``-`` between them.
-    """
-    if isinstance(value, tuple):
-        return "-".join(f"{x:.0f}" if float(x).is_integer() else str(x) for x in value)
-    text = str(value)
-    return text.translate(str.maketrans(":+", "/,")) if isinstance(value, SpecValue) else text
-
-
-def shown(value: Any) -> str:
-    """A value for an error message: a method as its spec, anything else as Python writes it."""
-    return str(value) if isinstance(value, SpecValue) else repr(value)
-
-
-def registered(base: type[_T]) -> Iterator[type[_T]]:
-    """All concrete classes below ``base`` that have a spec name, nearest first."""
-    for cls in base.__subclasses__():
-        if "spec" in cls.__dict__:
-            yield cls
-        yield from registered(cls)
 
 
 class Compressor(SpecValue, ABC):

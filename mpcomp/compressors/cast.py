@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mpcomp.compressors.base import Compressor, Payload
-from mpcomp.tensor_meta import TensorMeta
+from mpcomp.compressors.base import Compressor
+from mpcomp.core.packing import Payload
+from mpcomp.core.tensor_meta import TensorMeta
 
 __all__ = ["Cast"]
 

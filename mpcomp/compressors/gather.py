@@ -7,10 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mpcomp.compressors.base import Compressor, Payload, Selecting, shown
+from mpcomp.compressors.base import Compressor, Selecting
 from mpcomp.compressors.identity import Identity
 from mpcomp.compressors.indices import decode_indices, encode_indices, index_bytes
-from mpcomp.tensor_meta import TensorMeta
+from mpcomp.core.packing import Payload
+from mpcomp.core.spec import shown
+from mpcomp.core.tensor_meta import TensorMeta
 
 __all__ = ["SentPositions", "ValuesAt", "check_values"]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mpcomp.tensor_meta import TensorMeta
+from mpcomp.core.tensor_meta import TensorMeta
 
 __all__ = ["Grouping"]
 

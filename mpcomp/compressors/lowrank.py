@@ -8,9 +8,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mpcomp.compressors.base import Compressor, Payload
-from mpcomp.randomness import uniform
-from mpcomp.tensor_meta import TensorMeta
+from mpcomp.compressors.base import Compressor
+from mpcomp.core.packing import Payload
+from mpcomp.core.randomness import uniform
+from mpcomp.core.tensor_meta import TensorMeta
 
 __all__ = ["LowRank", "matrix_shape", "orthonormal_", "times", "transposed_times"]
 

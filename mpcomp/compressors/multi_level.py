@@ -9,8 +9,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mpcomp.compressors.base import Payload, Selecting, check_keep, num_kept, shown
-from mpcomp.tensor_meta import TensorMeta
+from mpcomp.compressors.base import Selecting, check_keep, num_kept
+from mpcomp.core.packing import Payload
+from mpcomp.core.spec import shown
+from mpcomp.core.tensor_meta import TensorMeta
 
 __all__ = ["MultiLevel", "levels"]
 

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from mpcomp.compressors import bits as bitpack
-from mpcomp.compressors.base import Compressor, Payload
+from mpcomp.compressors.base import Compressor
 from mpcomp.compressors.lowrank import matrix_shape
-from mpcomp.tensor_meta import TensorMeta
+from mpcomp.core.packing import Payload
+from mpcomp.core.tensor_meta import TensorMeta
 
 __all__ = ["OneBitColumns"]
 

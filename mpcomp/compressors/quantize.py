@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 
 from mpcomp.compressors import bits as bitpack
-from mpcomp.compressors.base import Compressor, Payload, check_cf
+from mpcomp.compressors.base import Compressor, check_cf
 from mpcomp.compressors.groups import Grouping
-from mpcomp.randomness import uniform
-from mpcomp.tensor_meta import TensorMeta
+from mpcomp.core.packing import Payload
+from mpcomp.core.randomness import uniform
+from mpcomp.core.tensor_meta import TensorMeta
 
 __all__ = ["Quantize", "bits_of"]
 

@@ -9,9 +9,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mpcomp.compressors.base import Compressor, Payload, Selecting, check_keep
+from mpcomp.compressors.base import Compressor, Selecting, check_keep
 from mpcomp.compressors.gather import ValuesAt, check_values
-from mpcomp.tensor_meta import TensorMeta
+from mpcomp.core.packing import Payload
+from mpcomp.core.tensor_meta import TensorMeta
 
 __all__ = ["RandomBlock", "RandomK"]
 

@@ -8,9 +8,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mpcomp.compressors.base import Compressor, Payload, SpecValue
+from mpcomp.compressors.base import Compressor
 from mpcomp.compressors.gather import ValuesAt, check_values
-from mpcomp.tensor_meta import TensorMeta
+from mpcomp.core.packing import Payload
+from mpcomp.core.spec import SpecValue
+from mpcomp.core.tensor_meta import TensorMeta
 
 __all__ = ["AtPositions", "SameIndices"]
 

@@ -8,10 +8,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mpcomp.compressors.base import Compressor, Payload, check_keep
+from mpcomp.compressors.base import Compressor, check_keep
 from mpcomp.compressors.gather import SentPositions
 from mpcomp.compressors.threshold import SampledTopK, count_set
-from mpcomp.tensor_meta import TensorMeta
+from mpcomp.core.packing import Payload
+from mpcomp.core.tensor_meta import TensorMeta
 
 __all__ = ["MeanValue", "SameSign"]
 

@@ -8,8 +8,9 @@ from typing import ClassVar
 
 import torch
 
-from mpcomp.compressors.base import SpecValue, shown
 from mpcomp.compressors.same_indices import SameIndices
+from mpcomp.core.spec import SpecValue, shown
+from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.data_parallel.accordion_controller import AccordionController
 from mpcomp.data_parallel.base import Controller, ReplicaMethod, Setting
 from mpcomp.data_parallel.detector import Detector
@@ -17,7 +18,6 @@ from mpcomp.data_parallel.gravac import GraVAC
 from mpcomp.data_parallel.memory import Memory, Residual
 from mpcomp.feedback.base import Feedback
 from mpcomp.feedback.slots import StoragePlan
-from mpcomp.tensor_meta import TensorMeta
 
 __all__ = ["Accordion"]
 

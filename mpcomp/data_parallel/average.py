@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from mpcomp.core.step import Step
 from mpcomp.data_parallel.exchange import Exchange
-from mpcomp.replicas import check_unchanged, described
-from mpcomp.visit import Step
+from mpcomp.data_parallel.replicas import check_unchanged, described
 
 __all__ = ["GROUP_BYTES", "CompressedAverage"]
 

@@ -11,18 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpcomp.comm.collectives import Works
+from mpcomp.core.randomness import generator_for
+from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.data_parallel.algorithms import Path
 from mpcomp.data_parallel.base import Controller, Draw, ReplicaMethod
 from mpcomp.data_parallel.connections import Connections
+from mpcomp.data_parallel.hierarchical import broadcast, mean_inside
 from mpcomp.data_parallel.item import Context, Item
-from mpcomp.data_parallel.levels import broadcast, mean_inside
 from mpcomp.data_parallel.network import ReplicaNetwork
-from mpcomp.data_parallel.paths import Path
-from mpcomp.data_parallel.peers import Works
 from mpcomp.data_parallel.remembered import Remembered
-from mpcomp.data_parallel.routes import PATH_OF, routes
+from mpcomp.data_parallel.selection import PATH_OF, routes
 from mpcomp.data_parallel.totals import Totals
-from mpcomp.randomness import generator_for
-from mpcomp.tensor_meta import TensorMeta
 
 __all__ = ["Averaging", "Run"]
 

@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 
 from mpcomp.compressors import Compressor, Selecting
-from mpcomp.compressors.base import Payload, SpecValue
+from mpcomp.core.packing import Payload
+from mpcomp.core.spec import SpecValue
+from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.data_parallel.memory import Draw, Memory
-from mpcomp.tensor_meta import TensorMeta
 
 __all__ = [
     "Codec",

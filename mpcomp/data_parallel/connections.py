@@ -9,9 +9,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from mpcomp.data_parallel.levels import split_group
+from mpcomp.comm.collectives import Peers
+from mpcomp.data_parallel.hierarchical import split_group
 from mpcomp.data_parallel.network import ReplicaNetwork
-from mpcomp.data_parallel.peers import Peers
 
 __all__ = ["Connections"]
 

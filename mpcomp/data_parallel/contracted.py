@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from mpcomp.compressors import Compressor
-from mpcomp.compressors.base import Payload
+from mpcomp.core.packing import Payload
+from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.data_parallel.memory import Draw, Memory, State, StateTensor
 from mpcomp.feedback.conef import ConEF
 from mpcomp.feedback.sketch import VectorSketch
-from mpcomp.tensor_meta import TensorMeta
 
 __all__ = ["Contracted"]
 

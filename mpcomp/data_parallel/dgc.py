@@ -13,6 +13,7 @@ import torch
 from mpcomp.compressors import Compressor, RedSyncTopK, SameSign, SampledTopK, Selecting
 from mpcomp.compressors.base import check_keep
 from mpcomp.compressors.gather import check_values
+from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.data_parallel.base import Codec, Controller, ReplicaMethod, Setting
 from mpcomp.data_parallel.memory import Memory
 from mpcomp.data_parallel.momentum import (
@@ -21,7 +22,6 @@ from mpcomp.data_parallel.momentum import (
     momentum_memory,
     refuse_momentum,
 )
-from mpcomp.tensor_meta import TensorMeta
 
 __all__ = ["DGC", "RedSync"]
 

@@ -23,15 +23,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.data_parallel.averaging import Averaging, Run
 from mpcomp.data_parallel.base import Controller, ReplicaMethod, Setting
 from mpcomp.data_parallel.connections import Connections
 from mpcomp.data_parallel.item import matrix_of
 from mpcomp.data_parallel.network import ReplicaNetwork
 from mpcomp.data_parallel.remembered import Remembered
-from mpcomp.data_parallel.routes import check_run, matrices
+from mpcomp.data_parallel.selection import check_run, matrices
 from mpcomp.data_parallel.totals import Totals, density
-from mpcomp.tensor_meta import TensorMeta
 
 __all__ = ["Exchange"]
 

@@ -20,12 +20,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 
 from mpcomp.compressors import Compressor
+from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.data_parallel.base import ReplicaMethod
 from mpcomp.data_parallel.gradients import CompressedGradients, check_alike
 from mpcomp.data_parallel.item import matrix_of
 from mpcomp.data_parallel.network import ReplicaNetwork
 from mpcomp.data_parallel.sharded import Part, ShardedExchange
-from mpcomp.tensor_meta import TensorMeta
 
 __all__ = ["Owner", "ShardedGradients", "Shards", "compress_sharded", "reduce_now"]
 

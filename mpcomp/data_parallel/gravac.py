@@ -10,13 +10,14 @@ import torch
 
 from mpcomp.adaptive.clock import Clock, ModelledClock, WallClock
 from mpcomp.adaptive.search import POLICIES, Search, checked_cfs
-from mpcomp.compressors.base import Compressor, shown
+from mpcomp.compressors.base import Compressor
+from mpcomp.core.spec import shown
+from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.data_parallel.base import Controller, ReplicaMethod, Setting
 from mpcomp.data_parallel.gravac_controller import GraVACController
 from mpcomp.data_parallel.memory import Memory, Residual
 from mpcomp.data_parallel.momentum import check_momentum, momentum_memory, refuse_momentum
 from mpcomp.feedback.slots import StoragePlan
-from mpcomp.tensor_meta import TensorMeta
 
 __all__ = ["PAPER", "GraVAC"]
 

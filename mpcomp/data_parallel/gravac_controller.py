@@ -20,8 +20,8 @@ from mpcomp.adaptive.clock import Clock
 from mpcomp.adaptive.search import Branch, Search
 from mpcomp.compressors import Compressor, MultiLevel, Selecting
 from mpcomp.compressors.multi_level import levels
+from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.data_parallel.base import Codec, Controller, Draw, Encoded, encode_with
-from mpcomp.tensor_meta import TensorMeta
 
 if TYPE_CHECKING:
     from mpcomp.data_parallel.gravac import GraVAC

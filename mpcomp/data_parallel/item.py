@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from mpcomp.comm.collectives import Peers
 from mpcomp.compressors import Compressor
+from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.data_parallel.base import Controller, Draw, Encoded
 from mpcomp.data_parallel.memory import Memory
-from mpcomp.data_parallel.peers import Peers
 from mpcomp.feedback.base import narrow
-from mpcomp.tensor_meta import TensorMeta
 
 __all__ = ["OF_ERROR", "Context", "Item", "Tally", "matrix_of"]
 

@@ -8,14 +8,13 @@ from typing import Any
 import torch
 
 from mpcomp.compressors import Compressor, Identity
-from mpcomp.compressors.base import SpecValue, shown
+from mpcomp.core.spec import SpecValue, parse, shown
+from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.data_parallel.base import Controller, ReplicaMethod, Setting, Static
 from mpcomp.data_parallel.contracted import Contracted
 from mpcomp.data_parallel.memory import Estimate, Memory, Residual
 from mpcomp.feedback import EF21, ConEF, ErrorFeedback, Feedback
 from mpcomp.feedback.slots import StoragePlan
-from mpcomp.parsing import parse
-from mpcomp.tensor_meta import TensorMeta
 
 __all__ = ["Compressed", "param_comp_of", "replica_method_of"]
 

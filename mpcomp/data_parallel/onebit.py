@@ -8,10 +8,10 @@ from typing import ClassVar
 import torch
 
 from mpcomp.compressors import OneBitColumns
+from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.data_parallel.base import Controller, ReplicaMethod, Setting, Static
 from mpcomp.data_parallel.memory import Memory, Residual
 from mpcomp.feedback.slots import StoragePlan
-from mpcomp.tensor_meta import TensorMeta
 
 __all__ = ["OneBit"]
 

@@ -9,15 +9,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from mpcomp.comm.collectives import Works
 from mpcomp.compressors.lowrank import orthonormal_, times, transposed_times
+from mpcomp.core.randomness import uniform
+from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.data_parallel.algorithms import Path
 from mpcomp.data_parallel.base import Controller, Factored, ReplicaMethod, Setting, Static
 from mpcomp.data_parallel.item import Context, Item, matrix_of
 from mpcomp.data_parallel.memory import Memory, Residual
-from mpcomp.data_parallel.paths import Path
-from mpcomp.data_parallel.peers import Works
 from mpcomp.feedback.slots import StoragePlan
-from mpcomp.randomness import uniform
-from mpcomp.tensor_meta import TensorMeta
 
 __all__ = ["PowerSGD", "factored_sum"]
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.data_parallel.base import ReplicaMethod
 from mpcomp.data_parallel.item import OF_ERROR, Context, Item
 from mpcomp.data_parallel.memory import Memory
-from mpcomp.tensor_meta import TensorMeta
 
 __all__ = ["Remembered"]
 

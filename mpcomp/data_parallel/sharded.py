@@ -24,16 +24,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mpcomp.compressors import Compressor, Identity
+from mpcomp.core.packing import packed_length, unpack
+from mpcomp.core.randomness import generator_for
+from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.data_parallel.base import Encoded, Factored, ReplicaMethod, Setting, encode_with
 from mpcomp.data_parallel.exchange import Exchange
 from mpcomp.data_parallel.item import Item, count, shape_for
 from mpcomp.data_parallel.messages import add_message, encode_item, message_length, packed
 from mpcomp.data_parallel.network import ReplicaNetwork
-from mpcomp.data_parallel.routes import matrices
+from mpcomp.data_parallel.selection import matrices
 from mpcomp.feedback.base import narrow
-from mpcomp.packing import packed_length, unpack
-from mpcomp.randomness import generator_for
-from mpcomp.tensor_meta import TensorMeta
 
 __all__ = ["ParameterTraffic", "Part", "ShardedExchange"]
 

@@ -20,10 +20,10 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import stages as staging
 from mpcomp.compressors import Compressor
+from mpcomp.core.step import Step
 from mpcomp.data_parallel.base import ReplicaMethod
 from mpcomp.data_parallel.fsdp import Shards, reduce_now
 from mpcomp.data_parallel.sharded import Part, ShardedExchange
-from mpcomp.visit import Step
 
 __all__ = ["ShardedAverage", "Sharding"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from mpcomp.network.handshake import fingerprint
-from mpcomp.visit import Step
+from mpcomp.comm.handshake import fingerprint
+from mpcomp.core.step import Step
 
 __all__ = ["Announced", "check_announced", "named"]
 
@@ -19,7 +19,7 @@ class Announced(NamedTuple):
         settings: hash of what all ranks were told.
         rows: of the batch, or terms of the loss.
         trained: the first stage there with something to train, or the number of stages.
-        tied_trained: of `mpcomp.tie.trained_and_frozen`.
+        tied_trained: of `mpcomp.links.tied_weights.trained_and_frozen`.
         tied_frozen: likewise.
     """
 

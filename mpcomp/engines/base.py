@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from mpcomp.core.loss import StepLoss
+from mpcomp.core.step import Step
 from mpcomp.data_parallel.exchange import Exchange
-from mpcomp.loss import StepLoss
-from mpcomp.visit import Step
 
 __all__ = ["Engine"]
 

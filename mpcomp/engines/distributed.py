@@ -24,29 +24,29 @@ import torch.distributed as dist
 from torch import Tensor
 
 import stages as staging
-from mpcomp.boundary import Boundary
+from mpcomp.comm.failures import Faults
+from mpcomp.comm.mesh import World
+from mpcomp.comm.probe import measure_link
+from mpcomp.core.loss import StepLoss
+from mpcomp.core.step import Step
 from mpcomp.data_parallel.average import CompressedAverage
 from mpcomp.data_parallel.base import ReplicaMethod
 from mpcomp.data_parallel.exchange import Exchange
 from mpcomp.data_parallel.methods import replica_method_of
 from mpcomp.data_parallel.network import ReplicaNetwork
+from mpcomp.data_parallel.replicas import GradientAverage
 from mpcomp.data_parallel.sharded_average import ShardedAverage, Sharding
 from mpcomp.engines.announced import Announced, check_announced, named
 from mpcomp.engines.base import Engine
-from mpcomp.engines.connected_replicas import connect_replicas
-from mpcomp.engines.depth import Depth
-from mpcomp.engines.plan import Planner
-from mpcomp.engines.runner import Autocast, StageRunner
+from mpcomp.engines.in_flight import Depth
+from mpcomp.engines.replica_sync import connect_replicas
 from mpcomp.engines.schedules import InFlight1F1B, Schedule
+from mpcomp.engines.shape_inference import Planner
+from mpcomp.engines.stage_runner import Autocast, StageRunner
 from mpcomp.engines.torch_stage import CutStage, run_schedule
 from mpcomp.engines.wiring import Wiring
-from mpcomp.loss import StepLoss
-from mpcomp.network.faults import Faults
-from mpcomp.network.probe import measure_link
-from mpcomp.network.world import World
-from mpcomp.replicas import GradientAverage
-from mpcomp.tie import Tie, apart, check_alike, trained_and_frozen
-from mpcomp.visit import Step
+from mpcomp.links.boundary import Boundary
+from mpcomp.links.tied_weights import Tie, apart, check_alike, trained_and_frozen
 
 __all__ = ["DistributedEngine"]
 

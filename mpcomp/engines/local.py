@@ -29,13 +29,13 @@ from torchgpipe.pipeline import clock_cycles
 from torchgpipe.skip.layout import SkipLayout
 
 import stages as staging
-from mpcomp.boundary import Boundary
+from mpcomp.core.loss import StepLoss
+from mpcomp.core.step import Step
+from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.engines.base import Engine
-from mpcomp.engines.runner import Autocast, StageRunner, no_autocast
-from mpcomp.loss import StepLoss
-from mpcomp.tensor_meta import TensorMeta
-from mpcomp.tie import Tie, apart
-from mpcomp.visit import Step
+from mpcomp.engines.stage_runner import Autocast, StageRunner, no_autocast
+from mpcomp.links.boundary import Boundary
+from mpcomp.links.tied_weights import Tie, apart
 
 __all__ = ["LinkCopy", "LocalEngine"]
 

@@ -19,7 +19,7 @@ from typing import Any, cast
 
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
-from mpcomp.parsing import closest
+from mpcomp.core.spec import closest
 
 __all__ = ["OWN", "InFlight1F1B", "Schedule", "schedule_named", "warmup_of"]
 

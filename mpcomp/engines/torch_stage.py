@@ -24,14 +24,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
-from mpcomp.boundary import Boundary
-from mpcomp.engines.depth import SavedBytes
-from mpcomp.engines.runner import Autocast, StageRunner, no_autocast
-from mpcomp.microbatch import map_tensors
-from mpcomp.network.channels import Channel
-from mpcomp.network.faults import Faults
-from mpcomp.tensor_meta import TensorMeta
-from mpcomp.visit import Step
+from mpcomp.comm.channels import Channel
+from mpcomp.comm.failures import Faults
+from mpcomp.core.microbatch import map_tensors
+from mpcomp.core.step import Step
+from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.engines.in_flight import SavedBytes
+from mpcomp.engines.stage_runner import Autocast, StageRunner, no_autocast
+from mpcomp.links.boundary import Boundary
 
 __all__ = ["Crossing", "CutStage", "run_schedule"]
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from mpcomp.boundary import Boundary
+from mpcomp.comm.channels import Channel, LocalChannel, WireChannel
+from mpcomp.comm.mesh import World
 from mpcomp.engines.torch_stage import Crossing
-from mpcomp.link import Link
-from mpcomp.network.channels import Channel, LocalChannel, WireChannel
-from mpcomp.network.world import World
+from mpcomp.links.boundary import Boundary
+from mpcomp.links.link import Link
 
 __all__ = ["Wiring"]
 

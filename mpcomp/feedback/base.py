@@ -19,10 +19,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mpcomp.compressors.base import Compressor, Payload, Selecting, SpecValue, shown
+from mpcomp.compressors.base import Compressor, Selecting
+from mpcomp.core.packing import Payload
+from mpcomp.core.spec import SpecValue, shown
+from mpcomp.core.step import Key, SampleIds, Visit
+from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.feedback.slots import SlotStore
-from mpcomp.tensor_meta import TensorMeta
-from mpcomp.visit import Key, SampleIds, Visit
 
 __all__ = [
     "Adaptable",

@@ -22,9 +22,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mpcomp.compressors.base import Compressor, Payload, shown
+from mpcomp.compressors.base import Compressor
 from mpcomp.compressors.identity import or_dense
 from mpcomp.compressors.qsgd import QSGD
+from mpcomp.core.packing import Payload
+from mpcomp.core.padding import blanked, padded_positions
+from mpcomp.core.spec import shown
+from mpcomp.core.step import Visit
+from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.feedback.base import (
     Feedback,
     Receiver,
@@ -37,9 +42,6 @@ from mpcomp.feedback.base import (
 from mpcomp.feedback.error_feedback import ErrorFeedback
 from mpcomp.feedback.sketch import HASHES, VectorSketch
 from mpcomp.feedback.slots import SlotStore, StoragePlan
-from mpcomp.padding import blanked, padded_positions
-from mpcomp.tensor_meta import TensorMeta
-from mpcomp.visit import Visit
 
 __all__ = ["IMPROVED", "ConEF"]
 

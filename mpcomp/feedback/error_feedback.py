@@ -9,8 +9,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mpcomp.compressors.base import Compressor, Payload, Selecting
+from mpcomp.compressors.base import Compressor, Selecting
 from mpcomp.compressors.identity import or_dense
+from mpcomp.core.packing import Payload
+from mpcomp.core.padding import blanked, keep_padded, padded_positions
+from mpcomp.core.step import Visit
+from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.feedback.base import (
     Adaptable,
     AdaptableSender,
@@ -23,9 +27,6 @@ from mpcomp.feedback.base import (
     row_keys,
 )
 from mpcomp.feedback.slots import SlotStore, StoragePlan
-from mpcomp.padding import blanked, keep_padded, padded_positions
-from mpcomp.tensor_meta import TensorMeta
-from mpcomp.visit import Visit
 
 __all__ = ["EFMixed", "ErrorFeedback"]
 

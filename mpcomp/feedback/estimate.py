@@ -18,8 +18,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mpcomp.compressors.base import Compressor, Payload
+from mpcomp.compressors.base import Compressor
 from mpcomp.compressors.identity import Identity, or_dense
+from mpcomp.core.packing import Payload
+from mpcomp.core.padding import blanked, keep_padded, padded_positions
+from mpcomp.core.step import Key, SampleIds, Visit
+from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.feedback.base import (
     Adaptable,
     AdaptableSender,
@@ -34,9 +38,6 @@ from mpcomp.feedback.base import (
     row_keys,
 )
 from mpcomp.feedback.slots import SlotStore, StoragePlan
-from mpcomp.padding import blanked, keep_padded, padded_positions
-from mpcomp.tensor_meta import TensorMeta
-from mpcomp.visit import Key, SampleIds, Visit
 
 __all__ = ["AQSGD", "EF21"]
 

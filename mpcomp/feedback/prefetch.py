@@ -18,8 +18,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from mpcomp.core.step import Key
 from mpcomp.feedback.tables import Table
-from mpcomp.visit import Key
 
 __all__ = ["ReadAhead"]
 

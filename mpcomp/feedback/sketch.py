@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mpcomp.randomness import generator_for
+from mpcomp.core.randomness import generator_for
 
 __all__ = ["HASHES", "CountSketch", "VectorSketch", "num_cells"]
 

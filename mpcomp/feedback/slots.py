@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from mpcomp.compressors import Cast, Compressor, Identity, Quantize
+from mpcomp.core.step import Key
+from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.feedback.prefetch import ReadAhead
 from mpcomp.feedback.tables import table_for
-from mpcomp.tensor_meta import TensorMeta
-from mpcomp.visit import Key
 
 __all__ = ["SlotStore", "StoragePlan"]
 

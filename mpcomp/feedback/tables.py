@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mpcomp.tensor_meta import TensorMeta
+from mpcomp.core.tensor_meta import TensorMeta
 
 __all__ = ["FileTable", "MemoryTable", "Table", "table_for"]
 

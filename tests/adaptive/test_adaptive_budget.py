@@ -12,8 +12,8 @@ from models import CONV_SPLIT, MLP_SPLIT, convnet, images, mlp, rows
 import mpcomp
 from mpcomp import EF21, Adaptive, TensorMeta, TopK
 from mpcomp.adaptive.budget import Ladder, bytes_at, share_out, spending
-from mpcomp.adaptive.gains import gain_of
-from mpcomp.message import message_bytes
+from mpcomp.adaptive.gain import gain_of
+from mpcomp.core.message import message_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*would not shrink")
 

@@ -9,13 +9,13 @@ from models import CONV_SPLIT, MLP_SPLIT, assert_same_training, convnet, images,
 
 import mpcomp
 from mpcomp import EF21, Adaptive, ErrorFeedback, Quantize, RandomK, TensorMeta, TopK
-from mpcomp.adaptive.gains import base_energy, gain_of, rest_energy
+from mpcomp.adaptive.gain import base_energy, gain_of, rest_energy
 from mpcomp.adaptive.search import Search
+from mpcomp.core.message import Header
+from mpcomp.core.randomness import generator_for
+from mpcomp.core.step import Step, Visit
 from mpcomp.feedback.base import AdaptableSender
-from mpcomp.link import ACT, Link
-from mpcomp.message import Header
-from mpcomp.randomness import generator_for
-from mpcomp.visit import Step, Visit
+from mpcomp.links.link import ACT, Link
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*would not shrink")
 MODELLED = {"bandwidth_mbps": 1.0, "latency_ms": 0.1, "compute_ms": 1.0}

@@ -10,7 +10,7 @@ from methods import ALL, BETWEEN_REPLICAS, COMPRESSORS, EXAMPLES, SELECTING, dra
 
 import mpcomp
 from mpcomp import QSGD, Quantize, RandomK, Sign, TensorMeta, TopK, parse
-from mpcomp.compressors.base import SpecValue, registered
+from mpcomp.core.spec import SpecValue, registered
 
 
 def library_methods() -> set[type[SpecValue]]:

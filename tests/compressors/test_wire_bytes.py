@@ -5,8 +5,8 @@ import torch
 from methods import round_trip
 
 from mpcomp import TensorMeta, parse
-from mpcomp.boundary import Link, Step
-from mpcomp.message import HEADER_BYTES
+from mpcomp.core.message import HEADER_BYTES
+from mpcomp.links.boundary import Link, Step
 
 PROMISED = {
     "topk:0.1+fp16": 0.067,

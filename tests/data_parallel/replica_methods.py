@@ -4,7 +4,7 @@ Keyed by class; `test_ranks_equal_weights.py` fails for a method that has no ent
 one is under all laws from its first day.
 """
 
-from mpcomp.compressors.base import SpecValue, registered
+from mpcomp.core.spec import SpecValue, registered
 from mpcomp.data_parallel.base import ReplicaMethod
 from mpcomp.data_parallel.methods import Compressed
 

@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import mpcomp
 from mpcomp import ReplicaNetwork
+from mpcomp.data_parallel.compress import CompressedGradients
 from mpcomp.data_parallel.exchange import Exchange
-from mpcomp.data_parallel.hook import CompressedGradients
 from mpcomp.data_parallel.methods import replica_method_of
 
 #: Elements from which on a parameter of these small models goes compressed.

@@ -16,11 +16,11 @@ from mpcomp import (
     TensorMeta,
     TopK,
 )
+from mpcomp.core.randomness import generator_for
 from mpcomp.data_parallel.contracted import Contracted
 from mpcomp.data_parallel.memory import Residual
 from mpcomp.feedback.sketch import VectorSketch, num_cells
 from mpcomp.feedback.slots import StoragePlan
-from mpcomp.randomness import generator_for
 
 META = TensorMeta((6, 50))
 VECTOR = TensorMeta((1, META.numel))

@@ -36,7 +36,7 @@ from safetensors.torch import load_file, save_file
 import mpcomp
 from mpcomp.checkpoint import files
 from mpcomp.checkpoint.replacing import Replacement
-from mpcomp.network.faults import PeerError
+from mpcomp.comm.failures import PeerError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*would not shrink")
 STATEFUL = {"act": "ef21+topk:0.3", "grad": "ef+topk:0.3"}

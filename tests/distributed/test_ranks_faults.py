@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import mpcomp
 from mpcomp import PeerError
-from mpcomp.network.world import World
+from mpcomp.comm.mesh import World
 
 #: Seconds that a survivor may take beyond the timeout: machines that run tests are busy.
 SLACK_S = 4.0

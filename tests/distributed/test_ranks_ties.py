@@ -16,7 +16,7 @@ from runs import links_of
 
 import mpcomp
 from mpcomp import PeerError
-from mpcomp.tie import Tie
+from mpcomp.links.tied_weights import Tie
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*would not shrink")
 pytest.importorskip("transformers")

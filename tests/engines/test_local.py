@@ -27,9 +27,9 @@ from torchgpipe.pipeline import Pipeline as GPipeSchedule
 
 import mpcomp
 from mpcomp import SameIndices, TopK
+from mpcomp.core.message import HEADER_BYTES
 from mpcomp.engines import local
-from mpcomp.engines.runner import Autocast, StageRunner, frozen_buffers
-from mpcomp.message import HEADER_BYTES
+from mpcomp.engines.stage_runner import Autocast, StageRunner, frozen_buffers
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.filterwarnings("ignore:.*would not shrink")

@@ -7,8 +7,8 @@ from methods import same_bits
 from torch import Tensor
 
 from mpcomp import Feedback, TensorMeta
-from mpcomp.randomness import generator_for
-from mpcomp.visit import SampleIds, Visit
+from mpcomp.core.randomness import generator_for
+from mpcomp.core.step import SampleIds, Visit
 
 
 def visit(step: int, microbatch: int = 0, ids: SampleIds = None, unit: float = 1.0) -> Visit:

@@ -23,8 +23,8 @@ from mpcomp import (
     TopK,
     parse,
 )
+from mpcomp.core.randomness import generator_for
 from mpcomp.feedback.sketch import CountSketch, VectorSketch, num_cells
-from mpcomp.randomness import generator_for
 
 SHAPE = (3, 80)
 CPU = torch.device("cpu")
@@ -282,9 +282,9 @@ def test_a_row_of_which_all_is_sent(beta, load, bounded):
 # -- padded positions, dense sends, rows, steps ---------------------------------------------------
 
 
-def masked(step: int, valid: torch.Tensor) -> mpcomp.visit.Visit:
+def masked(step: int, valid: torch.Tensor) -> mpcomp.core.step.Visit:
     plain = visit(step)
-    return mpcomp.visit.Visit(step, 0, plain.draw, None, 1.0, valid)
+    return mpcomp.core.step.Visit(step, 0, plain.draw, None, 1.0, valid)
 
 
 def test_padded_positions_add_nothing_and_get_nothing():

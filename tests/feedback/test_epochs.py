@@ -18,8 +18,8 @@ from models import (
 
 import mpcomp
 from mpcomp import AQSGD, Quantize, TensorMeta
-from mpcomp.message import HEADER_BYTES
-from mpcomp.visit import Step
+from mpcomp.core.message import HEADER_BYTES
+from mpcomp.core.step import Step
 
 SAMPLES, BATCH, WIDTH = 22, 4, 60
 

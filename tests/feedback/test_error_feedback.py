@@ -17,7 +17,7 @@ from mpcomp import (
     TensorMeta,
     TopK,
 )
-from mpcomp.randomness import generator_for
+from mpcomp.core.randomness import generator_for
 
 SHAPE = (3, 80)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

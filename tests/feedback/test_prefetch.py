@@ -11,10 +11,10 @@ from models import MLP_SPLIT, assert_same_state, assert_same_training, links_sta
 
 import mpcomp
 from mpcomp import AQSGD, EF21, ErrorFeedback, Quantize, TensorMeta
+from mpcomp.core.step import Step
 from mpcomp.feedback import prefetch
 from mpcomp.feedback.slots import SlotStore, StoragePlan
 from mpcomp.feedback.tables import FileTable
-from mpcomp.visit import Step
 
 CPU = torch.device("cpu")
 SAMPLES = 26

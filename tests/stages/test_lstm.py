@@ -10,7 +10,7 @@ from torch import nn
 
 import mpcomp
 from mpcomp import CausalLMLoss
-from mpcomp.randomness import stage_randomness
+from mpcomp.core.randomness import stage_randomness
 from stages import blocks, lstm_lm, merge, split, ties
 from stages.lstm import LSTMLM
 

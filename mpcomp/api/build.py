@@ -1,0 +1,244 @@
+"""`mpcomp.pipeline`: from a model and a few choices to a `Pipeline`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import stages as staging
+from mpcomp.api.config import Choices
+from mpcomp.api.launch import distributed_pipeline
+from mpcomp.api.pipeline import Pipeline
+from mpcomp.api.weights import check_weights, load_weights
+from mpcomp.comm.mesh import launched
+from mpcomp.compressors import Compressor
+from mpcomp.core.loss import LossFn
+from mpcomp.data_parallel.network import ReplicaNetwork
+from mpcomp.engines.local import LocalEngine
+from mpcomp.links.build import MethodLike, Methods, boundaries_of, method_of
+from mpcomp.links.tied_weights import ties_of
+from stages.split import Where
+
+__all__ = ["pipeline"]
+
+_ENGINES = ("local", "distributed")
+
+
+def pipeline(
+    model: nn.Module,
+    chunks: int,
+    *,
+    act_comp: Methods = None,
+    grad_comp: Methods = None,
+    dp_comp: Any = None,
+    tie_comp: MethodLike = None,
+    network: ReplicaNetwork | None = None,
+    split: Where | None = None,
+    sample: Any = None,
+    devices: str | torch.device | Sequence[str | torch.device] | None = None,
+    replicas: int = 1,
+    shard: bool = False,
+    param_comp: Compressor | str | None = None,
+    schedule: str | None = None,
+    in_flight: int | str | None = None,
+    in_flight_bytes: int | None = None,
+    loss_fn: LossFn | None = None,
+    recompute: bool = False,
+    seed: int = 0,
+    engine: str | None = None,
+    warmup_steps: int = 0,
+    scaler: torch.amp.GradScaler | None = None,
+    weights: str | Path | None = None,
+    timeout: float = 300.0,
+) -> Pipeline:
+    """Cuts ``model`` into stages that exchange compressed activations and gradients.
+
+    In one process all stages are here, share the model's parameters and move to their devices.
+    Under torchrun, or in an initialised process group, each rank keeps its own stages and lets go
+    of the rest; every rank calls this with the same arguments, and then makes the same calls with
+    the same data. The result is the same; on CPUs bit for bit, with as many threads a process.
+
+    Args:
+        model: an `nn.Sequential` (such as `stages.resnet18`), a causal language model of
+            transformers, or any module that `stages.split` can cut by the names of its blocks.
+        chunks: microbatches per batch, at least 1.
+        act_comp: method for activations: an object, a spec string (`mpcomp.parse`), None for
+            none; a list with one for each boundary; or a mapping from a boundary's number, or
+            the name of the block it comes after, to one (others: none).
+        grad_comp: method for gradients, likewise.
+        dp_comp: what compresses gradients between replicas: `GraVAC`, `DGC`, `PowerSGD` ..., a
+            compressor, `ErrorFeedback`, `EF21` or `ConEF` round one, or a spec string.
+        tie_comp: method for the gradient of a parameter that two stages share (a language model's
+            embedding and head), which they exchange once a step.
+        network: how replicas are connected, which decides about the way of their gradients.
+        split: number of stages, block counts, names of blocks to cut after, "paper", or "time";
+            by default one stage a device or rank (two a rank with interleaved and V schedules).
+            "time" makes as many, balanced by the time that each block takes on ``sample``: with
+            several processes on each rank, so that a slow machine gets less to do.
+        sample: a batch to measure with, of the size of a microbatch; for ``split="time"``.
+        devices: one for each stage (they may repeat), or one for all; the CPU by default, or one
+            stage per GPU where there are several and ``split`` is not given. With several
+            processes one for each rank, or one for all; by default the GPU of this process's
+            number on its machine, or the CPU.
+        replicas: copies of the pipeline, on so many times the ranks. Each is given its own share
+            of the data (`ReplicaSampler`); gradients are averaged once a step.
+        shard: each replica holds a piece of every parameter and of the optimizer's state (ZeRO, by
+            torch's FSDP2), and a stage is whole during a step alone. Not with a schedule that
+            splits backward, and not with a tied weight in two stages.
+        param_comp: with ``shard``, compressor of the parameters that replicas gather, such as
+            ``Quantize(8, scale=128)``; None for none.
+        schedule: "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble",
+            "ZBVZeroBubble" or "DualPipeV", for several processes; None is the engine's own (1F1B
+            of depth ``in_flight``).
+        in_flight: with the engine's own schedule, microbatches that the first stage may have
+            under way, each of which keeps its activations: the number of stages is 1F1B,
+            ``chunks`` hides most of a slow link; None for twice the stages less one, "auto" to
+            measure in the first steps. Results do not depend on it.
+        in_flight_bytes: bound on what a rank keeps of all of them for backward; the first step
+            measures what one microbatch keeps.
+        loss_fn: ``loss_fn(output, target)``, the mean over its rows, or over what its
+            ``num_terms(target)`` counts (or a module with ``reduction="sum"``). For a causal
+            language model `CausalLMLoss` by default.
+        recompute: keep only stage inputs and recompute the rest in backward.
+        seed: of all random choices of compressors and of dropout.
+        engine: "local", "distributed", or None to choose: distributed under torchrun.
+        warmup_steps: training steps that go uncompressed at first.
+        scaler: loss scaler for fp16: losses are scaled by it, and non-finite steps are skipped
+            (``pipe.step_skipped``) on all ranks. Call its ``unscale_``, ``step`` and ``update`` as
+            usual.
+        weights: folder with the model's .safetensors files, or a checkpoint; the model may then be
+            on the meta device, and each rank reads its own stages alone.
+        timeout: seconds that a rank waits for another before all give up.
+
+    Returns:
+        A `Pipeline`.
+
+    Raises:
+        ValueError: a choice outside what is accepted; the message names it and the fix. The
+            model has not been moved then. Also, on every rank, if ranks were given different
+            choices.
+        TypeError: a compressor that is none.
+        PeerError: another rank failed or did not come.
+    """
+    choices = Choices(
+        chunks=chunks,
+        act_comp=act_comp,
+        grad_comp=grad_comp,
+        tie_comp=tie_comp,
+        dp_comp=dp_comp,
+        network=network,
+        split=split,
+        sample=sample,
+        devices=devices,
+        replicas=replicas,
+        shard=shard,
+        param_comp=param_comp,
+        schedule=schedule,
+        in_flight=in_flight,
+        in_flight_bytes=in_flight_bytes,
+        loss_fn=loss_fn,
+        recompute=recompute,
+        seed=seed,
+        warmup_steps=warmup_steps,
+        scaler=scaler,
+        weights=weights,
+        timeout=timeout,
+    )
+    if engine not in (None, *_ENGINES):
+        raise ValueError(f"engine={engine!r}: expected one of {', '.join(_ENGINES)}, or None")
+    if engine == "distributed" or (engine is None and launched()):
+        return distributed_pipeline(model, choices)
+    return _local_pipeline(model, choices)
+
+
+def _local_pipeline(model: nn.Module, choices: Choices) -> Pipeline:
+    for name in ("schedule", "in_flight", "in_flight_bytes"):
+        if getattr(choices, name) is not None:
+            raise ValueError(
+                f"{name}={getattr(choices, name)!r}: the local engine has only its own order; "
+                f"leave {name} out, or start several processes with torchrun"
+            )
+    if choices.replicas != 1:
+        raise ValueError(
+            f"replicas={choices.replicas}: one process holds one replica; start "
+            f"{choices.replicas} times as many processes as stages with torchrun"
+        )
+    cut, devices = _stages_and_devices(model, choices)
+    boundaries = boundaries_of(
+        choices.act_comp,
+        choices.grad_comp,
+        [stage.block_names[-1] for stage in cut[:-1]],
+        seed=choices.seed,
+        replica=0,
+        warmup_steps=choices.warmup_steps,
+    )
+    ties = ties_of(
+        cut,
+        method_of("tie_comp", choices.tie_comp),
+        seed=choices.seed,
+        replica=0,
+        warmup_steps=choices.warmup_steps,
+    )
+    check_weights(cut, choices.weights)
+    for stage, device in zip(cut, devices, strict=True):
+        if choices.weights is not None:
+            load_weights(stage, choices.weights)
+        stage.to(device)
+    engine = LocalEngine(
+        cut, boundaries, devices, recompute=choices.recompute, seed=choices.seed, ties=ties
+    )
+    return Pipeline(
+        cut,
+        cut,
+        boundaries,
+        engine,
+        chunks=choices.chunks,
+        loss_fn=choices.loss_for(cut),
+        scaler=choices.scaler,
+        ties=ties,
+        warmup_steps=choices.warmup_steps,
+    )
+
+
+def _stages_and_devices(
+    model: nn.Module, choices: Choices
+) -> tuple[list[staging.Stage], list[torch.device]]:
+    split, devices = choices.split, choices.devices
+    if isinstance(devices, str | torch.device):
+        given, one = [torch.device(devices)], True
+    else:
+        given, one = [torch.device(d) for d in devices or ()], False
+        if devices is not None and not given:
+            raise ValueError("devices=[]: expected at least one device, or None")
+    if split is None or split == "time":
+        if not given and torch.cuda.device_count() > 1:
+            given = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+        if len(given) < 2:
+            raise ValueError(
+                "split is required here: a pipeline of one stage compresses nothing. Give a number "
+                "of stages (split=4), block counts, names to cut after, or several devices"
+            )
+        if split == "time":
+            split = staging.balance(model, len(given), by="time", sample=choices.sample)
+        else:
+            split = len(given)
+    cut = staging.split(model, split)
+    if len(cut) < 2:
+        raise ValueError(
+            f"split={split!r} makes one stage, which compresses nothing: "
+            "give at least 2 stages, or use the plain model"
+        )
+    if not given:
+        given, one = [torch.device("cpu")], True
+    if one:
+        given = given * len(cut)
+    if len(given) != len(cut):
+        raise ValueError(
+            f"{len(given)} devices for {len(cut)} stages: give one device for each stage "
+            "(they may repeat), or one for all"
+        )
+    return cut, given

@@ -1,0 +1,53 @@
+"""What optimizers need from a pipeline as a whole: the norm over all stages."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from mpcomp.core.dtensor import whole
+
+if TYPE_CHECKING:
+    from mpcomp.api.pipeline import Pipeline
+
+__all__ = ["clip_grad_norm_"]
+
+
+def clip_grad_norm_(
+    pipe: Pipeline, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+) -> Tensor:
+    """Clips the gradients of all stages by their common norm, in place, and returns the norm.
+
+    Clipping acts on what the optimizer sees, after decompression; links' residuals stay in
+    unclipped units. With a loss scaler call ``scaler.unscale_(optimizer)`` before. With several
+    processes every rank calls it, and each gets the norm over all stages.
+
+    Args:
+        pipe: a pipeline.
+        max_norm: largest norm allowed, above 0.
+        norm_type: of the p-norm.
+        error_if_nonfinite: raise if the norm is NaN or Inf.
+
+    Raises:
+        ValueError: max_norm is not positive.
+        RuntimeError: the norm is not finite, and that was to be an error.
+    """
+    if not max_norm > 0:
+        raise ValueError(f"max_norm={max_norm}: expected a positive number")
+    again = {name for tie in pipe.ties for _, name in tie.copies[1:]}  # counted once
+    norms = {
+        name: whole(torch.linalg.vector_norm(parameter.grad, norm_type))
+        for name, parameter in pipe.named_parameters()
+        if parameter.grad is not None and name not in again
+    }
+    # One norm of all norms, in the model's order: the same bits however the model is cut.
+    norm: Tensor = torch.linalg.vector_norm(pipe.gather_scalars(norms), norm_type)
+    if error_if_nonfinite and not bool(norm.isfinite()):
+        raise RuntimeError(
+            f"the norm of order {norm_type} of the gradients is non-finite ({norm.item()}): the "
+            "model has diverged or overflowed; pass error_if_nonfinite=False to go on"
+        )
+    torch.nn.utils.clip_grads_with_norm_(pipe.parameters(), max_norm, norm)
+    return norm

@@ -1,0 +1,121 @@
+"""How much memory the links' state will need, said before the run.
+
+Shapes at the cuts come from fake tensors (`mpcomp.engines.shape_inference`); what a method keeps
+of a row comes from an end that is made for it and never written to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mpcomp.checkpoint.links import stages_here
+from mpcomp.core.microbatch import num_rows, rows_of_chunks, scatter
+from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.engines.shape_inference import Planner
+from mpcomp.engines.stage_runner import Autocast
+from mpcomp.feedback.base import Feedback
+from mpcomp.feedback.slots import SlotStore
+from mpcomp.links.link import Link
+
+if TYPE_CHECKING:
+    from mpcomp.api.pipeline import Pipeline
+
+__all__ = ["state_bytes"]
+
+
+def state_bytes(pipe: Pipeline, batch: Any, num_samples: int | None = None) -> dict[str, Any]:
+    """Bytes of the rows that feedback methods keep at most, at the ends of links in this process.
+
+    Methods by place (EF, EF21, EFMixed) keep one row for each row of the largest batch, and the
+    whole of a tied weight for its gradient; AQ-SGD one row for each sample, or for each (sample,
+    augmentation seed). Nothing is run.
+
+    A store in memory reserves its rows ahead: up to twice of them, at most 64 MiB more for each
+    tensor that a row is stored as (one, with bits three). Files take what is said.
+
+    Args:
+        pipe: the pipeline.
+        batch: as for ``forward_backward``; only its shapes and dtypes matter, and ``labels`` in
+            it not at all.
+        num_samples: of the training set (the rank's share of it, with replicas).
+
+    Returns:
+        ``total``: bytes in all. ``per_link``: for each end with state a dict of boundary,
+        direction, method (its spec), role ("sender" or "receiver"), rows, row_bytes, bytes,
+        capped (whether ``cap_bytes`` leaves rows out) and location.
+
+    Raises:
+        ValueError: fewer rows than microbatches; AQ-SGD without num_samples; a cap below one row.
+        TypeError, RuntimeError: the model's stages cannot be planned for this batch.
+    """
+    if isinstance(batch, Mapping):
+        batch = {name: value for name, value in batch.items() if name != "labels"}
+    rows = num_rows(batch)
+    if rows < pipe.chunks:
+        raise ValueError(
+            f"a batch of {rows} rows for chunks={pipe.chunks}: give one as large as in training"
+        )
+    if num_samples is not None and num_samples < 1:
+        raise ValueError(f"num_samples={num_samples}: expected the size of the training set")
+    microbatch = scatter(batch, rows_of_chunks(rows, pipe.chunks))[0]
+    planner = Planner(pipe.cut_stages, pipe.engine.device)
+    metas = planner.crossing(microbatch, Autocast.of_caller(pipe.engine.device))
+    crossing = [
+        (b.links, meta.with_rows(rows)) for b, meta in zip(pipe.boundaries, metas, strict=True)
+    ]
+    for tie in pipe.ties:
+        (stage, name), _ = tie.copies
+        parameter = pipe.cut_stages[stage].get_parameter(name)
+        crossing.append((tie.links, TensorMeta((1, parameter.numel()))))
+    here = set(stages_here(pipe))
+    entries = [
+        entry
+        for links, meta in crossing
+        for link in links
+        if link.feedback is not None
+        for entry in _of_link(link, link.feedback, meta, num_samples, here)
+    ]
+    return {"total": sum(entry["bytes"] for entry in entries), "per_link": entries}
+
+
+def _of_link(
+    link: Link, method: Feedback, meta: TensorMeta, num_samples: int | None, here: set[int]
+) -> list[dict[str, Any]]:
+    entries = []
+    for role, stage in (("sender", link.sender_stage), ("receiver", link.receiver_stage)):
+        if stage not in here:
+            continue
+        store = _store(method, role, meta)
+        if store is None:
+            continue
+        if method.by_sample and num_samples is None:
+            raise ValueError(
+                f"{link.name}: {method} keeps a row for every training sample; "
+                "pass num_samples=<size of the training set>"
+            )
+        wanted = num_samples if method.by_sample and num_samples is not None else meta.num_rows
+        rows = wanted if store.max_rows is None else min(wanted, store.max_rows)
+        entries.append(
+            {
+                "boundary": link.boundary,
+                "direction": link.direction,
+                "method": str(link.method),
+                "role": role,
+                "rows": rows,
+                "row_bytes": store.row_bytes,
+                "bytes": rows * store.row_bytes,
+                "capped": rows < wanted,
+                "location": store.location,
+            }
+        )
+    return entries
+
+
+def _store(method: Feedback, role: str, meta: TensorMeta) -> SlotStore | None:
+    sample = replace(meta.with_rows(1), dtype=torch.float32)
+    make = method.sender if role == "sender" else method.receiver
+    return make(sample, torch.device("cpu")).store  # without rows it is the same on any device

@@ -1,0 +1,102 @@
+"""Stages as one module that speaks the original model's names.
+
+So an optimizer, a checkpoint or a scheduler sees the model, not how it was cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _IncompatibleKeys
+
+from mpcomp.core.dtensor import placed_like, whole
+
+__all__ = ["OriginalNames"]
+
+
+class OriginalNames(nn.Module):
+    """Holds stages; parameters, buffers and state have the names of the uncut model.
+
+    Args:
+        stages: modules whose own names are already those of the model.
+        elsewhere: the stages that other ranks have. Their tensors are not this module's, but their
+            mode and dtypes follow it, since what crosses the cuts depends on them.
+    """
+
+    def __init__(self, stages: Iterable[nn.Module], elsewhere: Iterable[nn.Module] = ()) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(stages)
+        self._elsewhere = tuple(elsewhere)  # a tuple, so that torch does not register them
+
+    def train(self, mode: bool = True) -> OriginalNames:
+        """Training or evaluation mode, of all stages."""
+        for stage in self._elsewhere:
+            stage.train(mode)
+        super().train(mode)
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OriginalNames:
+        def same_dtype(x: Tensor) -> Tensor:
+            return x.to(fn(torch.empty(0, dtype=x.dtype)).dtype)
+
+        for stage in self._elsewhere:
+            stage._apply(same_dtype, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def state_dict(
+        self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False
+    ) -> Any:
+        """The original model's ``state_dict``; sharded parameters are gathered, by all replicas."""
+        state = {} if destination is None else destination
+        for stage in self.stages:
+            own = stage.state_dict(prefix=prefix, keep_vars=keep_vars)
+            state.update(own if keep_vars else {name: whole(x) for name, x in own.items()})
+        return state
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Loads the original model's ``state_dict``."""
+        here = {key for stage in self.stages for key in stage.state_dict()}
+        missing = [
+            key for stage in self.stages for key in stage.state_dict() if key not in state_dict
+        ]
+        elsewhere = {key for stage in self._elsewhere for key in stage.state_dict()}
+        unexpected = [key for key in state_dict if key not in here and key not in elsewhere]
+        if strict and (missing or unexpected):
+            raise RuntimeError(
+                f"state_dict does not fit the model: missing {missing}, unexpected {unexpected}"
+            )
+        for stage in self.stages:
+            own = stage.state_dict()
+            part = {k: placed_like(state_dict[k], x) for k, x in own.items() if k in state_dict}
+            stage.load_state_dict(part, strict=False, assign=assign)
+        return _IncompatibleKeys(missing, unexpected)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters of all stages under the original model's names."""
+        for stage in self.stages:
+            yield from stage.named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Buffers of all stages under the original model's names."""
+        for stage in self.stages:
+            yield from stage.named_buffers(prefix, recurse, remove_duplicate)
+
+    def to(self, *args: Any, **kwargs: Any) -> OriginalNames:
+        """Changes the dtype. Devices are the pipeline's: ``pipeline(..., devices=...)``."""
+        device = torch._C._nn._parse_to(*args, **kwargs)[0]
+        if device is not None:
+            raise TypeError(
+                "stages live on the devices given to mpcomp.pipeline(..., devices=...); "
+                "only the dtype can be changed here"
+            )
+        return super().to(*args, **kwargs)

@@ -1,0 +1,247 @@
+"""The report of a pipeline: one row per boundary and direction, as a dict and as a table."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import TYPE_CHECKING, Any
+
+from tabulate import tabulate
+
+from mpcomp.api.cost_model import Payoff, RankTimes
+from mpcomp.core.traffic import Traffic
+
+if TYPE_CHECKING:
+    from mpcomp.api.pipeline import Pipeline
+
+__all__ = ["print_report", "report_of"]
+
+_SUMMED = ("wire_bytes", "dense_bytes", "floats", "traffic_bytes", "dense_traffic_bytes")
+_PHASES = {"train": "train", "eval": "eval", "eval_off": "eval, off"}
+_DIRECTIONS = {
+    "act": "activation ->",
+    "grad": "gradient <-",
+    "tie_first": "tied gradient ->",
+    "tie_last": "tied gradient <-",
+}
+
+
+def report_of(pipe: Pipeline) -> dict[str, Any]:
+    """All figures under their names; training and evaluation apart. Every rank calls it."""
+    engine = pipe.engine
+    own = {
+        "links": [{p: t.to_state() for p, t in link.meter.phases.items()} for link in pipe.links],
+        "times": _times_of(pipe),
+        "replicas": _replicas_of(pipe),
+    }
+    found = engine.collect(own)
+    boundaries: list[dict[str, Any]] = []
+    after = [stage.block_names[-1] for stage in pipe.cut_stages[:-1]]
+    after += [tie.name for tie in pipe.ties]  # numbered on, as if they were cuts
+    for i, link in enumerate(pipe.links):
+        states = [rank["links"][i] for rank in found]
+        merged = {phase: Traffic.merged(s[phase] for s in states) for phase in _PHASES}
+        boundaries.append(
+            {
+                "boundary": link.boundary,
+                "after": after[link.boundary],
+                "direction": link.direction,
+                "method": str(link.method),
+                "adaptive": pipe.adaptation.report(link),
+                "on_wire": link.on_wire,
+                **{phase: traffic.to_dict() for phase, traffic in merged.items()},
+            }
+        )
+    return {
+        "engine": engine.name,
+        "ranks": engine.num_ranks,
+        "in_flight": engine.in_flight,
+        "steps": pipe.num_steps,
+        "wire_bytes": pipe.wire_bytes,
+        "dense_bytes": pipe.dense_bytes,
+        "wire_ratio": pipe.wire_bytes / pipe.dense_bytes if pipe.dense_bytes else None,
+        "boundaries": boundaries,
+        "replicas": _replicas([rank["replicas"] for rank in found]),
+        "payoff": _payoff(pipe, boundaries, [rank["times"] for rank in found]),
+    }
+
+
+def _replicas_of(pipe: Pipeline) -> dict[str, Any] | None:
+    """What this rank has exchanged with its replicas, and how many elements that is about."""
+    exchange = pipe.engine.exchange
+    if exchange is None:
+        return None
+    return {"elements": exchange.num_compressible, **exchange.report()}
+
+
+def _replicas(ranks: list[dict[str, Any] | None]) -> dict[str, Any] | None:
+    """The exchange between replicas, from the figures of all ranks; None where there is none."""
+    known = [rank for rank in ranks if rank is not None]
+    if not known:
+        return None
+    # The method's own figures are the same on all ranks, or are those of a rank's stages.
+    figures = {k: v for k, v in known[0].items() if k not in ("elements", "ratio")}
+    for name in _SUMMED:
+        figures[name] = sum(rank[name] for rank in known)
+    for name in ("encode_s", "wait_s", "decode_s"):
+        figures[name] = max(rank[name] for rank in known)
+    num_replicas = figures["replicas"]
+    figures["traffic_bytes_per_replica"] = figures["traffic_bytes"] / num_replicas
+    figures["ratio"] = figures["wire_bytes"] / figures["dense_bytes"] if figures["steps"] else None
+    for name in ("density", "critical"):  # of each rank's elements
+        weighed = [(r[name], r["elements"]) for r in known if math.isfinite(r.get(name, math.nan))]
+        elements = sum(count for _, count in weighed)
+        if elements:
+            figures[name] = sum(value * count for value, count in weighed) / elements
+    if not math.isfinite(figures["density"]):
+        figures["density"] = None  # nothing has been looked at yet
+    if "parameters" in figures:
+        each = [rank["parameters"] for rank in known]
+        figures["parameters"] = {
+            name: (max if name in ("gathers", "seconds") else sum)(one[name] for one in each)
+            for name in each[0]
+        }
+    paths: dict[str, int] = {}
+    for rank in known:
+        for path, count in rank["paths"].items():
+            paths[path] = paths.get(path, 0) + count
+    figures["paths"] = {path: count // num_replicas for path, count in sorted(paths.items())}
+    return figures
+
+
+def _times_of(pipe: Pipeline) -> list[float] | None:
+    if not pipe.step_times:
+        return None
+    coding = sum(link.meter.train.seconds for link in pipe.links)
+    step = statistics.median(times[0] for times in pipe.step_times)
+    busy = statistics.median(seconds - waited for seconds, waited in pipe.step_times)
+    return [step, step - busy, coding / pipe.num_steps]
+
+
+def _payoff(
+    pipe: Pipeline, boundaries: list[dict[str, Any]], times: list[list[float] | None]
+) -> dict[str, Any] | None:
+    """Whether compression pays; None for one process, which has no links to be slow."""
+    known = [RankTimes(*each) for each in times if each]
+    sent = [entry["train"] for entry in boundaries if entry["train"]["wire_bytes"]]
+    if pipe.engine.num_ranks == 1 or not known or not sent:
+        return None
+    steps = pipe.num_steps * pipe.num_replicas
+    busiest = max(sent, key=lambda traffic: traffic["dense_bytes"])
+    rates = [link[0] for link in pipe.engine.probe() if link is not None]
+    payoff = Payoff.of(
+        known,
+        busiest["wire_bytes"] / steps,
+        busiest["dense_bytes"] / steps,
+        min(rates) if rates else None,
+    )
+    return {**payoff.to_dict(), "says": payoff.sentences()}
+
+
+def print_report(report: dict[str, Any]) -> None:
+    """Prints the table of a report: training, and evaluation where there was any."""
+    headers = [
+        "cut",
+        "after",
+        "direction",
+        "method",
+        "phase",
+        "messages",
+        "wire MB",
+        "dense MB",
+        "ratio",
+        "rel. error",
+        "cosine",
+        "coding s",
+        "non-finite",
+    ]
+    rows = []
+    for entry in report["boundaries"]:
+        for phase, shown in _PHASES.items():
+            traffic = entry[phase]
+            if traffic["messages"]:
+                rows.append(
+                    [
+                        entry["boundary"],
+                        entry["after"],
+                        _DIRECTIONS[entry["direction"]],
+                        entry["method"],
+                        shown,
+                        traffic["messages"],
+                        f"{traffic['wire_bytes'] / 1e6:.2f}",
+                        f"{traffic['dense_bytes'] / 1e6:.2f}",
+                        f"{traffic['ratio']:.4f}",
+                        f"{traffic['relative_error']:.4f}",
+                        f"{traffic['cosine']:.4f}",
+                        f"{traffic['seconds']:.2f}",
+                        traffic["nonfinite"],
+                    ]
+                )
+    if report["boundaries"]:
+        print(tabulate(rows, headers, disable_numparse=True))
+    if report["wire_ratio"] is not None:
+        print(
+            f"training sent {report['wire_bytes'] / 1e6:.2f} MB in {report['steps']} steps, "
+            f"{report['wire_ratio']:.4f} of the {report['dense_bytes'] / 1e6:.2f} MB dense"
+        )
+    _print_adaptive(report["boundaries"])
+    if report["replicas"] is not None:
+        _print_replicas(report["replicas"])
+    for sentence in (report["payoff"] or {}).get("says", []):
+        print(sentence)
+
+
+def _print_adaptive(boundaries: list[dict[str, Any]]) -> None:
+    """Prints what links that choose their compression factor have come to."""
+    rows = []
+    for entry in boundaries:
+        if (chosen := entry["adaptive"]) is not None:
+            gain = dict(map(tuple, chosen["gains"])).get(chosen["cf"])
+            rows.append(
+                [
+                    entry["boundary"],
+                    entry["after"],
+                    _DIRECTIONS[entry["direction"]],
+                    "dense" if chosen["dense"] else f"{chosen['cf']:.4g}",
+                    "" if gain is None else f"{gain:.4f}",
+                    chosen["changes"],
+                ]
+            )
+    if rows:
+        headers = ["cut", "after", "direction", "factor now", "gain", "changes"]
+        print(tabulate(rows, headers, disable_numparse=True))
+
+
+def _print_replicas(figures: dict[str, Any]) -> None:
+    """Prints the table of what replicas have exchanged, in one row."""
+    if not figures["steps"]:
+        return
+    shown = {
+        "replicas": figures["replicas"],
+        "method": figures["method"],
+        "steps": figures["steps"],
+        "wire MB": f"{figures['wire_bytes'] / 1e6:.2f}",
+        "dense MB": f"{figures['dense_bytes'] / 1e6:.2f}",
+        "ratio": f"{figures['ratio']:.4f}",
+        "traffic MB a replica": f"{figures['traffic_bytes_per_replica'] / 1e6:.2f}",
+        "density": "" if figures["density"] is None else f"{figures['density']:.4f}",
+        "paths": ", ".join(f"{count} {path}" for path, count in figures["paths"].items()),
+        "encode s": f"{figures['encode_s']:.2f}",
+        "wait s": f"{figures['wait_s']:.2f}",
+        "decode s": f"{figures['decode_s']:.2f}",
+    }
+    for name in ("cf", "gain", "critical"):  # of methods that adapt
+        if figures.get(name) is not None:
+            shown[name] = f"{figures[name]:.4g}"
+    print(tabulate([list(shown.values())], list(shown), disable_numparse=True))
+    gathered = figures.get("parameters")
+    if gathered and gathered["dense_bytes"]:
+        shown = {
+            "parameters gathered": gathered["gathers"],
+            "wire MB": f"{gathered['wire_bytes'] / 1e6:.2f}",
+            "dense MB": f"{gathered['dense_bytes'] / 1e6:.2f}",
+            "ratio": f"{gathered['wire_bytes'] / gathered['dense_bytes']:.4f}",
+            "traffic MB a replica": f"{gathered['traffic_bytes'] / figures['replicas'] / 1e6:.2f}",
+            "s": f"{gathered['seconds']:.2f}",
+        }
+        print(tabulate([list(shown.values())], list(shown), disable_numparse=True))

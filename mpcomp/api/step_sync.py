@@ -1,0 +1,122 @@
+"""The end of a step: one decision, for all stages and all replicas.
+
+What links noted in a step is stored if the step was finite everywhere, and else forgotten
+everywhere. Ranks find out in one sum, which also takes the loss to all of them, and the counts of
+bytes::
+
+    [stopped, loss, its dtype, wire bytes, dense bytes, a flag for each link that saw NaN or Inf,
+     what adaptive links have measured]
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mpcomp.core.checks import nonfinite_error
+from mpcomp.core.loss import StepLoss
+from mpcomp.core.step import Step
+from mpcomp.engines.base import Engine
+from mpcomp.links.adaptation import Adaptation
+from mpcomp.links.boundary import Boundary
+from mpcomp.links.link import Link
+from mpcomp.links.tied_weights import Tie
+
+__all__ = ["Outcome", "bytes_sent", "raise_if_nonfinite", "settle"]
+
+#: Dtypes of a loss, by the number that ranks exchange.
+_LOSS_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What all ranks know of a step.
+
+    Attributes:
+        finite: whether its updates were stored.
+        loss: the step's, over all replicas, 0-d; None if there was none to ask for.
+        wire_bytes: of all messages of training so far, of all ranks.
+        dense_bytes: what they would have been uncompressed.
+    """
+
+    finite: bool
+    loss: Tensor | None
+    wire_bytes: int
+    dense_bytes: int
+
+
+def settle(
+    engine: Engine,
+    boundaries: Sequence[Boundary | Tie],
+    step: Step,
+    loss: StepLoss | None,
+    overflowed: bool,
+    adaptation: Adaptation,
+    began: float,
+) -> Outcome:
+    """Ends a step: all ranks commit what links noted, or all discard it.
+
+    Args:
+        engine: connects the ranks.
+        boundaries: the cuts, and the ties.
+        step: the step.
+        loss: its loss, if it was computed here or elsewhere.
+        overflowed: whether a loss scaler will skip it because of this rank's gradients.
+        adaptation: of the adaptive links, which decide for the next step.
+        began: when the step did, on the scale of `time.perf_counter`.
+
+    Raises:
+        FloatingPointError: NaN or Inf at a cut (in a gradient only without a loss scaler).
+    """
+    links = [link for boundary in boundaries for link in boundary.links]
+    broken = [float(link.found_nonfinite(train=True)) for link in links]
+    failed = any(boundary.failed for boundary in boundaries)  # and has raised its error
+    total = loss.total if loss is not None else None
+    alone = engine.num_ranks == 1  # then nobody needs the loss as a number, which waits for a GPU
+    said = [0.0, 0.0]
+    if total is not None and not alone:
+        said = [float(total), _LOSS_DTYPES.index(total.dtype)]
+    measured = adaptation.figures(time.perf_counter() - began)
+    sums = engine.agree(
+        [float(failed or overflowed), *said, *bytes_sent(links), *broken, *measured]
+    )
+    stopped, value, dtype, wire_bytes, dense_bytes, *rest = sums
+    flags, measured = rest[: len(links)], rest[len(links) :]
+    found = [link for link, flag in zip(links, flags, strict=True) if flag]
+    finite = not (found or stopped)
+    for boundary in boundaries:
+        boundary.settle(finite)
+    if found and not (step.scaled and all(link.direction != "act" for link in found)):
+        raise nonfinite_error(_origin(found).name, step.index)
+    adaptation.settle(step, measured, finite=finite)
+    if loss is not None and not alone:
+        replicas = engine.num_replicas
+        of_dtype = _LOSS_DTYPES[int(dtype) // replicas]
+        total = torch.tensor(value / replicas, dtype=of_dtype, device=engine.device)
+    return Outcome(finite, total, int(wire_bytes), int(dense_bytes))
+
+
+def raise_if_nonfinite(engine: Engine, links: Sequence[Link], step: int) -> None:
+    """For inference, where one rank saw what all must raise, or an accelerator saw it later."""
+    flags = [float(link.found_nonfinite(train=False)) for link in links]
+    if engine.num_ranks > 1:
+        flags = engine.agree(flags)
+    for link, flag in zip(links, flags, strict=True):
+        if flag:
+            raise nonfinite_error(link.name, step)
+
+
+def bytes_sent(links: Sequence[Link]) -> tuple[int, int]:
+    """Bytes that this rank has sent in training, and what they would have been uncompressed."""
+    traffic = [link.meter.train for link in links]
+    return sum(t.wire_bytes for t in traffic), sum(t.dense_bytes for t in traffic)
+
+
+def _origin(found: Sequence[Link]) -> Link:
+    """Where non-finite values began: activations take them to later stages, gradients back."""
+    activations = [link for link in found if link.direction == "act"]
+    return activations[0] if activations else found[-1]

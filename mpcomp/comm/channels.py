@@ -1,0 +1,159 @@
+"""Moving messages of one direction of one cut, from where it is encoded to where it is decoded.
+
+Both ends know the length of every message before it is sent, so receives are posted ahead and a
+message needs no announcement. Sends return at once; `finish` waits for them at the end of a step.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mpcomp.comm.failures import Waits
+
+__all__ = ["Channel", "LocalChannel", "WireChannel"]
+
+
+class Channel(ABC):
+    """One direction of one cut, as this rank sees it."""
+
+    #: Whether messages leave this rank.
+    on_wire: bool
+    #: Where messages come from and go to.
+    device: torch.device
+    #: Seconds spent waiting for messages.
+    waited_s: float = 0.0
+
+    @abstractmethod
+    def post(self, microbatch: int, num_bytes: int) -> None:
+        """Prepares for a message of this length."""
+
+    @abstractmethod
+    def send(self, microbatch: int, message: Tensor) -> None:
+        """Hands a message to the transport, uint8 [n]; returns at once."""
+
+    @abstractmethod
+    def receive(self, microbatch: int) -> Tensor:
+        """Waits for a message that was posted: uint8 [n] on this rank's device."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Waits until all that was sent has left."""
+
+
+class LocalChannel(Channel):
+    """Both stages are on this rank: a message is handed over as it is."""
+
+    on_wire = False
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._messages: dict[int, Tensor] = {}
+
+    def post(self, microbatch: int, num_bytes: int) -> None:
+        pass
+
+    def send(self, microbatch: int, message: Tensor) -> None:
+        self._messages[microbatch] = message
+
+    def receive(self, microbatch: int) -> Tensor:
+        return self._messages.pop(microbatch)
+
+    def finish(self) -> None:
+        pass
+
+
+class WireChannel(Channel):
+    """The stages are on two ranks, which share a process group of this direction alone.
+
+    Args:
+        group: of the two ranks; with one group a direction, no message queues behind another's.
+        peer: the other rank.
+        name: for errors, as in "boundary 0 act".
+        device: where messages come from and go to.
+        timeout_s: of each wait.
+        waits: told what this rank waits for.
+        at: tells the stage that this rank is running, for errors.
+    """
+
+    on_wire = True
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        peer: int,
+        *,
+        name: str,
+        device: torch.device,
+        timeout_s: float,
+        waits: Waits,
+        at: Callable[[], str],
+    ) -> None:
+        self._group = group
+        self._peer = peer
+        self._name = name
+        self.device = device
+        self._timeout = timedelta(seconds=timeout_s)
+        self._waits = waits
+        self._at = at
+        nccl = group._get_backend(device).name() == "nccl"
+        #: gloo reads host memory; so a GPU's messages go through pinned buffers.
+        self._staged = device.type != "cpu" and not nccl
+        #: NCCL knows no tags: receives are started in the order in which they are waited for.
+        self._in_order = nccl
+        self._posted: dict[int, tuple[Tensor, Any]] = {}
+        self._sent: list[tuple[int, Tensor, Any]] = []
+
+    def post(self, microbatch: int, num_bytes: int) -> None:
+        device = torch.device("cpu") if self._staged else self.device
+        buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=self._staged)
+        work = None if self._in_order else self._start(buffer, microbatch)
+        self._posted[microbatch] = buffer, work
+
+    def _start(self, buffer: Tensor, microbatch: int) -> Any:
+        with self._waiting(microbatch, "message"):
+            return dist.irecv(buffer, src=self._peer, group=self._group, tag=microbatch)
+
+    def send(self, microbatch: int, message: Tensor) -> None:
+        if self._staged:
+            host = torch.empty(message.shape, dtype=torch.uint8, pin_memory=True)
+            host.copy_(message, non_blocking=True)
+            torch.cuda.current_stream(message.device).synchronize()
+            message = host
+        with self._waiting(microbatch, "departure of a message"):
+            work = dist.isend(message, dst=self._peer, group=self._group, tag=microbatch)
+        self._sent.append((microbatch, message, work))  # its memory must live until it has left
+
+    def receive(self, microbatch: int) -> Tensor:
+        buffer, work = self._posted.pop(microbatch)
+        if work is None:
+            work = self._start(buffer, microbatch)
+        begin = time.perf_counter()
+        with self._waiting(microbatch, "message"):
+            work.wait(self._timeout)
+        self.waited_s += time.perf_counter() - begin
+        return buffer.to(self.device, non_blocking=True) if self._staged else buffer
+
+    def finish(self) -> None:
+        for microbatch, _, work in self._sent:
+            with self._waiting(microbatch, "departure of a message"):
+                work.wait(self._timeout)
+        self._sent.clear()
+
+    def _waiting(self, microbatch: int, what: str) -> AbstractContextManager[None]:
+        where = f"{what} of {self._name}, {self._at()}, microbatch {microbatch}"
+        return self._waits.on(self._peer, where)
+
+    def close(self) -> None:
+        """Lets go of the connection."""
+        self._posted.clear()
+        self._sent.clear()
+        del self._group

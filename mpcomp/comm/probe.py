@@ -1,0 +1,61 @@
+"""How fast a link is, measured between its two ends."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from mpcomp.comm.channels import Channel
+
+__all__ = ["measure_link"]
+
+#: Messages grow until one takes so long that latency and what buffers swallow hardly matter.
+_LONG_S = 0.1
+_SIZES = tuple(1 << bits for bits in range(14, 27, 2))
+#: Above all numbers of microbatches.
+_TAG = 1 << 20
+
+
+def measure_link(there: Channel, back: Channel, *, sends: bool) -> tuple[float, float] | None:
+    """Sends growing messages one way, each answered by one byte.
+
+    Args:
+        there: channel of the messages.
+        back: channel of the answers.
+        sends: whether this rank sends; the other calls this at the same time.
+
+    Returns:
+        (Mbit/s, seconds of an empty round trip) where messages are sent, None at the other end.
+    """
+    begin = _exchange(there, back, _TAG, 1, sends)
+    for i, size in enumerate(_SIZES, start=1):
+        seconds = _exchange(there, back, _TAG + 2 * i, size, sends)
+        enough = _tell(there, _TAG + 2 * i + 1, seconds - begin > _LONG_S, sends)
+        if enough:
+            break
+    return (size * 8e-6 / max(seconds - begin, 1e-9), begin) if sends else None
+
+
+def _exchange(there: Channel, back: Channel, tag: int, size: int, sends: bool) -> float:
+    start = time.perf_counter()
+    if sends:
+        back.post(tag, 1)
+        there.send(tag, torch.zeros(size, dtype=torch.uint8, device=there.device))
+        back.receive(tag)
+        there.finish()
+    else:
+        there.post(tag, size)
+        there.receive(tag)
+        back.send(tag, torch.zeros(1, dtype=torch.uint8, device=back.device))
+        back.finish()
+    return time.perf_counter() - start
+
+
+def _tell(there: Channel, tag: int, flag: bool, sends: bool) -> bool:
+    if sends:
+        there.send(tag, torch.tensor([flag], dtype=torch.uint8, device=there.device))
+        there.finish()
+        return flag
+    there.post(tag, 1)
+    return bool(there.receive(tag))

@@ -1,0 +1,1 @@
+"""What every room uses and which uses none: tensors' descriptions, messages, steps, specs."""

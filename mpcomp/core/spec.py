@@ -1,0 +1,204 @@
+"""Spec strings: the one place where a method is read from a command line.
+
+    spec      = part ("+" part)*         outermost first: feedback, compressor, value compressor
+    part      = name (":" setting)*
+    setting   = value | key "=" value    a bare value sets the next field in order
+
+``topk:0.1``, ``ef21+topk:0.1+quant:8``, ``aqsgd:storage=fp16+quant:4:scale=128``. A method that is
+itself a setting is written with ``/`` and ``,`` for ``:`` and ``+``, as in
+``aqsgd:first=quant/8+quant:4``; two numbers as in ``gravac:cf=10-1000+topk:0.1``. Nothing in them
+needs quoting in a shell. ``str(method)`` gives a spec back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, TypeVar
+
+__all__ = ["SpecValue", "closest", "nested_spec", "parse", "registered", "shown"]
+
+_T = TypeVar("_T")
+
+
+class SpecValue:
+    """A value that has a spec string: ``name[:positional][:key=value]...``, see `mpcomp.parse`."""
+
+    spec: ClassVar[str]
+    #: Short names for common settings: alias -> constructor arguments.
+    aliases: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    #: Field that takes what stands behind the next ``+`` of a spec, or None.
+    spec_inner: ClassVar[str | None] = None
+
+    def __str__(self) -> str:
+        """The spec string: ``parse(str(value)) == value``."""
+        assert dataclasses.is_dataclass(self)
+        given = {
+            f.name: getattr(self, f.name)
+            for f in dataclasses.fields(self)
+            if f.name != self.spec_inner
+            and (f.default is dataclasses.MISSING or getattr(self, f.name) != f.default)
+        }
+        for alias, arguments in self.aliases.items():
+            if given and given == dict(arguments):
+                head = alias
+                break
+        else:
+            head = self.spec
+            first = next((f.name for f in dataclasses.fields(self)), None)
+            for name, value in given.items():
+                text = nested_spec(value)
+                head += f":{text}" if name == first else f":{name}={text}"
+        inner = getattr(self, self.spec_inner) if self.spec_inner else None
+        return head if inner is None else f"{head}+{inner}"
+
+
+def nested_spec(value: Any) -> str:
+    """A setting's text; a method as a setting has ``/`` and ``,`` for its ``:`` and ``+``.
+
+    Several numbers have a ``-`` between them.
+    """
+    if isinstance(value, tuple):
+        return "-".join(f"{x:.0f}" if float(x).is_integer() else str(x) for x in value)
+    text = str(value)
+    return text.translate(str.maketrans(":+", "/,")) if isinstance(value, SpecValue) else text
+
+
+def shown(value: Any) -> str:
+    """A value for an error message: a method as its spec, anything else as Python writes it."""
+    return str(value) if isinstance(value, SpecValue) else repr(value)
+
+
+def registered(base: type[_T]) -> Iterator[type[_T]]:
+    """All concrete classes below ``base`` that have a spec name, nearest first."""
+    for cls in base.__subclasses__():
+        if "spec" in cls.__dict__:
+            yield cls
+        yield from registered(cls)
+
+
+def closest(word: str, known: typing.Iterable[str]) -> str:
+    """``; did you mean 'x'?`` for an error message, or nothing."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _names() -> dict[str, tuple[type[SpecValue], dict[str, Any]]]:
+    """Every name a part may begin with: its class and the settings it stands for."""
+    names: dict[str, tuple[type[SpecValue], dict[str, Any]]] = {}
+    for cls in registered(SpecValue):
+        names[cls.spec] = (cls, {})
+        names.update({alias: (cls, dict(given)) for alias, given in cls.aliases.items()})
+    return names
+
+
+def parse(spec: str) -> Any:
+    """The compressor or feedback method that a spec string names.
+
+    Args:
+        spec: ``[feedback+]compressor[+value compressor]``, for example ``topk:0.1``,
+            ``quant:4``, ``ef21+topk:0.1+quant:8``, ``aqsgd+quant:4``, ``topk:0.1+fp16``.
+
+    Returns:
+        A `Compressor`, a `Feedback` or `SameIndices`.
+
+    Raises:
+        ValueError: an unknown name or setting (the nearest one is named), a value of the wrong
+            type or outside its range, or parts that do not go together.
+    """
+    if not isinstance(spec, str) or not spec.strip():
+        raise ValueError(f"spec {spec!r}: expected text such as 'topk:0.1' or 'ef21+topk:0.1'")
+    inner: Any = None
+    for part in reversed(spec.strip().split("+")):
+        inner = _part(part, inner, spec)
+    return inner
+
+
+def _part(part: str, inner: Any, spec: str) -> Any:
+    name, *settings = part.split(":")
+    names = _names()
+    if name not in names:
+        raise ValueError(
+            f"unknown method {name!r} in spec {spec!r}{closest(name, names)} "
+            f"(known: {', '.join(sorted(names))})"
+        )
+    cls, arguments = names[name]
+    assert dataclasses.is_dataclass(cls)
+    hints = typing.get_type_hints(cls)
+    fields = [f.name for f in dataclasses.fields(cls) if f.name != cls.spec_inner]
+    positional = iter([f for f in fields if f not in arguments])
+    for setting in settings:
+        key, has_key, value = setting.partition("=")
+        if not has_key:
+            key, value = next(positional, ""), setting
+            if not key:
+                raise ValueError(f"{part!r} in spec {spec!r}: {name} takes no further {value!r}")
+        if key not in fields:
+            raise ValueError(
+                f"unknown setting {key!r} of {name} in spec {spec!r}{closest(key, fields)} "
+                f"(known: {', '.join(fields) or 'none'})"
+            )
+        arguments[key] = _convert(value, hints[key], f"{key} of {name} in spec {spec!r}")
+    if inner is not None:
+        if cls.spec_inner is None:
+            raise ValueError(
+                f"spec {spec!r}: {name} takes nothing behind a '+'; "
+                "the form is [feedback+]compressor[+value compressor]"
+            )
+        arguments[cls.spec_inner] = inner
+    missing = [
+        f.name
+        for f in dataclasses.fields(cls)
+        if f.name not in arguments
+        and f.default is dataclasses.MISSING
+        and f.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        if missing == [cls.spec_inner]:
+            example = f"{name}+topk:0.1"
+        else:  # only the first setting can be told by its place
+            key = "" if missing[0] == fields[0] else f"{missing[0]}="
+            example = f"{name}:{key}<{missing[0]}>"
+        raise ValueError(f"spec {spec!r}: {name} needs {', '.join(missing)}; write {example}")
+    try:
+        return cls(**arguments)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"spec {spec!r}: {error}") from error
+
+
+def _convert(text: str, hint: Any, what: str) -> Any:
+    """``text`` as the first type of ``hint`` that takes it."""
+    union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    accepted = typing.get_args(hint) if union else (hint,)
+    if type(None) in accepted and text in ("none", "None"):
+        return None
+    for kind in (bool, int, float, str):
+        if kind not in accepted:
+            continue
+        if kind is bool:
+            if text.lower() in ("true", "false"):
+                return text.lower() == "true"
+            continue
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    for kind in accepted:
+        if typing.get_origin(kind) is tuple:
+            return _numbers(text, typing.get_args(kind), what)
+    if any(isinstance(kind, type) and issubclass(kind, SpecValue) for kind in accepted):
+        return parse(text.translate(str.maketrans("/,", ":+")))
+    expected = " or ".join(t.__name__ for t in accepted if t is not type(None))
+    raise ValueError(f"{what}: {text!r} is not {expected}")
+
+
+def _numbers(text: str, kinds: tuple[Any, ...], what: str) -> tuple[Any, ...]:
+    """``10-1000`` as numbers of these types."""
+    words = text.split("-")
+    if len(words) != len(kinds):
+        example = "-".join(str(10 ** (index + 1)) for index in range(len(kinds)))
+        raise ValueError(f"{what}: {text!r} is not {len(kinds)} numbers; write {example}")
+    return tuple(_convert(word, kind, what) for word, kind in zip(words, kinds, strict=True))

@@ -1,0 +1,98 @@
+"""What both ends of a link know without a message: the step, and one microbatch's visit in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Key", "Probe", "SampleIds", "Step", "Visit"]
+
+#: What a slot of a feedback method's state is found by.
+Key = tuple[int, ...]
+#: Ids of a microbatch's rows, or the index of a batch of fixed composition.
+SampleIds = tuple[Key, ...] | int | None
+
+
+@dataclass(frozen=True)
+class Visit:
+    """Both ends of a link are given equal visits.
+
+    Attributes:
+        step: number of the training step, skipped steps counted.
+        microbatch: number of the microbatch within the step.
+        draw: a fresh generator for a named part of the message; equal at both ends, and equal
+            again when called again.
+        sample_ids: see `SampleIds`.
+        unit: factor from the units in which state is kept to those of this message's tensor:
+            the loss scale, over the learning rate where a method follows it.
+        valid: bool [rows, positions], False where the batch is padded; None where all count.
+    """
+
+    step: int
+    microbatch: int
+    draw: Callable[[str], torch.Generator]
+    sample_ids: SampleIds = None
+    unit: float = 1.0
+    valid: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A forward pass beside training, that one link is compressed in as it is told to.
+
+    Attributes:
+        link: its name; "" for none.
+        cf: compression factor of that link.
+        alone: whether all others send dense, or what they would at evaluation.
+    """
+
+    link: str = ""
+    cf: float = 1.0
+    alone: bool = True
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step, or one pass of evaluation, is for its links.
+
+    Attributes:
+        index: number of training steps before it, skipped ones counted.
+        train: whether links may use and change state.
+        compress_act: whether activations are compressed.
+        compress_grad: whether gradients are compressed.
+        compress_dp: whether gradients are compressed between replicas.
+        sample_ids: per microbatch, for AQ-SGD.
+        scaled: whether a loss scaler will skip the step if it is not finite.
+        loss_scale: factor on the loss, and so on all gradients.
+        lr: learning rate, for methods that follow it.
+        call: number of this call, where one pass makes several (a token each, in generation): each
+            draws anew.
+        valid: per microbatch which positions count, of `mpcomp.core.padding.valid_positions`.
+        num_microbatches: in this step.
+        probe: what is compressed instead, in a pass that measures a loss.
+    """
+
+    index: int
+    train: bool
+    compress_act: bool = True
+    compress_grad: bool = True
+    compress_dp: bool = True
+    sample_ids: tuple[SampleIds, ...] = ()
+    scaled: bool = False
+    loss_scale: float = 1.0
+    lr: float | None = None
+    call: int = 0
+    valid: tuple[Tensor | None, ...] = ()
+    num_microbatches: int = 1
+    probe: Probe | None = None
+
+    def ids_of(self, microbatch: int) -> SampleIds:
+        """Sample ids of one microbatch."""
+        return self.sample_ids[microbatch] if self.sample_ids else None
+
+    def valid_of(self, microbatch: int) -> Tensor | None:
+        """Which positions of one microbatch count: bool [rows, positions]; None for all."""
+        return self.valid[microbatch] if self.valid else None

@@ -1,0 +1,157 @@
+"""`compress_gradients`: compressed gradients for models in torch's DDP or FSDP2."""
+
+# No `from __future__ import annotations`: DDP compares a hook's annotations with the types.
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from mpcomp.compressors import Compressor
+from mpcomp.core.spec import shown
+from mpcomp.data_parallel.exchange import Exchange
+from mpcomp.data_parallel.fsdp import compress_sharded
+from mpcomp.data_parallel.gradients import CompressedGradients, check_alike
+from mpcomp.data_parallel.methods import param_comp_of, replica_method_of
+from mpcomp.data_parallel.network import ReplicaNetwork
+
+__all__ = ["CompressedGradients", "compress_gradients"]
+
+_hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+class _ReplicatedGradients(CompressedGradients):
+    """Of a DDP model."""
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        exchange: Exchange,
+        scaler: torch.amp.GradScaler | None,
+    ) -> None:
+        super().__init__(exchange, scaler)
+        self._names = {id(p): name for name, p in ddp.module.named_parameters()}
+        #: Buckets whose results DDP waits for.
+        self._open: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
+        ddp.register_comm_hook(None, self._hook)
+
+    def _hook(self, _: None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """Called by DDP for each bucket in turn, on every rank in the same order."""
+        if bucket.index() == 0:
+            self._open.clear()
+            self.exchange.settle(finite=False)  # of a step that ended with an error
+            self.begin()
+        names = [self._names[id(p)] for p in bucket.parameters()]
+        self.exchange.add(dict(zip(names, bucket.gradients(), strict=True)))
+        buffer = bucket.buffer()
+        devices: list[int | str | torch.device] | None = None
+        if buffer.device.type == "cuda":
+            devices = [buffer.device]
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
+        self._open.append((future, buffer))
+        if bucket.is_last():
+            self.exchange.finish()
+            self.exchange.settle(finite=not self.exchange.nonfinite)
+            for waiting, result in self._open:
+                waiting.set_result(result)
+            self._open.clear()
+        return future
+
+
+def compress_gradients(
+    model: DistributedDataParallel | FSDPModule,
+    dp_comp: Any = "conef+topk:0.1",
+    *,
+    param_comp: Compressor | str | None = None,
+    network: ReplicaNetwork | None = None,
+    seed: int = 0,
+    scaler: torch.amp.GradScaler | None = None,
+) -> CompressedGradients:
+    """Makes the ranks of a DDP or FSDP2 model exchange compressed gradients.
+
+    Every rank calls this once, after DDP or ``fully_shard`` and before the first backward, with the
+    same arguments. From then on ``loss.backward()`` leaves in ``.grad`` what the method makes of
+    all ranks' gradients: the same bits on each replica of DDP, of FSDP2 each rank's shard. It works
+    with gradients added up (``no_sync``, ``set_requires_gradient_sync``) and in bf16; with
+    unused parameters of DDP, and of FSDP2 under ``set_reduce_scatter_unused_params(True)``.
+
+    A sharded model (ZeRO-3) holds a piece of each parameter and of the optimizer's state on a rank,
+    but its ranks send pieces of *all* gradients, so plain error feedback remembers as much as the
+    whole model on each. `ConEF`, the default, keeps that compressed. Its gradients are one third of
+    what it sends; ``param_comp`` compresses the other two, the parameters that are gathered before
+    forward and backward. The optimizer goes on with the exact ones. A step is a backward: under
+    activation checkpointing use ``use_reentrant=False``, as the other kind has one in each block.
+
+    Args:
+        model: of DDP, with all parameters on one device; or the root of FSDP2's modules.
+        dp_comp: a method such as ``GraVAC(TopK(0.1))``, ``DGC(0.001)`` or ``PowerSGD(2)``, a
+            compressor, `ErrorFeedback`, `EF21` or `ConEF` round one, or a spec string.
+        param_comp: of FSDP2, compressor of the matrices that are gathered, such as
+            ``Quantize(8, scale=128)``; None for none.
+        network: how replicas are connected.
+        seed: of all random choices.
+        scaler: the loss scaler in use, if any: what is kept is free of its scale. A step with NaN
+            or Inf on any replica gives NaN on all, which it skips, and leaves no trace here.
+
+    Returns:
+        A handle with `report`, `history`, `state_dict` and `follow_lr`; of FSDP2 also
+        ``uncompressed()``, a context in which nothing is compressed.
+
+    Raises:
+        TypeError: a model that is not wrapped, or no method.
+        ValueError: the model has a hook already, the method does not suit it, or ranks were given
+            different arguments or models; on every rank.
+    """
+    sharded = isinstance(model, FSDPModule)
+    if not (sharded or isinstance(model, DistributedDataParallel)):
+        raise TypeError(
+            f"{type(model).__name__} is wrapped in neither DistributedDataParallel nor FSDP2: "
+            "mpcomp.compress_gradients(DistributedDataParallel(model), ...), or call "
+            "torch.distributed.fsdp.fully_shard on its blocks and on itself first"
+        )
+    method = replica_method_of(dp_comp)
+    if param_comp is not None and not sharded:
+        raise ValueError(
+            f"param_comp={shown(param_comp)} with a DDP model, whose replicas have all parameters "
+            "and send none: leave it out, or shard the model with fully_shard"
+        )
+    codec = param_comp_of(param_comp)
+    assert isinstance(model, nn.Module)
+    handle: CompressedGradients
+    if isinstance(model, FSDPModule):
+        _check_unhooked(model)
+        handle = compress_sharded(
+            model, method, network=network, seed=seed, scaler=scaler, param_comp=codec
+        )
+    else:
+        assert isinstance(model, DistributedDataParallel)
+        parameters = {n: p for n, p in model.module.named_parameters() if p.requires_grad}
+        words = [
+            f"{method}, {network or ReplicaNetwork()}, seed {seed}",
+            *(f"{name} {tuple(p.shape)} {p.dtype}" for name, p in parameters.items()),
+        ]
+        device = next(iter(parameters.values())).device
+        check_alike(words, model.process_group, device)
+        _check_unhooked(model)
+        exchange = Exchange(
+            parameters,
+            method,
+            model.process_group,
+            network=network,
+            seed=seed,
+            unused=model.find_unused_parameters,
+        )
+        handle = _ReplicatedGradients(model, exchange, scaler)
+    _hooked.add(model)
+    return handle
+
+
+def _check_unhooked(model: nn.Module) -> None:
+    if model in _hooked:
+        raise ValueError(
+            "this model's gradients are compressed already, and it takes one method for ever: wrap "
+            "the plain model anew to change it"
+        )

@@ -1,0 +1,133 @@
+"""What will cross each cut, found without running the model.
+
+Fake tensors go through all stages: shapes, dtypes and memory order come out, nothing is computed,
+and neither buffers nor generators notice. Both ends of a cut do this alike, so no shape ever
+crosses the network. One plan serves every batch of the same shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import stages as staging
+from mpcomp.core.checks import check_tensor
+from mpcomp.core.microbatch import map_tensors
+from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.engines.stage_runner import Autocast, call
+
+__all__ = ["Planner"]
+
+
+class Planner:
+    """Makes plans for one pipeline.
+
+    Args:
+        stages: all stages, also those of other ranks (whose tensors may be on "meta").
+        device: of this rank; those of the others are taken to be of the same type.
+    """
+
+    def __init__(self, stages: Sequence[staging.Stage], device: torch.device) -> None:
+        self._stages = list(stages)
+        self._device = device
+        self._known: dict[Any, list[TensorMeta]] = {}
+
+    def crossing(self, microbatch: Any, autocast: Autocast) -> list[TensorMeta]:
+        """What crosses each cut for this microbatch.
+
+        Raises:
+            TypeError, ValueError: a stage's output cannot cross a cut.
+            RuntimeError: a stage's forward depends on values, or failed.
+        """
+        training = tuple(stage.training for stage in self._stages)
+        key = (_signature(_without_state(microbatch)), autocast, training)
+        if key not in self._known:
+            self._known[key] = self._run(microbatch, autocast)
+        return self._known[key]
+
+    def forget(self) -> None:
+        """Drops all plans."""
+        self._known.clear()
+
+    def _run(self, microbatch: Any, autocast: Autocast) -> list[TensorMeta]:
+        metas = []
+        fakes = FakeTensorMode(allow_non_fake_inputs=True)  # tensors that are plain attributes
+        with fakes, torch.no_grad(), autocast.enter():
+            batch = map_tensors(_without_state(microbatch), self._fake)
+            value = batch
+            for i, stage in enumerate(self._stages[:-1]):
+                try:
+                    with _attributes_kept(stage):
+                        fake = _Fake(stage, self._state(stage))
+                        value = call(fake, value, stage.takes(batch))
+                except (TypeError, ValueError):
+                    raise
+                except Exception as error:
+                    raise RuntimeError(
+                        f"{stage.name} cannot be run without data to find the shapes at its cut: "
+                        f"{type(error).__name__}: {error}. Either the batch does not fit the "
+                        "model, or its forward depends on the values of tensors, which it must not"
+                    ) from error
+                check_tensor(value, f"boundary {i} act")
+                meta = TensorMeta.of(value)
+                metas.append(meta)
+                # As it arrives: in memory order, whatever its strides were.
+                flat = torch.empty(meta.numel, dtype=meta.dtype, device=self._device)
+                value = meta.unflatten(flat)
+        return metas
+
+    def _state(self, stage: staging.Stage) -> dict[str, Tensor]:
+        """Fake parameters and buffers by name; what is tied stays tied."""
+        made: dict[int, Tensor] = {}
+        return {
+            name: made.setdefault(id(tensor), self._fake(tensor))
+            for part in (stage.named_parameters, stage.named_buffers)
+            for name, tensor in part(remove_duplicate=False)
+        }
+
+    def _fake(self, x: Tensor) -> Tensor:
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=self._device)
+
+
+class _Fake:
+    """A stage on fake parameters and buffers."""
+
+    def __init__(self, stage: staging.Stage, state: dict[str, Tensor]) -> None:
+        self._stage = stage
+        self._state = state
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return torch.func.functional_call(self._stage, self._state, args, kwargs)
+
+
+@contextmanager
+def _attributes_kept(stage: staging.Stage) -> Iterator[None]:
+    """Puts back what forward sets on modules, such as a cache of positions: it would be fake."""
+    before = [(module, dict(vars(module))) for module in stage.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes in before:
+            vars(module).clear()
+            vars(module).update(attributes)
+
+
+def _without_state(batch: Any) -> Any:
+    """The batch as far as shapes depend on it."""
+    values = batch.values() if isinstance(batch, Mapping) else ()
+    for value in values:
+        if isinstance(value, staging.StageState):
+            return value.shaping(batch)
+    return batch
+
+
+def _signature(value: Any) -> Any:
+    """All of a microbatch that shapes depend on, hashable."""
+    parts: list[Any] = []
+    rest = map_tensors(value, lambda t: parts.append((tuple(t.shape), t.stride(), t.dtype)))
+    return repr(rest), tuple(parts)

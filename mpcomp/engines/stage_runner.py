@@ -1,0 +1,147 @@
+"""Running one stage on one microbatch, the same way in every engine.
+
+A stage runs in threads that know nothing of the caller: its autocast is entered again, its dropout
+drawn from (seed, step, stage, microbatch), and, if asked, its activations recomputed in backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import stages as staging
+from mpcomp.core.microbatch import map_tensors
+from mpcomp.core.randomness import stage_randomness
+
+__all__ = ["Autocast", "StageRunner", "call", "frozen_buffers", "no_autocast"]
+
+
+@dataclass(frozen=True)
+class Autocast:
+    """The caller's autocast, to be entered again in another thread."""
+
+    device_type: str
+    enabled: bool
+    dtype: torch.dtype
+
+    @classmethod
+    def of_caller(cls, device: torch.device) -> Autocast:
+        """What is in force in this thread for ``device``'s type."""
+        kind = device.type
+        return cls(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+
+    def enter(self) -> AbstractContextManager[Any]:
+        """A context with this setting."""
+        return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled)
+
+
+def no_autocast(device: torch.device) -> torch.autocast:
+    """A context for links, which compute in the dtypes they choose themselves."""
+    return torch.autocast(device.type, enabled=False)
+
+
+def call(function: Callable[..., Any], value: Any, beside: Mapping[str, Any] | None = None) -> Any:
+    """Calls a stage.
+
+    Args:
+        function: the stage.
+        value: of the first stage the batch, a mapping as keywords, a tuple as arguments, a tensor
+            as the only one; of a later one the activation.
+        beside: what a later stage takes from the batch.
+    """
+    beside = beside or {}
+    if isinstance(value, Mapping):
+        return function(**value, **beside)
+    if isinstance(value, tuple):
+        return function(*value, **beside)
+    return function(value, **beside)
+
+
+@contextmanager
+def frozen_buffers(module: nn.Module) -> Iterator[None]:
+    """Lets ``module`` run on copies of its buffers.
+
+    Recomputing a stage would count a batch twice in BatchNorm's statistics. Copies, rather than
+    writing the old values back: autograd holds the originals and checks that nobody wrote to them.
+    """
+    saved = [
+        (owner, name, buffer)
+        for owner in module.modules()
+        for name, buffer in owner._buffers.items()
+        if buffer is not None
+    ]
+    for owner, name, buffer in saved:
+        owner._buffers[name] = buffer.clone()
+    try:
+        yield
+    finally:
+        for owner, name, buffer in saved:
+            owner._buffers[name] = buffer
+
+
+class StageRunner:
+    """A stage together with how to run it.
+
+    Args:
+        stage: module from one tensor (the first stage: from the batch) to one tensor.
+        index: number of the stage.
+        device: where it lives.
+        recompute: drop its inner activations and compute them again in backward.
+        seed: of the run.
+    """
+
+    def __init__(
+        self, stage: staging.Stage, index: int, device: torch.device, *, recompute: bool, seed: int
+    ) -> None:
+        self.stage = stage
+        self.index = index
+        self.device = device
+        self._recompute = recompute
+        self._seed = seed
+
+    def inputs(self, batch: Any) -> Any:
+        """What this stage needs of a microbatch, on its device."""
+        needed = batch if self.index == 0 else self.stage.takes(batch)
+        return map_tensors(needed, lambda t: t.to(self.device))
+
+    def __call__(
+        self, value: Any, beside: Mapping[str, Any], step: int, microbatch: int, autocast: Autocast
+    ) -> Tensor:
+        """The stage's output for one microbatch.
+
+        Args:
+            value: the batch for the first stage, the activation for a later one.
+            beside: what a later one takes from the batch, of `inputs`.
+            step: number of the step.
+            microbatch: number of the microbatch.
+            autocast: of the caller.
+        """
+
+        def run(value: Any) -> Tensor:
+            with self._randomness(step, microbatch), autocast.enter():
+                output = call(self.stage, value, beside)
+            assert isinstance(output, Tensor)
+            return output
+
+        if not (self._recompute and torch.is_grad_enabled()):
+            return run(value)
+        output = checkpoint(
+            run,
+            value,
+            use_reentrant=False,
+            preserve_rng_state=False,  # `run` sets it, in both passes
+            context_fn=lambda: (nullcontext(), frozen_buffers(self.stage)),
+        )
+        assert isinstance(output, Tensor)
+        return output
+
+    def _randomness(self, step: int, microbatch: int) -> AbstractContextManager[None]:
+        if not self.stage.training:
+            return nullcontext()
+        return stage_randomness(self.device, self._seed, step, self.index, microbatch)

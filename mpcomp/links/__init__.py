@@ -1,0 +1,1 @@
+"""One tensor over one cut: links, boundaries, tied weights, and who chooses their ratio."""

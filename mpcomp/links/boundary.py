@@ -1,0 +1,102 @@
+"""A cut between two stages: a link each way, and what the two share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mpcomp.compressors.same_indices import SameIndices
+from mpcomp.core.step import Step
+from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.links.link import Link
+
+__all__ = ["Boundary"]
+
+
+class Boundary:
+    """The two links of a cut.
+
+    Args:
+        act: the link of activations.
+        grad: the link of their gradients.
+    """
+
+    def __init__(self, act: Link, grad: Link) -> None:
+        self.act = act
+        self.grad = grad
+        #: Whether the open step broke off here, so that it must not be stored.
+        self.failed = False
+        self._shares = isinstance(grad.method, SameIndices)
+        # Positions that each side's activation message carried, by (step, microbatch).
+        self._sent: dict[tuple[int, int], Tensor | None] = {}
+        self._received: dict[tuple[int, int], Tensor | None] = {}
+
+    @property
+    def links(self) -> tuple[Link, Link]:
+        """Activations, gradients."""
+        return self.act, self.grad
+
+    def send_activation(self, x: Tensor, step: Step, microbatch: int) -> Tensor:
+        """The message for an activation (earlier stage's side)."""
+        message = self.act.encode(x, step, microbatch)
+        if self._shares and step.train:
+            self._sent[step.index, microbatch] = self.act.carried(
+                "sender", message, TensorMeta.of(x), step, microbatch
+            )
+        return message
+
+    def receive_activation(
+        self, message: Tensor, meta: TensorMeta, step: Step, microbatch: int
+    ) -> Tensor:
+        """The activation from its message (later stage's side)."""
+        x = self.act.decode(message, meta, step, microbatch)
+        if self._shares and step.train:
+            self._received[step.index, microbatch] = self.act.carried(
+                "receiver", message, meta, step, microbatch
+            )
+        return x
+
+    def send_gradient(self, x: Tensor, step: Step, microbatch: int) -> Tensor:
+        """The message for a gradient (later stage's side)."""
+        positions = self._received.get((step.index, microbatch))
+        return self.grad.encode(x, step, microbatch, positions)
+
+    def compare_activation(self, x: Tensor, message: Tensor, step: Step, microbatch: int) -> None:
+        """Meters the fidelity of an activation that arrives on another rank."""
+        self.act.compare_sent(x, message, step, microbatch)
+
+    def compare_gradient(self, x: Tensor, message: Tensor, step: Step, microbatch: int) -> None:
+        """Meters the fidelity of a gradient that arrives on another rank."""
+        positions = self._received.get((step.index, microbatch))
+        self.grad.compare_sent(x, message, step, microbatch, positions)
+
+    def activation_bytes(
+        self, meta: TensorMeta, step: Step, microbatch: int, device: torch.device
+    ) -> int:
+        """Length of the activation's message, known to both sides from the step's beginning."""
+        return self.act.message_bytes(meta, step, microbatch, device)
+
+    def gradient_bytes(
+        self, meta: TensorMeta, step: Step, microbatch: int, device: torch.device
+    ) -> int:
+        """Length of the gradient's message, known to both sides once the activation has gone."""
+        positions = self._sent.get((step.index, microbatch))
+        return self.grad.message_bytes(meta, step, microbatch, device, positions)
+
+    def receive_gradient(
+        self, message: Tensor, meta: TensorMeta, step: Step, microbatch: int
+    ) -> Tensor:
+        """The gradient from its message (earlier stage's side)."""
+        positions = self._sent.get((step.index, microbatch))
+        return self.grad.decode(message, meta, step, microbatch, positions)
+
+    def settle(self, finite: bool) -> None:
+        """Commits what both links noted if the step was finite, else discards it."""
+        for link in self.links:
+            if finite:
+                link.commit()
+            else:
+                link.discard()
+        self.failed = False
+        self._sent.clear()
+        self._received.clear()

@@ -1,0 +1,150 @@
+"""Which method each link has: from what the user gave for all cuts, or for each, to boundaries."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mpcomp.adaptive.method import Adaptive
+from mpcomp.compressors import Compressor, Identity, SameIndices, Selecting
+from mpcomp.core.spec import closest, parse
+from mpcomp.feedback import EFMixed, Feedback
+from mpcomp.links.boundary import Boundary
+from mpcomp.links.link import ACT, GRAD, Link, Method
+
+__all__ = ["MethodLike", "Methods", "boundaries_of", "method_of"]
+
+#: What may be given for one boundary.
+MethodLike = Method | str | None
+#: What may be given for all: one for all, a list, or a mapping from cuts.
+Methods = MethodLike | Sequence[MethodLike] | Mapping[Any, MethodLike]
+
+
+def boundaries_of(
+    act_comp: Methods,
+    grad_comp: Methods,
+    names: Sequence[str],
+    *,
+    seed: int,
+    replica: int,
+    warmup_steps: int,
+) -> list[Boundary]:
+    """The cuts with their links.
+
+    Args:
+        act_comp: methods for activations.
+        grad_comp: methods for gradients.
+        names: of the blocks before the cuts.
+        seed: of the run.
+        replica: number of this pipeline.
+        warmup_steps: training steps that go uncompressed at first.
+
+    Raises:
+        ValueError: no such cut or method, or two that do not go together.
+        TypeError: a compressor that is none.
+    """
+    acts = _methods("act_comp", act_comp, names)
+    grads = _methods("grad_comp", grad_comp, names)
+    boundaries = []
+    for i, (act, grad) in enumerate(zip(acts, grads, strict=True)):
+        _check_pair(i, act, grad)
+        links = [
+            Link(
+                method,
+                boundary=i,
+                direction=way,
+                seed=seed,
+                replica=replica,
+                warmup_steps=warmup_steps,
+            )
+            for method, way in ((act, ACT), (grad, GRAD))
+        ]
+        boundaries.append(Boundary(*links))
+    return boundaries
+
+
+def _methods(argument: str, given: Methods, names: Sequence[str]) -> list[Method]:
+    """One method for each boundary; ``names`` are the blocks before the cuts."""
+    if isinstance(given, Mapping):
+        chosen: list[MethodLike] = [None] * len(names)
+        for key, value in given.items():
+            chosen[_boundary_of(argument, key, names)] = value
+    elif isinstance(given, Sequence) and not isinstance(given, str):
+        if len(given) != len(names):
+            raise ValueError(
+                f"{argument} has {len(given)} entries for {len(names)} boundaries: "
+                "give one for each, or one for all"
+            )
+        chosen = list(given)
+    else:
+        chosen = [given] * len(names)
+    return [method_of(argument, value) for value in chosen]
+
+
+def _boundary_of(argument: str, key: Any, names: Sequence[str]) -> int:
+    if isinstance(key, int) and 0 <= key < len(names):
+        return key
+    for i, name in enumerate(names):
+        if isinstance(key, str) and (name == key or name.startswith(f"{key}.")):
+            return i
+    prefixes = {name.rpartition(".")[0] for name in names} - {""}
+    hint = closest(key, [*names, *prefixes]) if isinstance(key, str) else ""
+    raise ValueError(
+        f"{argument} has no boundary {key!r}{hint}: expected 0 to {len(names) - 1} "
+        f"or the block before a cut ({', '.join(names)})"
+    )
+
+
+def method_of(argument: str, value: MethodLike) -> Method:
+    """One method from what the user gave for ``argument``."""
+    if value is None:
+        return Identity()
+    if isinstance(value, str):
+        value = parse(value)
+    if isinstance(value, SameIndices) and argument != "grad_comp":
+        raise ValueError(
+            f"{argument}=SameIndices(): it reuses the activation's selection, so it is for "
+            "grad_comp"
+        )
+    if isinstance(value, Adaptive):
+        _check_adaptive(argument, value)
+        method_of(argument, value.inner)
+        return value
+    if not isinstance(value, Compressor | Feedback | SameIndices):
+        raise TypeError(
+            f"{argument}={value!r}: expected a compressor such as TopK(0.1), a feedback method "
+            "round one, a spec string such as 'topk:0.1', or None"
+        )
+    if isinstance(value, Feedback):
+        value.check_cut()
+    if argument == "act_comp" and isinstance(value, Feedback) and value.lr_scaled:
+        raise ValueError(
+            f"act_comp={value}: lr_scaled is for gradients; activations have no learning rate"
+        )
+    return value
+
+
+def _check_adaptive(argument: str, value: Adaptive) -> None:
+    if argument == "tie_comp":
+        raise ValueError(
+            f"tie_comp={value}: adaptive ratios are for cuts; give a tie a fixed one, such as "
+            f"{value.inner}"
+        )
+    if argument == "grad_comp" and value.gain == "loss":
+        raise ValueError(
+            f"grad_comp={value}: the loss of a step does not depend on what happens to its "
+            "gradients, so gain=loss is for activations; use gain=energy"
+        )
+
+
+def _check_pair(boundary: int, act: Method, grad: Method) -> None:
+    if not isinstance(grad, SameIndices):
+        return
+    selecting = act.inner if isinstance(act, Adaptive) else act
+    selecting = selecting.inner if isinstance(selecting, Feedback) else selecting
+    if not isinstance(selecting, Selecting) or isinstance(act, EFMixed):
+        raise ValueError(
+            f"grad_comp=SameIndices() at boundary {boundary} with act_comp={act}: there must be "
+            "one selection to reuse; use act_comp=TopK(...), RandomK(...) or RandomBlock(...), "
+            "also inside ef, ef21 or aqsgd"
+        )

@@ -1,0 +1,238 @@
+"""Tied weights: a parameter that the model has once, and two stages have equal copies of.
+
+A language model's embedding is often its head as well. Cut apart, each copy gathers the gradient
+of its own use in all microbatches; then the two gradients are exchanged and added up, once a step,
+so that an optimizer changes both copies alike::
+
+    stage 0   g_first ──┐ message ┌──> g_first + g_last
+                        X                              the same sum, in the same order
+    last      g_last  ──┘ message └──> g_first + g_last
+
+Order of a step: all backwards, the sum over the tie, the mean over replicas, the norm (in which the
+parameter counts once), the optimizer. The messages are metered like those of a cut, and may be
+compressed; both ends then add up what the messages say, not what they were made from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+import stages as staging
+from mpcomp.comm.channels import Channel
+from mpcomp.compressors import Identity
+from mpcomp.core.step import Step
+from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.feedback import AQSGD
+from mpcomp.links.link import Link, Method
+
+__all__ = ["DIRECTIONS", "Tie", "apart", "check_alike", "ties_of", "trained_and_frozen"]
+
+#: Which copy's gradient a link carries.
+DIRECTIONS = ("tie_first", "tie_last")
+
+
+class Tie:
+    """One tied parameter.
+
+    Args:
+        copies: stage and qualified name of both.
+        links: of the first copy's gradient, and of the last one's.
+    """
+
+    def __init__(self, copies: Sequence[tuple[int, str]], links: tuple[Link, Link]) -> None:
+        self.copies = tuple(copies)
+        self.links = links
+        self.failed = False  # as a boundary has it
+        self._here: dict[int, nn.Parameter] = {}
+        self._channels: tuple[Channel, Channel] | None = None
+
+    @property
+    def name(self) -> str:
+        """What reports call it: the name of the first copy."""
+        return self.copies[0][1]
+
+    @property
+    def stages(self) -> tuple[int, int]:
+        """The stages that have the copies."""
+        (first, _), (last, _) = self.copies
+        return first, last
+
+    def attach(
+        self, stages: Mapping[int, nn.Module], channels: tuple[Channel, Channel] | None = None
+    ) -> None:
+        """Finds the copies on this rank.
+
+        Args:
+            stages: those of this rank, by number.
+            channels: of both links, where the other copy is on another rank.
+        """
+        self._here = {
+            i: stages[stage].get_parameter(name)
+            for i, (stage, name) in enumerate(self.copies)
+            if stage in stages
+        }
+        self._channels = channels
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is a copy here that gathers gradients."""
+        return any(copy.requires_grad for copy in self._here.values())
+
+    @property
+    def rests(self) -> bool:
+        """Whether there is a copy here that does not."""
+        return not all(copy.requires_grad for copy in self._here.values())
+
+    def take_gradients(self) -> dict[int, Tensor | None]:
+        """Takes away what the copies here have gathered in earlier steps."""
+        before = {i: copy.grad for i, copy in self._here.items()}
+        for copy in self._here.values():
+            copy.grad = None
+        return before
+
+    def add_up(self, before: Mapping[int, Tensor | None], step: Step) -> None:
+        """Gives each copy here the sum of both gradients of this step, and what it had before."""
+        metas = {i: TensorMeta((1, copy.numel()), copy.dtype) for i, copy in self._here.items()}
+        meta = next(iter(metas.values()))
+        away = [i for i in range(2) if i not in self._here]
+        for i in away:
+            assert self._channels is not None
+            device = next(iter(self._here.values())).device
+            self._channels[i].post(0, self.links[i].message_bytes(meta, step, 0, device))
+        messages: dict[int, tuple[Tensor, Tensor]] = {}
+        for i, copy in self._here.items():
+            grad = torch.zeros_like(copy) if copy.grad is None else copy.grad
+            row = grad.detach().reshape(1, -1)
+            message = self.links[i].encode(row, step, 0)
+            messages[i] = row, message
+            if away and self._channels is not None:
+                self._channels[i].send(0, message)
+        parts = [self._part(i, messages, meta, step) for i in range(2)]
+        if self._channels is not None:
+            for i in self._here:
+                self._channels[i].finish()
+        for i, copy in self._here.items():
+            other = copy.device
+            total = (parts[0].to(other) + parts[1].to(other)).reshape(copy.shape)
+            former = before[i]
+            # Not in place: should a later tie fail, `apart` gives back what there was.
+            copy.grad = total if former is None else former + total
+
+    def _part(
+        self, i: int, messages: Mapping[int, tuple[Tensor, Tensor]], meta: TensorMeta, step: Step
+    ) -> Tensor:
+        """The gradient of copy ``i`` as its message says, at both ends alike."""
+        link = self.links[i]
+        if i not in messages:
+            assert self._channels is not None
+            return link.decode(self._channels[i].receive(0), meta, step, 0)
+        row, message = messages[i]
+        if len(messages) == 2:  # both ends are here
+            arrived = link.decode(message, meta, step, 0)
+        else:
+            arrived = link.arrived(row, message, step, 0)
+        link.compare(row, arrived, step)
+        return arrived
+
+    def settle(self, finite: bool) -> None:
+        """Commits what both links noted if the step was finite, else discards it."""
+        for link in self.links:
+            if finite:
+                link.commit()
+            else:
+                link.discard()
+        self.failed = False
+
+
+def trained_and_frozen(ties: Sequence[Tie]) -> tuple[int, int]:
+    """Two numbers: bit i says that tie i has a copy here that is trained, or one that is not."""
+    trained = sum(tie.trains << i for i, tie in enumerate(ties))
+    return trained, sum(tie.rests << i for i, tie in enumerate(ties))
+
+
+def check_alike(ties: Sequence[Tie], trained: int, frozen: int) -> None:
+    """Raises ValueError if a tie has a copy that is trained and one that is not.
+
+    Args:
+        ties: all of them.
+        trained: of `trained_and_frozen`, of all ranks that have copies.
+        frozen: likewise.
+    """
+    for i, tie in enumerate(ties):
+        if (trained & frozen) >> i & 1:
+            names = " and ".join(name for _, name in tie.copies)
+            raise ValueError(
+                f"{names} are one parameter in two stages, but only one of them requires a "
+                "gradient: freeze or train both, under both names, or before mpcomp.pipeline"
+            )
+
+
+@contextmanager
+def apart(ties: Sequence[Tie], step: Step) -> Iterator[None]:
+    """Within it the copies of each tie gather their gradients apart; at its end they are added up.
+
+    If it ends with an error, the copies have what they had before.
+    """
+    check_alike(ties, *trained_and_frozen(ties))
+    training = [tie for tie in ties if tie.trains]
+    before = [tie.take_gradients() for tie in training]
+    try:
+        yield
+        for tie, held in zip(training, before, strict=True):
+            tie.add_up(held, step)
+    except BaseException:
+        for tie, held in zip(training, before, strict=True):
+            for i, grad in held.items():
+                tie._here[i].grad = grad
+        raise
+
+
+def ties_of(
+    cut: Sequence[staging.Stage], method: Method, *, seed: int, replica: int, warmup_steps: int
+) -> list[Tie]:
+    """The ties of a cut model.
+
+    Args:
+        cut: all stages.
+        method: what is done to the gradients that are exchanged.
+        seed: of the run.
+        replica: number of this pipeline.
+        warmup_steps: training steps that go uncompressed at first.
+
+    Raises:
+        ValueError: more than two stages share a parameter, or a method that has no place here.
+    """
+    if isinstance(method, AQSGD):
+        raise ValueError(f"tie_comp={method}: a weight's gradient belongs to no sample; use ef+...")
+    ties: list[Tie] = []
+    for copies in staging.ties(cut):
+        if len(copies) != 2:
+            raise ValueError(
+                f"{' and '.join(name for _, name in copies)} are one parameter in {len(copies)} "
+                "stages; two can share one: cut the model elsewhere"
+            )
+        number = len(cut) - 1 + len(ties)
+        first, last = (
+            Link(
+                method,
+                boundary=number,
+                direction=direction,
+                seed=seed,
+                replica=replica,
+                warmup_steps=warmup_steps,
+                ends=(copies[i][0], copies[1 - i][0]),
+                name=f"tied {copies[0][1]}, copy of stage {copies[i][0]}",
+            )
+            for i, direction in enumerate(DIRECTIONS)
+        )
+        ties.append(Tie(copies, (first, last)))
+    if not ties and not isinstance(method, Identity):
+        raise ValueError(
+            f"tie_comp={method}: no two stages share a parameter here, so there is nothing to "
+            "compress; leave it out"
+        )
+    return ties
