@@ -20,6 +20,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -37,36 +38,45 @@ ENVIRONMENT = {
 # -- patterns -------------------------------------------------------------------------------------
 
 _MASK = 0xFFFFFFFF
+_POWERS = np.float32(2.0) ** -np.array([23, 24, 24, 25, 25, 26, 27, 29], dtype=np.float32)
+_SCALES = np.array([0.5, 1.0, 4.0], dtype=np.float32)
 
 
-def mixed(like: Tensor, *seeds: int | Tensor) -> Tensor:
-    """Numbers below 2**32 that follow from ``like`` and the seeds, by integers alone."""
-    x = like
+def mixed(*seeds: int) -> int:
+    """A number below 2**32 of which every bit follows from all seeds."""
+    x = 0
     for seed in seeds:
         x = (x * 0x45D9F3B + seed * 0x9E3779B1 + 0x7F4A7C15) & _MASK
         x = (((x >> 16) ^ x) * 0x45D9F3B) & _MASK
-        x = (x >> 15) ^ x
+        x ^= x >> 15
     return x
 
 
-def dyadic(bits: Tensor) -> Tensor:
-    """Numbers in (-1, 1) of 20 bits, exact in fp32; most of them are small, as gradients are."""
-    powers = torch.tensor([2.0 ** -(20 + e) for e in (0, 1, 1, 2, 2, 3, 3, 5)])
-    return ((bits & 0xFFFFF) - 0x80000) * powers[(bits >> 20) & 7]
+def dyadic(count: int, *seeds: int) -> np.ndarray:
+    """Numbers in [-1, 1) of 24 bits, as many as fp32 has; most are small, as gradients are.
+
+    With fewer bits sums would be exact in any order, and hide that an order has changed.
+    """
+    x = np.arange(count, dtype=np.uint32) * np.uint32(0x9E3779B1) + np.uint32(mixed(*seeds))
+    for _ in range(2):
+        x = ((x >> np.uint32(16)) ^ x) * np.uint32(0x45D9F3B)
+    x ^= x >> np.uint32(15)
+    whole = (x & np.uint32(0xFFFFFF)).astype(np.int32) - 0x800000
+    return whole.astype(np.float32) * _POWERS[x >> np.uint32(29)]
 
 
 def pattern(like: Tensor, *seeds: int, step: int) -> Tensor:
     """A tensor like ``like``: of every row a part that stays, and one of this step.
 
-    Rows are of three scales, so that a scale for all is another than one for each.
+    Rows are of three scales, so that a scale for all is another than one for each. What a row is
+    does not depend on how many there are.
     """
-    rows = torch.arange(like.shape[0])[:, None]
-    places = torch.arange(like[0].numel())[None, :].expand(like.shape[0], -1)
-    stays = dyadic(mixed(places, *seeds, rows, 1))
-    changes = dyadic(mixed(places, *seeds, rows, 2 + step))
-    scale = torch.tensor([0.5, 1.0, 4.0])[rows % 3]
-    values = ((stays + 0.25 * changes) * scale).reshape(like.shape)
-    return torch.empty_like(like).copy_(values)
+    stays = dyadic(like.numel(), *seeds, 1)
+    changes = dyadic(like.numel(), *seeds, 2 + step)
+    rows = len(like)
+    scale = np.resize(_SCALES, rows)[:, None]
+    values = (stays + np.float32(0.25) * changes).reshape(rows, -1) * scale
+    return torch.empty_like(like).copy_(torch.from_numpy(values).reshape(like.shape))
 
 
 # -- the tape -------------------------------------------------------------------------------------

@@ -327,7 +327,7 @@ def _batch(scenario: str, rows: int, number: int, dtype: Any) -> tuple[Any, Any]
     if scenario != "padded":
         return x, target
     # Rows of another length in every call, padded on the right and on the left by turns.
-    lengths = mixed(torch.arange(rows), number) % 7
+    lengths = torch.tensor([mixed(row, number) % 7 for row in range(rows)])
     mask = torch.arange(6)[None, :] < lengths[:, None]
     mask = mask.flip(1) if number % 2 else mask
     return {"x": x, "attention_mask": mask.to(torch.int64)}, target
