@@ -38,7 +38,7 @@ ENVIRONMENT = {
 # -- patterns -------------------------------------------------------------------------------------
 
 _MASK = 0xFFFFFFFF
-_POWERS = np.float32(2.0) ** -np.array([20, 21, 21, 22, 22, 23, 23, 25], dtype=np.float32)
+_POWERS = np.float32(2.0) ** -np.array([23, 24, 24, 25, 25, 26, 27, 29], dtype=np.float32)
 _SCALES = np.array([0.5, 1.0, 4.0], dtype=np.float32)
 
 
@@ -53,13 +53,16 @@ def mixed(*seeds: int) -> int:
 
 
 def dyadic(count: int, *seeds: int) -> np.ndarray:
-    """Numbers in (-1, 1) of 20 bits, exact in fp32; most of them are small, as gradients are."""
+    """Numbers in [-1, 1) of 24 bits, as many as fp32 has; most are small, as gradients are.
+
+    With fewer bits sums would be exact in any order, and hide that an order has changed.
+    """
     x = np.arange(count, dtype=np.uint32) * np.uint32(0x9E3779B1) + np.uint32(mixed(*seeds))
     for _ in range(2):
         x = ((x >> np.uint32(16)) ^ x) * np.uint32(0x45D9F3B)
     x ^= x >> np.uint32(15)
-    whole = (x & np.uint32(0xFFFFF)).astype(np.int32) - 0x80000
-    return whole.astype(np.float32) * _POWERS[(x >> np.uint32(20)) & np.uint32(7)]
+    whole = (x & np.uint32(0xFFFFFF)).astype(np.int32) - 0x800000
+    return whole.astype(np.float32) * _POWERS[x >> np.uint32(29)]
 
 
 def pattern(like: Tensor, *seeds: int, step: int) -> Tensor:
