@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from mpcomp import Pipeline
 from mpcomp.core.randomness import stage_randomness
+from mpcomp.feedback.slots import SlotStore
+from mpcomp.feedback.state import EndState
 from stages import resnet18, split
 
 CLASSES = 5
@@ -151,4 +153,10 @@ def assert_same_state(a: dict[str, dict[str, object]], b: dict[str, dict[str, ob
 def num_stored_rows(pipe: Pipeline) -> int:
     """Rows of state that all links hold together."""
     ends = [end for link in pipe.links for end in link.ends.values()]
-    return sum(len(end.store) for end in ends if end.store is not None)
+    return sum(len(store_of(end)) for end in ends if store_of(end) is not None)
+
+
+def store_of(end: EndState) -> SlotStore | None:
+    """The rows of the only field that an end keeps; None of an end that keeps none."""
+    (store,) = [field.store for field in end.fields.values()] or [None]
+    return store

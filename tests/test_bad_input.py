@@ -197,7 +197,7 @@ class Watch:
         pipe = self.pipe
         assert pipe.num_steps == self.steps and pipe.wire_bytes == self.bytes
         assert_same_state(links_state(pipe), self.links)
-        assert not any(end._pending for link in pipe.links for end in link.ends.values())
+        assert not any(end.open_slots for link in pipe.links for end in link.ends.values())
         for name, tensor in pipe.state_dict().items():
             assert same_bits(tensor, self.tensors[name]), name
         for name, parameter in pipe.named_parameters():

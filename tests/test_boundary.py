@@ -3,6 +3,7 @@
 import pytest
 import torch
 from methods import same_bits
+from models import store_of
 
 from mpcomp import (
     AQSGD,
@@ -151,8 +152,8 @@ def test_settling_stores_or_forgets_both_links(finite):
     backward(boundary, torch.randn(SHAPE), step_of())
     boundary.settle(finite)
     for link in boundary.links:
-        assert [len(end.store) for end in link.ends.values()] == [4 * finite] * 2
-        assert not any(end._pending for end in link.ends.values())
+        assert [len(store_of(end)) for end in link.ends.values()] == [4 * finite] * 2
+        assert not any(end.open_slots for end in link.ends.values())
 
 
 def test_links_are_activations_then_gradients():

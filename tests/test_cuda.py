@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from models import store_of
 
 import mpcomp
 import stages
@@ -109,7 +110,7 @@ def test_training_resumes_exactly_and_both_ends_agree(act: str, grad: str, tmp_p
     pipe.evaluate([batch()])
     losses = advance(pipe, optimizer, 3)
     for link in pipe.links:
-        if len(link.ends) == 2 and all(end.store is not None for end in link.ends.values()):
+        if len(link.ends) == 2 and all(store_of(end) is not None for end in link.ends.values()):
             sender, receiver = (link.ends[role].store for role in ("sender", "receiver"))
             keys = list(sender.state_dict()["keys"].tolist())
             rows = [tuple(key) for key in keys]

@@ -20,7 +20,7 @@ from lms import (
     without_labels,
 )
 from methods import same_bits
-from models import adamw, sgd
+from models import adamw, sgd, store_of
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 import mpcomp
@@ -204,7 +204,7 @@ def test_a_loss_scaler_skips_an_overflow(tie_comp):
     for tie in pipe.ties:
         for link in tie.links:
             assert not link.ends or all(
-                end.store is None or not len(end.store) for end in link.ends.values()
+                store_of(end) is None or not len(store_of(end)) for end in link.ends.values()
             )
     scaler.load_state_dict({**scaler.state_dict(), "scale": 1024.0})
     other.num_steps = 1

@@ -165,7 +165,7 @@ def test_evaluation_reads_and_writes_no_state(method):
     elif str(method.inner) in ("topk:0.1", "quant:4", "sign"):  # which draw nothing
         assert same_bits(y, round_trip(method.inner, x))
     assert_same(state_of(link), before)
-    assert not any(end._pending for end in link.ends.values())
+    assert not any(end.open_slots for end in link.ends.values())
     # A link that has only evaluated has no ends.
     lazy = link_of(method)
     carry(lazy, x, evaluation)

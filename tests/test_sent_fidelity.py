@@ -10,6 +10,7 @@ import math
 import pytest
 import torch
 from methods import COMPRESSORS, FEEDBACK, same_bits
+from models import store_of
 
 from mpcomp import EF21, Identity, Link, Quantize, SameIndices, TensorMeta, TopK
 from mpcomp.core.message import HEADER_BYTES, Header
@@ -49,7 +50,7 @@ def drawn(step, microbatch, dtype=torch.float32):
 
 def num_stored(link):
     """Rows of state at both ends."""
-    return sum(len(end.store) for end in link.ends.values() if end.store is not None)
+    return sum(len(store_of(end)) for end in link.ends.values() if store_of(end) is not None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -234,7 +235,7 @@ def test_all_lengths_of_a_step_are_known_at_its_beginning(method):
 def test_asking_for_a_length_leaves_no_state(method):
     link = link_of(method)
     link.message_bytes(TensorMeta(SHAPE), step_of(0), 0, CPU)
-    assert all(not end._pending for end in link.ends.values())
+    assert all(not end.open_slots for end in link.ends.values())
     link.commit()
     assert num_stored(link) == 0
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from models import CONV_SPLIT, MLP_SPLIT, convnet, images, mlp, rows
+from models import CONV_SPLIT, MLP_SPLIT, convnet, images, mlp, rows, store_of
 from torch import nn
 
 import mpcomp
@@ -19,10 +19,10 @@ def pipe_of(model=mlp, split=MLP_SPLIT, chunks=3, **methods):
 def held(pipe) -> dict[tuple[int, str, str], int]:
     """Bytes of rows that ends hold."""
     return {
-        (link.boundary, link.direction, role): end.store.num_bytes
+        (link.boundary, link.direction, role): store_of(end).num_bytes
         for link in pipe.links
         for role, end in link.ends.items()
-        if end.store is not None
+        if store_of(end) is not None
     }
 
 

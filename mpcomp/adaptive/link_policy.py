@@ -76,6 +76,14 @@ class LinkState(ABC):
     def _every_step(self) -> bool:
         return self.method.gain != "loss" and self.method.budget is None
 
+    def compressor(self, cf: float) -> Compressor:
+        """The compressor at a compression factor, without feedback."""
+        return self.method.compressor(cf)
+
+    def fresh(self) -> LinkState:
+        """A state as this one was before the first step."""
+        return type(self)(self.method)
+
     def _send_with(self, cf: float | None) -> None:
         """Sets what is sent from now on; None is dense."""
         coder = Identity() if cf is None else self.method.at(cf)

@@ -13,8 +13,8 @@ from mpcomp.compressors.base import Compressor, Selecting
 from mpcomp.compressors.same_indices import SameIndices
 from mpcomp.core.spec import SpecValue, shown
 from mpcomp.feedback.base import Feedback
+from mpcomp.feedback.ef21 import EF21
 from mpcomp.feedback.error_feedback import ErrorFeedback
-from mpcomp.feedback.estimate import EF21
 
 __all__ = ["GAINS", "Adaptive"]
 

@@ -50,9 +50,9 @@ def measure_losses(
         loss_fn: of training.
     """
     due = [
-        (link, link.adaptive)
-        for link in adaptation.links
-        if link.adaptive is not None and link.adaptive.measures_losses and link.enabled(step)
+        (link, state)
+        for link, state in zip(adaptation.links, adaptation.states, strict=True)
+        if state.measures_losses and link.enabled(step)
     ]
     if not due:
         return

@@ -7,7 +7,6 @@ of a row comes from an end that is made for it and never written to.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +17,8 @@ from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.engines.shape_inference import Planner
 from mpcomp.engines.stage_runner import Autocast
 from mpcomp.feedback.base import Feedback
-from mpcomp.feedback.slots import SlotStore
+from mpcomp.feedback.ends import end_of
+from mpcomp.feedback.memory import Side
 from mpcomp.links.link import Link
 
 if TYPE_CHECKING:
@@ -86,11 +86,10 @@ def _of_link(
     link: Link, method: Feedback, meta: TensorMeta, num_samples: int | None, here: set[int]
 ) -> list[dict[str, Any]]:
     entries = []
-    for role, stage in (("sender", link.sender_stage), ("receiver", link.receiver_stage)):
-        if stage not in here:
-            continue
-        store = _store(method, role, meta)
-        if store is None:
+    for side, stage in ((Side.SENDER, link.sender_stage), (Side.RECEIVER, link.receiver_stage)):
+        # Without rows an end is the same on any device.
+        end = end_of(method, side, meta, torch.device("cpu"))
+        if stage not in here or not end.fields:
             continue
         if method.by_sample and num_samples is None:
             raise ValueError(
@@ -98,24 +97,18 @@ def _of_link(
                 "pass num_samples=<size of the training set>"
             )
         wanted = num_samples if method.by_sample and num_samples is not None else meta.num_rows
-        rows = wanted if store.max_rows is None else min(wanted, store.max_rows)
+        rows = wanted if end.max_rows is None else min(wanted, end.max_rows)
         entries.append(
             {
                 "boundary": link.boundary,
                 "direction": link.direction,
                 "method": str(link.method),
-                "role": role,
+                "role": side.value,
                 "rows": rows,
-                "row_bytes": store.row_bytes,
-                "bytes": rows * store.row_bytes,
+                "row_bytes": end.row_bytes,
+                "bytes": rows * end.row_bytes,
                 "capped": rows < wanted,
-                "location": store.location,
+                "location": end.location,
             }
         )
     return entries
-
-
-def _store(method: Feedback, role: str, meta: TensorMeta) -> SlotStore | None:
-    sample = replace(meta.with_rows(1), dtype=torch.float32)
-    make = method.sender if role == "sender" else method.receiver
-    return make(sample, torch.device("cpu")).store  # without rows it is the same on any device

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Key", "Probe", "SampleIds", "Step", "Visit"]
+__all__ = ["Key", "MessageContext", "Probe", "SampleIds", "Step"]
 
 #: What a slot of a feedback method's state is found by.
 Key = tuple[int, ...]
@@ -17,7 +17,7 @@ SampleIds = tuple[Key, ...] | int | None
 
 
 @dataclass(frozen=True)
-class Visit:
+class MessageContext:
     """Both ends of a link are given equal visits.
 
     Attributes:

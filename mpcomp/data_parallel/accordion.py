@@ -6,18 +6,15 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
 from mpcomp.compressors.same_indices import SameIndices
 from mpcomp.core.spec import SpecValue, shown
-from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.data_parallel.accordion_controller import AccordionController
 from mpcomp.data_parallel.base import Controller, ReplicaMethod, Setting
 from mpcomp.data_parallel.detector import Detector
 from mpcomp.data_parallel.gravac import GraVAC
-from mpcomp.data_parallel.memory import Memory, Residual
 from mpcomp.feedback.base import Feedback
-from mpcomp.feedback.slots import StoragePlan
+from mpcomp.feedback.error_feedback import Residual
+from mpcomp.feedback.memory import NO_MEMORY, Memory
 
 __all__ = ["Accordion"]
 
@@ -94,9 +91,8 @@ class Accordion(ReplicaMethod):
     def controller(self, setting: Setting) -> Controller:
         return AccordionController(self, setting)
 
-    def memory(self, meta: TensorMeta, device: torch.device, *, compressed: bool) -> Memory:
-        keeps = compressed and self.feedback
-        return Residual(meta.numel, StoragePlan(), device) if keeps else Memory()
+    def memory(self, *, compressed: bool) -> Memory:
+        return Residual() if compressed and self.feedback else NO_MEMORY
 
 
 def _count(value: object) -> bool:

@@ -15,6 +15,8 @@ replica adds up what all have sent in the order of ranks, in fp32, so that all g
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +25,7 @@ from mpcomp.comm.collectives import Works
 from mpcomp.compressors import Compressor
 from mpcomp.core.packing import packed_length, unpack
 from mpcomp.core.tensor_meta import TensorMeta
-from mpcomp.data_parallel.base import Encoded, encode_with
+from mpcomp.data_parallel.base import Draw, Encoded, encode_with
 from mpcomp.data_parallel.item import OF_ERROR, Context, Item, count, shape_for
 from mpcomp.data_parallel.messages import (
     add_message,
@@ -31,7 +33,7 @@ from mpcomp.data_parallel.messages import (
     encode_item,
     message_length,
     packed,
-    take_away,
+    without,
 )
 from mpcomp.feedback.base import narrow
 
@@ -42,15 +44,15 @@ Path = Iterator[Works]
 
 def dense_sum(items: Sequence[Item], context: Context) -> Path:
     """The mean of what is wanted, uncompressed, in the gradients' own dtype or a narrower one."""
-    peers, unit = context.peers, context.unit
+    peers = context.peers
     works, sums = [], []
     for dtype in _in_order(item.uncompressed_meta.dtype for item in items):
         alike = [item for item in items if item.uncompressed_meta.dtype == dtype]
         parts = []
         for item in alike:
-            part = narrow(item.wanted, dtype)
-            if item.memory.keeps:
-                item.keep(item.wanted - part.to(torch.float32), None, context)
+            part = narrow(item.target, dtype)
+            if item.end.keeps:
+                item.sent(partial(_less, part.to(torch.float32)))
             parts.append(part)
         flat = _share(torch.cat(parts), peers.size)
         context.tally.wire_bytes += flat.nbytes
@@ -61,12 +63,12 @@ def dense_sum(items: Sequence[Item], context: Context) -> Path:
     for alike, flat in sums:
         means = torch.split(flat.to(torch.float32), [item.numel for item in alike])
         for item, mean in zip(alike, means, strict=True):
-            item.finish(mean, unit)
+            item.finish(mean)
 
 
 def payload_sum(items: Sequence[Item], context: Context) -> Path:
     """Payloads that may be added elementwise: one sum for all of them of a dtype."""
-    peers, unit = context.peers, context.unit
+    peers = context.peers
     sent = [encode_item(item, context) for item in items]
     parts = [part for encoded in sent for part in encoded.payload]
     works, sums = [], {}
@@ -81,7 +83,7 @@ def payload_sum(items: Sequence[Item], context: Context) -> Path:
         for part in encoded.payload:
             start, ends[part.dtype] = ends[part.dtype], ends[part.dtype] + part.numel()
             summed.append(sums[part.dtype][start : ends[part.dtype]].reshape(part.shape))
-        mean = item.wanted.new_zeros(item.numel)
+        mean = item.target.new_zeros(item.numel)
         meta = item.shaped(encoded.compressor)
         encoded.compressor.add_to(
             mean,
@@ -90,7 +92,7 @@ def payload_sum(items: Sequence[Item], context: Context) -> Path:
             context.draw(item.name, 0)(True),
             positions=encoded.positions,
         )
-        item.finish(mean, unit)
+        item.finish(mean)
 
 
 def _share(x: Tensor, num_replicas: int) -> Tensor:
@@ -108,11 +110,11 @@ def _share(x: Tensor, num_replicas: int) -> Tensor:
 
 def gather(items: Sequence[Item], context: Context) -> Path:
     """Every replica gets the messages of all others and adds them up."""
-    peers, unit = context.peers, context.unit
+    peers = context.peers
     sent = [encode_item(item, context) for item in items]
     told, work = peers.gather(packed(sent))
     yield [work]
-    means = [item.wanted.new_zeros(item.numel) for item in items]
+    means = [item.target.new_zeros(item.numel) for item in items]
     for message in told:
         start = 0
         for item, encoded, mean in zip(items, sent, means, strict=True):
@@ -120,30 +122,29 @@ def gather(items: Sequence[Item], context: Context) -> Path:
                 mean, item.name, 0, item.meta, encoded.compressor, message, start, context
             )
     for item, mean in zip(items, means, strict=True):
-        item.finish(mean, unit)
+        item.finish(mean)
 
 
 def two_phase(items: Sequence[Item], context: Context) -> Path:
     """Replica i forms the mean of the i-th piece of each parameter, and tells it compressed."""
-    peers, unit = context.peers, context.unit
+    peers = context.peers
     codecs = [compressor_of(item, context) for item in items]
     # Of each parameter its pieces: how many elements each has, and of what shape it is.
     cuts = [_pieces(c, item.meta, peers.size) for c, item in zip(codecs, items, strict=True)]
     messages: list[list[Encoded]] = [[] for _ in range(peers.size)]
     for item, metas in zip(items, cuts, strict=True):
-        rest, kept, start = item.wanted.clone(), [], 0
+        pieces, start = [], 0
         for i, meta in enumerate(metas):
             piece = slice(start, start + meta.numel)
             draw = context.draw(item.name, i)
-            x = narrow(item.wanted[piece], meta.dtype).reshape(meta.shape)
+            x = narrow(item.target[piece], meta.dtype).reshape(meta.shape)
             encoded = context.controller.encode(item.name, x, draw)
-            take_away(rest[piece], encoded, meta, draw(encoded.compressor.shares_choice))
-            if encoded.positions is not None:
-                kept.append(encoded.positions + start)
+            pieces.append(_Sent(piece, encoded, meta, draw))
             count(context.tally, encoded)
             messages[i].append(encoded)
             start = piece.stop
-        item.keep(rest, torch.cat(kept) if len(kept) == len(metas) else None, context)
+        if item.end.keeps:
+            item.sent(partial(_without, pieces), _positions(pieces))
     own = peers.rank
     own_layouts = [c.layout(metas[own]) for c, metas in zip(codecs, cuts, strict=True)]
     told, work = peers.scatter(
@@ -153,7 +154,7 @@ def two_phase(items: Sequence[Item], context: Context) -> Path:
 
     means, again = [], []
     for item, metas in zip(items, cuts, strict=True):
-        means.append(item.wanted.new_zeros(metas[own].numel))
+        means.append(item.target.new_zeros(metas[own].numel))
     for message in told:
         start = 0
         for item, codec, metas, mean in zip(items, codecs, cuts, means, strict=True):
@@ -161,14 +162,14 @@ def two_phase(items: Sequence[Item], context: Context) -> Path:
     for item, codec, metas, mean in zip(items, codecs, cuts, means, strict=True):
         meta = metas[own]
         start = sum(before.numel for before in metas[:own])
-        memory = context.phase_memory(item.name, start, meta.numel)
-        wanted = memory.wanted(mean, unit)
+        end = context.end_of_mean(item.name, start, meta.numel)
+        due = context.compensated(end, mean, item.name, OF_ERROR - own - 1)
         draw = context.draw(item.name, peers.size + own)
-        encoded = encode_with(codec, narrow(wanted, meta.dtype).reshape(meta.shape), draw)
-        if memory.keeps:
-            rest = wanted.clone()
-            take_away(rest, encoded, meta, draw(codec.shares_choice))
-            memory.keep(rest, encoded.positions, unit, context.draw(item.name, OF_ERROR - own - 1))
+        encoded = encode_with(codec, narrow(due.target, meta.dtype).reshape(meta.shape), draw)
+        if due.keeps:
+            due.sent(
+                partial(_without, [_Sent(slice(None), encoded, meta, draw)]), encoded.positions
+            )
         count(context.tally, encoded)
         again.append(encoded)
     lengths = [
@@ -181,7 +182,7 @@ def two_phase(items: Sequence[Item], context: Context) -> Path:
     told, work = peers.gather(padded)
     yield [work]
 
-    results = [item.wanted.new_zeros(item.numel) for item in items]
+    results = [item.target.new_zeros(item.numel) for item in items]
     starts = [0] * len(items)
     for i, message in enumerate(told):
         start = 0
@@ -194,7 +195,35 @@ def two_phase(items: Sequence[Item], context: Context) -> Path:
             codec.add_to(part, payload, metas[i], generator)
             start, starts[j] = packed_length(layout, start), stop
     for item, result in zip(items, results, strict=True):
-        item.finish(result, unit)
+        item.finish(result)
+
+
+class _Sent(NamedTuple):
+    """The message of a piece of a tensor."""
+
+    piece: slice
+    encoded: Encoded
+    meta: TensorMeta
+    draw: Draw
+
+
+def _without(sent: Sequence[_Sent], y: Tensor) -> Tensor:
+    """A tensor [n] less what the messages of its pieces say."""
+    return torch.cat([without(y[s.piece], s.encoded, s.meta, s.draw) for s in sent])
+
+
+def _positions(sent: Sequence[_Sent]) -> Tensor | None:
+    """Of the elements that the messages of all pieces carry; None where one does not say."""
+    found = [
+        positions + (piece.start or 0)
+        for piece, encoded, *_ in sent
+        if (positions := encoded.positions) is not None
+    ]
+    return torch.cat(found) if len(found) == len(sent) else None
+
+
+def _less(said: Tensor, y: Tensor) -> Tensor:
+    return y - said
 
 
 def _pieces(codec: Compressor, meta: TensorMeta, num_pieces: int) -> list[TensorMeta]:

@@ -106,7 +106,7 @@ class Averaging:
             run.controller,
             unit,
             self._draw,
-            run.remembered.phase_memory,
+            run.remembered.end_of_mean,
             run.remembered.factors,
         )
 
@@ -133,7 +133,7 @@ class Averaging:
         return Item(
             name,
             gradient,
-            run.remembered.memories[name],
+            run.remembered.ends[name],
             may,
             None if small is None else small.wire_dtype,
         )
@@ -141,10 +141,10 @@ class Averaging:
     def load(self, items: Iterable[Item], factor: float = 1.0) -> None:
         """Reads gradients, times ``factor``, and shows them to the controller."""
         for item in items:
-            gradient = item.load(self.context.unit, factor)
+            gradient = item.load(self.context, factor)
             if item.compressible:
                 draw = self._draw(item.name, 0)
-                self._run.controller.observe(item.name, item.wanted, gradient, draw)
+                self._run.controller.observe(item.name, item.target, gradient, draw)
 
     def found_nonfinite(self, found: Tensor | bool) -> None:
         """Notes whether a gradient of this rank was not finite."""
@@ -211,8 +211,8 @@ class Averaging:
         if controller.waits:
             for item in items:
                 if item.compressible:
-                    item.load(self.context.unit, factor)
-                    controller.look(item.name, item.wanted, self._draw(item.name, 0))
+                    item.load(self.context, factor)
+                    controller.look(item.name, item.target, self._draw(item.name, 0))
             *sums, bad = self._run.everywhere([*controller.looked(), float(self._bad)])
             # A step that will be skipped must leave no trace in what the next ones are decided by.
             controller.decide([math.nan] * len(sums) if bad else sums)

@@ -25,7 +25,8 @@ from mpcomp.compressors import Compressor, Selecting
 from mpcomp.core.packing import Payload
 from mpcomp.core.spec import SpecValue
 from mpcomp.core.tensor_meta import TensorMeta
-from mpcomp.data_parallel.memory import Draw, Memory
+from mpcomp.feedback.kept import Draw
+from mpcomp.feedback.memory import Memory
 
 __all__ = [
     "Codec",
@@ -214,15 +215,9 @@ class ReplicaMethod(SpecValue, ABC):
         """This rank's controller for a run."""
 
     @abstractmethod
-    def memory(self, meta: TensorMeta, device: torch.device, *, compressed: bool) -> Memory:
-        """What a replica remembers of a parameter.
+    def memory(self, *, compressed: bool) -> Memory:
+        """The memory of a parameter; ``compressed``: whether it may go compressed at all."""
 
-        Args:
-            meta: the parameter as a matrix [first dim, all others].
-            device: where its gradients are.
-            compressed: whether it may be compressed; a small one never is.
-        """
-
-    def phase_memory(self, numel: int, device: torch.device) -> Memory:
-        """What is remembered of a mean that one replica forms for all, and compresses again."""
-        return self.memory(TensorMeta((1, numel)), device, compressed=True)
+    def mean_memory(self) -> Memory:
+        """The memory of a mean that one replica forms for all, and compresses again."""
+        return self.memory(compressed=True).of_mean()

@@ -13,15 +13,9 @@ import torch
 from mpcomp.compressors import Compressor, RedSyncTopK, SameSign, SampledTopK, Selecting
 from mpcomp.compressors.base import check_keep
 from mpcomp.compressors.gather import check_values
-from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.data_parallel.base import Codec, Controller, ReplicaMethod, Setting
-from mpcomp.data_parallel.memory import Memory
-from mpcomp.data_parallel.momentum import (
-    MomentumCorrection,
-    check_momentum,
-    momentum_memory,
-    refuse_momentum,
-)
+from mpcomp.feedback.memory import Memory
+from mpcomp.feedback.momentum import check_momentum, momentum_memory, refuse_momentum
 
 __all__ = ["DGC", "RedSync"]
 
@@ -73,19 +67,10 @@ class _Momentum(ReplicaMethod):
     def controller(self, setting: Setting) -> Controller:
         return _ByStep(lambda step, name: self.codec(step, name, setting))
 
-    def memory(self, meta: TensorMeta, device: torch.device, *, compressed: bool) -> Memory:
+    def memory(self, *, compressed: bool) -> Memory:
         return momentum_memory(
-            meta.numel,
-            device,
-            self.momentum,
-            compressed=compressed,
-            nesterov=self.nesterov,
-            masking=self.masking,
+            self.momentum, compressed=compressed, nesterov=self.nesterov, masking=self.masking
         )
-
-    def phase_memory(self, numel: int, device: torch.device) -> Memory:
-        # Momentum is the replicas' own; a mean that is sent on has a residual, no velocity.
-        return MomentumCorrection(numel, device, momentum=0.0, nesterov=False, masking=True)
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,11 @@ from mpcomp.adaptive.clock import Clock, ModelledClock, WallClock
 from mpcomp.adaptive.search import POLICIES, Search, checked_cfs
 from mpcomp.compressors.base import Compressor
 from mpcomp.core.spec import shown
-from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.data_parallel.base import Controller, ReplicaMethod, Setting
 from mpcomp.data_parallel.gravac_controller import GraVACController
-from mpcomp.data_parallel.memory import Memory, Residual
-from mpcomp.data_parallel.momentum import check_momentum, momentum_memory, refuse_momentum
-from mpcomp.feedback.slots import StoragePlan
+from mpcomp.feedback.error_feedback import Residual
+from mpcomp.feedback.memory import NO_MEMORY, Memory
+from mpcomp.feedback.momentum import check_momentum, momentum_memory, refuse_momentum
 
 __all__ = ["PAPER", "GraVAC"]
 
@@ -196,15 +195,13 @@ class GraVAC(ReplicaMethod):
     def controller(self, setting: Setting) -> Controller:
         return GraVACController(self, setting.num_replicas)
 
-    def memory(self, meta: TensorMeta, device: torch.device, *, compressed: bool) -> Memory:
+    def memory(self, *, compressed: bool) -> Memory:
         if self.momentum:
-            return momentum_memory(
-                meta.numel, device, self.momentum, compressed=compressed, masking=self.masking
-            )
-        return Residual(meta.numel, StoragePlan(), device) if compressed else Memory()
+            return momentum_memory(self.momentum, compressed=compressed, masking=self.masking)
+        return Residual() if compressed else NO_MEMORY
 
-    def phase_memory(self, numel: int, device: torch.device) -> Memory:
-        return Residual(numel, StoragePlan(), device)
+    def mean_memory(self) -> Memory:
+        return Residual()
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         if self.momentum:

@@ -10,15 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from mpcomp.comm.collectives import Peers
 from mpcomp.compressors import Compressor
+from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.data_parallel.algorithms import Path, dense_sum, gather, payload_sum
 from mpcomp.data_parallel.base import Draw, Static
 from mpcomp.data_parallel.item import Context, Item
-from mpcomp.data_parallel.memory import Memory
 from mpcomp.data_parallel.network import ReplicaNetwork
+from mpcomp.feedback.memory import NO_MEMORY
+from mpcomp.feedback.state import EndState
 
 __all__ = ["broadcast", "mean_inside", "split_group"]
 
@@ -68,18 +71,18 @@ def mean_inside(
         draw: makes generators.
         factor: on this replica's gradients.
     """
-    forget = Memory()
-    plain = [Item(item.name, item.gradient, forget, item.compressible) for item in items]
-    for item in plain:
-        item.load(1.0, factor)
 
     def pieces(name: str, piece: int) -> Draw:
         return draw(name, -1 - piece)
 
-    def no_memory(name: str, start: int, numel: int) -> Memory:
-        return forget
+    def kept(name: str, start: int, numel: int) -> EndState:
+        return nothing
 
-    context = Context(peers, Static(codec), 1.0, pieces, no_memory, {})
+    nothing = EndState(NO_MEMORY, TensorMeta(()), torch.device("cpu"))
+    context = Context(peers, Static(codec), 1.0, pieces, kept, {})
+    plain = [Item(item.name, item.gradient, nothing, item.compressible) for item in items]
+    for item in plain:
+        item.load(context, factor)
     small = [item for item in plain if not _worthwhile(item, codec)]
     large = [item for item in plain if _worthwhile(item, codec)]
     if small:

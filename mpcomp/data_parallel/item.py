@@ -1,4 +1,4 @@
-"""A gradient on its way: what is to be sent for it, and what has come of that."""
+"""One parameter's gradient during the exchange, and what all gradients of a step share."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from mpcomp.comm.collectives import Peers
 from mpcomp.compressors import Compressor
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.data_parallel.base import Controller, Draw, Encoded
-from mpcomp.data_parallel.memory import Memory
 from mpcomp.feedback.base import narrow
+from mpcomp.feedback.memory import Sent, State
+from mpcomp.feedback.state import EndState
 
-__all__ = ["OF_ERROR", "Context", "Item", "Tally", "matrix_of"]
+__all__ = ["OF_ERROR", "Compensated", "Context", "Item", "Tally", "matrix_of"]
 
 #: The piece of a parameter for which numbers are drawn that round what is kept of it.
 OF_ERROR = -1
@@ -51,8 +52,8 @@ class Context:
         controller: what chooses codecs.
         unit: factor from what memories keep to this step's gradients.
         draw: ``draw(name, piece)(alike)`` is a fresh generator.
-        phase_memory: of a piece of a parameter that this replica forms the mean of, by name, first
-            element and number of elements.
+        end_of_mean: what is kept of a piece of a parameter that this replica forms the mean of, by
+            name, first element and number of elements.
         factors: the right factors of PowerSGD, by parameter, and those of this step.
         tally: of this step.
     """
@@ -61,10 +62,54 @@ class Context:
     controller: Controller
     unit: float
     draw: Callable[[str, int], Draw]
-    phase_memory: Callable[[str, int, int], Memory]
+    end_of_mean: Callable[[str, int, int], EndState]
     factors: dict[str, Tensor]
     new_factors: dict[str, Tensor] = field(default_factory=dict)
     tally: Tally = field(default_factory=Tally)
+
+    def compensated(self, end: EndState, x: Tensor, name: str, piece: int) -> Compensated:
+        """The target for ``x`` [n], whose residual is rounded by numbers drawn for a piece."""
+        return Compensated(end, x, end.open(unit=self.unit, draw=self.draw(name, piece), flat=True))
+
+
+class Compensated:
+    """A tensor that is due, and the target that is sent in its place, with the state behind it.
+
+    Args:
+        end: what is kept of it.
+        x: fp32 [n].
+        state: of its slot.
+
+    Attributes:
+        target: fp32 [n]; ``x`` itself where nothing is kept.
+    """
+
+    def __init__(self, end: EndState, x: Tensor, state: State) -> None:
+        self._memory = end.memory
+        self._x = x
+        self._state = state
+        self.keeps = end.keeps
+        self.target = self._memory.compensate(x, state)
+
+    def sent(self, without: Callable[[Tensor], Tensor], positions: Tensor | None = None) -> None:
+        """Tells the memory what a message says.
+
+        Args:
+            without: takes that from a tensor [n]; gives a new one.
+            positions: of the elements that were sent, ascending; None for all of them.
+        """
+        sent = Sent(self._x, self.target, without, lambda: positions, alone=False)
+        self._memory.sent(sent, self._state)
+
+    def add(self, owed: Tensor, start: int) -> None:
+        """Sends besides, from element ``start`` on, what another memory has kept of the tensor."""
+        piece = slice(start, start + owed.numel())
+        self.target = self.target.clone()
+        self.target[piece] += owed
+
+    def received(self, mean: Tensor) -> Tensor:
+        """The result [n], from the mean of what all have sent."""
+        return self._memory.received(mean, self._state)
 
 
 @dataclass
@@ -74,18 +119,18 @@ class Item:
     Attributes:
         name: of the parameter.
         gradient: replaced by the result at the end.
-        memory: what this replica remembers of the parameter.
+        end: what this replica keeps of the parameter.
         compressible: whether it may go compressed.
         narrowed: type that it is rounded to where it goes uncompressed; None for its own.
+        compensated: its target, once it is loaded.
     """
 
     name: str
     gradient: Tensor
-    memory: Memory
+    end: EndState
     compressible: bool
     narrowed: torch.dtype | None = None
-    #: What is to be sent, fp32 [n] in memory order.
-    wanted: Tensor = field(init=False)
+    compensated: Compensated = field(init=False)
 
     def __post_init__(self) -> None:
         self.meta = TensorMeta.of(self.gradient)
@@ -101,28 +146,33 @@ class Item:
             return self.meta
         return dataclasses.replace(self.meta, dtype=self.narrowed)
 
-    def load(self, unit: float, factor: float = 1.0) -> Tensor:
-        """Reads the gradient, times ``factor``; sets what is to be sent. Gives the gradient [n]."""
+    def load(self, context: Context, factor: float = 1.0) -> Tensor:
+        """Reads the gradient, times ``factor``; sets the target. Returns the gradient [n]."""
         gradient = self.meta.flatten(self.gradient).reshape(-1).to(torch.float32)
         if factor != 1:
             gradient = gradient * factor
-        self.wanted = self.memory.wanted(gradient, unit)
-        if self.compressible and self.wanted.data_ptr() == self.gradient.data_ptr():
+        self.compensated = context.compensated(self.end, gradient, self.name, OF_ERROR)
+        if self.compressible and self.target.data_ptr() == self.gradient.data_ptr():
             # Sums round by how a tensor is aligned, and so by where it lies in a bucket of DDP.
-            self.wanted = self.wanted.clone()
+            self.compensated.target = self.target.clone()
         return gradient
+
+    @property
+    def target(self) -> Tensor:
+        """What is to be sent, fp32 [n] in memory order."""
+        return self.compensated.target
 
     def shaped(self, codec: Compressor) -> TensorMeta:
         """The shape in which a codec gets it."""
         return shape_for(codec, self.meta)
 
-    def keep(self, rest: Tensor, positions: Tensor | None, context: Context) -> None:
-        """Tells the memory what was not sent."""
-        self.memory.keep(rest, positions, context.unit, context.draw(self.name, OF_ERROR))
+    def sent(self, without: Callable[[Tensor], Tensor], positions: Tensor | None = None) -> None:
+        """Tells the memory what the message says; see `Compensated.sent`."""
+        self.compensated.sent(without, positions)
 
-    def finish(self, mean: Tensor, unit: float) -> None:
+    def finish(self, mean: Tensor) -> None:
         """Writes the result into the gradient, from the mean [n] of what all have sent."""
-        result = self.memory.result(mean, unit)
+        result = self.compensated.received(mean)
         self.gradient.copy_(self.meta.unflatten(narrow(result, self.meta.dtype)))
 
 

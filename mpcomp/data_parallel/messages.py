@@ -10,7 +10,7 @@ from torch import Tensor
 from mpcomp.compressors import Compressor
 from mpcomp.core.packing import pack_into, packed_length, unpack
 from mpcomp.core.tensor_meta import TensorMeta
-from mpcomp.data_parallel.base import Encoded
+from mpcomp.data_parallel.base import Draw, Encoded
 from mpcomp.data_parallel.item import Context, Item, count, shape_for
 from mpcomp.feedback.base import narrow
 
@@ -20,7 +20,7 @@ __all__ = [
     "encode_item",
     "message_length",
     "packed",
-    "take_away",
+    "without",
 ]
 
 _ALIGNED = 16  # bytes; no element is longer
@@ -38,21 +38,26 @@ def encode_item(item: Item, context: Context) -> Encoded:
     draw = context.draw(item.name, 0)
     codec = compressor_of(item, context)
     meta = item.shaped(codec)
-    x = narrow(item.wanted, meta.dtype).reshape(meta.shape)
+    x = narrow(item.target, meta.dtype).reshape(meta.shape)
     encoded = context.controller.encode(item.name, x, draw)
-    if item.memory.keeps:
-        rest = item.wanted.clone()
-        take_away(rest, encoded, meta, draw(encoded.compressor.shares_choice))
-        item.keep(rest, encoded.positions, context)
+    if item.end.keeps:
+        item.sent(lambda y: without(y, encoded, meta, draw), encoded.positions)
     count(context.tally, encoded)
     return encoded
 
 
-def take_away(rest: Tensor, encoded: Encoded, meta: TensorMeta, generator: torch.Generator) -> None:
-    """Takes what a message says from ``rest`` [n], in place."""
+def without(y: Tensor, encoded: Encoded, meta: TensorMeta, draw: Draw) -> Tensor:
+    """A tensor [n] less what a message says."""
+    y = y.clone()
     encoded.compressor.add_to(
-        rest, encoded.payload, meta, generator, scale=-1.0, positions=encoded.positions
+        y,
+        encoded.payload,
+        meta,
+        draw(encoded.compressor.shares_choice),
+        scale=-1.0,
+        positions=encoded.positions,
     )
+    return y
 
 
 def packed(sent: Sequence[Encoded]) -> Tensor:

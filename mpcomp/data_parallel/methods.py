@@ -5,23 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from mpcomp.compressors import Compressor, Identity
 from mpcomp.core.spec import SpecValue, parse, shown
-from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.data_parallel.base import Controller, ReplicaMethod, Setting, Static
-from mpcomp.data_parallel.contracted import Contracted
-from mpcomp.data_parallel.memory import Estimate, Memory, Residual
-from mpcomp.feedback import EF21, ConEF, ErrorFeedback, Feedback
-from mpcomp.feedback.slots import StoragePlan
+from mpcomp.feedback.base import Feedback
+from mpcomp.feedback.memory import NO_MEMORY, Memory
 
 __all__ = ["Compressed", "param_comp_of", "replica_method_of"]
 
 
 @dataclass(frozen=True)
 class Compressed(ReplicaMethod):
-    """A compressor between replicas, alone or inside `ErrorFeedback`, `EF21` or `ConEF`.
+    """A compressor between replicas, alone or inside a feedback method.
 
     Args:
         given: what the user gave.
@@ -43,27 +38,8 @@ class Compressed(ReplicaMethod):
     def controller(self, setting: Setting) -> Controller:
         return Static(self._compressor)
 
-    def memory(self, meta: TensorMeta, device: torch.device, *, compressed: bool) -> Memory:
-        if not compressed or isinstance(self.given, Compressor):
-            return Memory()
-        if isinstance(self.given, ConEF):
-            return Contracted(self.given, meta, device)
-        return (Estimate if isinstance(self.given, EF21) else Residual)(
-            meta.numel, self._plan, device
-        )
-
-    def phase_memory(self, numel: int, device: torch.device) -> Memory:
-        # Also with EF21: a mean is formed of messages, and forgets nothing that it has not sent.
-        if isinstance(self.given, Compressor):
-            return Memory()
-        if isinstance(self.given, ConEF):
-            return Contracted(self.given, TensorMeta((1, numel)), device)
-        return Residual(numel, self._plan, device)
-
-    @property
-    def _plan(self) -> StoragePlan:
-        assert isinstance(self.given, ErrorFeedback | EF21 | ConEF)
-        return StoragePlan(self.given.storage, self.given.location)
+    def memory(self, *, compressed: bool) -> Memory:
+        return self.given if compressed and isinstance(self.given, Feedback) else NO_MEMORY
 
 
 def replica_method_of(value: Any) -> ReplicaMethod:
@@ -83,12 +59,10 @@ def replica_method_of(value: Any) -> ReplicaMethod:
         value = parse(value)
     if isinstance(value, ReplicaMethod):
         return value
-    if isinstance(value, EF21) and value.first is not None:
-        raise ValueError(
-            f"dp_comp={value}: between replicas estimates begin at zero, so there is no first "
-            "message to compress in another way; leave first out"
-        )
-    if isinstance(value, Compressor) or type(value) in (ErrorFeedback, EF21, ConEF):
+    if isinstance(value, Compressor):
+        return Compressed(value)
+    if isinstance(value, Feedback) and value.between_replicas:
+        value.check_replicas()
         return Compressed(value)
     if isinstance(value, SpecValue):
         raise ValueError(

@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
 from mpcomp.compressors import OneBitColumns
-from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.data_parallel.base import Controller, ReplicaMethod, Setting, Static
-from mpcomp.data_parallel.memory import Memory, Residual
+from mpcomp.feedback.error_feedback import Residual
+from mpcomp.feedback.memory import NO_MEMORY, Memory
 from mpcomp.feedback.slots import StoragePlan
 
 __all__ = ["OneBit"]
@@ -42,5 +40,5 @@ class OneBit(ReplicaMethod):
     def controller(self, setting: Setting) -> Controller:
         return Static(OneBitColumns())
 
-    def memory(self, meta: TensorMeta, device: torch.device, *, compressed: bool) -> Memory:
-        return Residual(meta.numel, StoragePlan(self.storage), device) if compressed else Memory()
+    def memory(self, *, compressed: bool) -> Memory:
+        return Residual(StoragePlan(self.storage)) if compressed else NO_MEMORY

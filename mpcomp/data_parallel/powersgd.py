@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -16,7 +17,8 @@ from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.data_parallel.algorithms import Path
 from mpcomp.data_parallel.base import Controller, Factored, ReplicaMethod, Setting, Static
 from mpcomp.data_parallel.item import Context, Item, matrix_of
-from mpcomp.data_parallel.memory import Memory, Residual
+from mpcomp.feedback.error_feedback import Residual
+from mpcomp.feedback.memory import NO_MEMORY, Memory
 from mpcomp.feedback.slots import StoragePlan
 
 __all__ = ["PowerSGD", "factored_sum"]
@@ -75,22 +77,19 @@ class PowerSGD(ReplicaMethod, Factored):
     def controller(self, setting: Setting) -> Controller:
         return Static(self)
 
-    def memory(self, meta: TensorMeta, device: torch.device, *, compressed: bool) -> Memory:
-        if not (compressed and self.feedback):
-            return Memory()
-        return Residual(meta.numel, self._plan, device)
+    def memory(self, *, compressed: bool) -> Memory:
+        return Residual(self._plan) if compressed and self.feedback else NO_MEMORY
 
 
 def factored_sum(items: Sequence[Item], context: Context) -> Path:
     """The path of matrices that are sent as factors."""
-    unit = context.unit
     matrices, lefts, rights = [], [], []
     for item in items:
         codec = context.controller.codec(item.name)
         assert isinstance(codec, Factored)
         meta = matrix_of(item.meta)
         rank = min(codec.rank, *meta.shape)
-        matrix = item.wanted.reshape(meta.shape)
+        matrix = item.target.reshape(meta.shape)
         matrices.append(matrix)
         rights.append(_start(item, meta.shape[1], rank, context))
         lefts.append(times(matrix, rights[-1]).contiguous())
@@ -98,14 +97,14 @@ def factored_sum(items: Sequence[Item], context: Context) -> Path:
     lefts = [orthonormal_(left.clone()) for left in lefts]
     rights = [transposed_times(m, left) for m, left in zip(matrices, lefts, strict=True)]
     for item, left, right in zip(items, lefts, rights, strict=True):
-        if item.memory.keeps:
+        if item.end.keeps:
             # The replica's own right factor, not the mean: both leave the same sum over replicas.
             own = (left @ right.T).reshape(-1)
-            item.keep(item.wanted - own, None, context)
+            item.sent(partial(_less, own))
     rights = yield from _mean(rights, context)
     for item, left, right in zip(items, lefts, rights, strict=True):
         context.new_factors[item.name] = right
-        item.finish((left @ right.T).reshape(-1), unit)
+        item.finish((left @ right.T).reshape(-1))
 
 
 def _start(item: Item, columns: int, rank: int, context: Context) -> Tensor:
@@ -114,8 +113,12 @@ def _start(item: Item, columns: int, rank: int, context: Context) -> Tensor:
     # A gradient of zeros leaves nothing to go on from.
     if held is not None and held.shape == (columns, rank) and bool(held.any()):
         return held
-    numbers = uniform(context.draw(item.name, 0)(True), columns * rank, item.wanted.device)
+    numbers = uniform(context.draw(item.name, 0)(True), columns * rank, item.target.device)
     return numbers.reshape(columns, rank) - 0.5
+
+
+def _less(said: Tensor, y: Tensor) -> Tensor:
+    return y - said
 
 
 def _mean(factors: list[Tensor], context: Context) -> Generator[Works, None, list[Tensor]]:

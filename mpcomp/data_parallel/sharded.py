@@ -162,7 +162,7 @@ class ShardedExchange(Exchange):
         with self.totals.timed("wait_s"), peers.waiting():
             work.wait()
         with self.totals.timed("decode_s"):
-            means = [item.wanted.new_zeros(item.numel) for item in own]
+            means = [item.target.new_zeros(item.numel) for item in own]
             first = packed_length((_STATUS,))
             for message in told:
                 start = first
@@ -171,7 +171,7 @@ class ShardedExchange(Exchange):
                         total, item.name, 0, meta, codec, message, start, step.context
                     )
             for item, total in zip(own, means, strict=True):
-                item.finish(total, step.context.unit)  # overwrites this rank's row of blocks
+                item.finish(total)  # overwrites this rank's row of blocks
             torch.mul(blocks[self.rank], 1 if mean else peers.size, out=out)
             if any(bool(message[0]) for message in told):
                 out.fill_(torch.nan)
@@ -204,9 +204,9 @@ class ShardedExchange(Exchange):
             step.count_route("scatter")
             return encode_item(item, step.context)
         step.count_route("dense")
-        sent = narrow(item.wanted, item.uncompressed_meta.dtype)
-        if item.memory.keeps:
-            item.keep(item.wanted - sent.to(torch.float32), None, step.context)
+        sent = narrow(item.target, item.uncompressed_meta.dtype)
+        if item.end.keeps:
+            item.sent(lambda y: y - sent.to(torch.float32))
         encoded = Encoded(Identity(), (sent.reshape(1, -1),))
         count(step.context.tally, encoded)
         return encoded

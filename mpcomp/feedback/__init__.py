@@ -1,8 +1,21 @@
-"""What links remember: wrappers round any compressor."""
+"""What is remembered from message to message: formulas, the state behind them, methods of both."""
 
-from mpcomp.feedback.base import Feedback, Receiver, Sender
+from mpcomp.feedback.base import Feedback
 from mpcomp.feedback.conef import ConEF
+from mpcomp.feedback.ef21 import AQSGD, EF21
 from mpcomp.feedback.error_feedback import EFMixed, ErrorFeedback
-from mpcomp.feedback.estimate import AQSGD, EF21
+from mpcomp.feedback.memory import Field, Memory, Sent, Side, State
 
-__all__ = ["AQSGD", "EF21", "ConEF", "EFMixed", "ErrorFeedback", "Feedback", "Receiver", "Sender"]
+__all__ = [
+    "AQSGD",
+    "EF21",
+    "ConEF",
+    "EFMixed",
+    "ErrorFeedback",
+    "Feedback",
+    "Field",
+    "Memory",
+    "Sent",
+    "Side",
+    "State",
+]

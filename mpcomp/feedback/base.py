@@ -1,192 +1,139 @@
-"""The contract of a feedback method: a frozen value that makes the two ends of a link.
+"""Feedback methods: a memory round a compressor, as a value that has a spec string.
 
-A compressor forgets; a feedback method wraps one and remembers, per *slot* (a row of a
-microbatch, a sample), what earlier messages left out. Its two ends never talk about state: each
-follows from the messages and from visits that both hold.
+A compressor forgets; a feedback method wraps one and remembers, per *slot* (a row of a microbatch,
+a sample, a parameter), what earlier messages left out. Its two ends never talk about state: each
+follows from the messages, and from contexts that both hold.
 
-State changes in two strokes. While a step runs, ends read what the step before left and note what
-they would store; once the step is known to be finite on every stage, all of them `commit`, else
-all `discard`. So a skipped step leaves no trace.
+A new method is one class: its fields and formulas (`mpcomp.feedback.memory`), and a spec name. It
+then works at a cut, on a tie and between replicas.
 """
 
 from __future__ import annotations
 
-import zlib
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from abc import ABC
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from mpcomp.compressors.base import Compressor, Selecting
-from mpcomp.core.packing import Payload
+from mpcomp.compressors.base import Compressor
 from mpcomp.core.spec import SpecValue, shown
-from mpcomp.core.step import Key, SampleIds, Visit
-from mpcomp.core.tensor_meta import TensorMeta
-from mpcomp.feedback.slots import SlotStore
+from mpcomp.core.step import Key, MessageContext, SampleIds
+from mpcomp.feedback.memory import Memory, State
+from mpcomp.feedback.slots import StoragePlan
 
-__all__ = [
-    "Adaptable",
-    "AdaptableSender",
-    "End",
-    "Feedback",
-    "Receiver",
-    "Sender",
-    "check_inner",
-    "checksum",
-    "inner_positions",
-    "narrow",
-    "row_keys",
-]
+__all__ = ["Feedback", "narrow", "row_keys"]
 
 _EVALS = ("compressed", "raw")
 
 
-class Feedback(SpecValue, ABC):
-    """A method that remembers, round any compressor.
+class Feedback(SpecValue, Memory, ABC):
+    """A memory round any compressor: a frozen dataclass with at least the field ``inner``.
 
     Attributes:
-        inner: the compressor of what is sent.
+        inner: the compressor of targets.
+        first: compressor of a slot that has no estimate yet, of methods that mirror a field
+            (`mpcomp.feedback.memory.Field`); None sends it raw.
+        storage: "fp32", "fp16", "bf16" or bits (1-8) of what is kept.
+        location: where: "device", "cpu", or a folder for files.
+        cap_bytes: slots are kept up to so many bytes at each end; None for no cap.
         eval: what evaluation sends: "compressed" (the inner compressor's C(x), without state) or
             "raw" (the tensor itself).
     """
 
     inner: Compressor
-    eval: str
+    first: Compressor | None = None
+    storage: str | int = "fp32"
+    location: str = "device"
+    cap_bytes: int | None = None
+    eval: str = "compressed"
     spec_inner: ClassVar[str | None] = "inner"
-    #: Whether state is kept in units of learning rate times gradient.
-    lr_scaled: bool = False
-    #: Whether a slot belongs to a training sample, and not to a row of a microbatch.
-    by_sample: ClassVar[bool] = False
+    #: Whether the inner compressor may change in the course of a run (`Adaptive`).
+    adaptable: ClassVar[bool] = True
+    #: Whether it has a place between replicas, where a slot is a parameter.
+    between_replicas: ClassVar[bool] = True
+    #: Whether there is one selection a message, which `SameIndices` can reuse.
+    one_selection: ClassVar[bool] = True
 
-    def check_visit(self, visit: Visit, num_rows: int) -> None:
-        """Raises ValueError where a visit lacks what slots are found by."""
+    def __post_init__(self) -> None:
+        self.check()
 
-    def keys_to_come(self, ids: SampleIds, store: SlotStore) -> Sequence[Key]:
-        """Slots in ``store`` that a microbatch of these samples will find; none by place."""
+    def check(self) -> None:
+        """Whether the settings that all feedback methods have are valid.
+
+        Raises:
+            TypeError: inner is not a compressor.
+            ValueError: a setting outside those accepted, or an inner compressor with unbiased=True.
+        """
+        inner = self.inner
+        if not isinstance(inner, Compressor):
+            raise TypeError(
+                f"inner={shown(inner)}: {type(self).__name__} goes round a compressor such as "
+                "TopK(0.1) or Quantize(4); one feedback method a link"
+            )
+        if getattr(inner, "unbiased", False):
+            raise ValueError(
+                f"inner={inner}: unbiased=True inside feedback diverges, as its error is larger "
+                "than the tensor; leave it out"
+            )
+        if self.eval not in _EVALS:
+            raise ValueError(f"eval={self.eval!r}: evaluation is {' or '.join(_EVALS)}")
+        self.storage_plan  # noqa: B018  (raises for a bad storage or cap)
+
+    @property
+    def storage_plan(self) -> StoragePlan:
+        return StoragePlan(self.storage, self.location, self.cap_bytes)
+
+    # -- slots of a cut -------------------------------------------------------------------------
+
+    def slots(self, context: MessageContext, num_rows: int) -> Sequence[Key]:
+        """The slot of each row of a microbatch: its place.
+
+        Raises:
+            ValueError: the context lacks what slots are found by.
+        """
+        return row_keys(context, num_rows)
+
+    def keys_to_come(
+        self, ids: SampleIds, known: Callable[[Sequence[Key]], list[bool]]
+    ) -> Sequence[Key]:
+        """Slots that a microbatch of these samples will find; none by place.
+
+        Args:
+            ids: of the microbatch.
+            known: whether there is anything in each slot.
+        """
         return ()
+
+    # -- the message ----------------------------------------------------------------------------
+
+    @property
+    def coders(self) -> tuple[Compressor, ...]:
+        """The compressors whose payloads make up a message, which says their sum."""
+        return (self.inner,)
+
+    def part(
+        self, index: int, x: Tensor, target: Tensor, said: Sequence[Tensor], state: State
+    ) -> Tensor:
+        """What the compressor of this number in `coders` is given, [rows, n].
+
+        Args:
+            index: its number.
+            x: what is due, in its own dtype.
+            target: of `compensate`.
+            said: what the compressors before it have said, in the dtype of ``x``.
+            state: of the message's slots.
+        """
+        return target
+
+    # -- where it has a place -------------------------------------------------------------------
 
     def check_cut(self) -> None:
         """Raises ValueError for settings that have no place at a cut."""
 
-    @abstractmethod
-    def sender(self, meta: TensorMeta, device: torch.device) -> Sender:
-        """The end that sends tensors of ``meta``'s per-sample shape."""
-
-    @abstractmethod
-    def receiver(self, meta: TensorMeta, device: torch.device) -> Receiver:
-        """The end that receives them."""
-
-
-class End(ABC):
-    """One end of a link: reads committed state, notes new state, commits or discards it.
-
-    Args:
-        store: the rows this end keeps, or None if it keeps none.
-    """
-
-    def __init__(self, store: SlotStore | None) -> None:
-        self.store = store
-        self._pending: list[tuple[int, Sequence[Key], Tensor]] = []
-
-    @abstractmethod
-    def layout(self, meta: TensorMeta, visit: Visit) -> tuple[TensorMeta, ...]:
-        """Wire tensors of the message for this visit."""
-
-    @abstractmethod
-    def observe_dense(self, x: Tensor, visit: Visit) -> None:
-        """Takes note that ``x`` itself went over in this visit (warm-up, compression off).
-
-        ``x`` is whole, but what is kept for padded positions stays as it is.
-        """
-
-    def positions(self, payload: Payload, meta: TensorMeta, visit: Visit) -> Tensor | None:
-        """Which elements the message carries, for `SameIndices`; None where it is dense."""
-        return None
-
-    def check(self, visit: Visit, num_rows: int) -> int:
-        """A number that is equal at both ends as long as they agree about slots and flags."""
-        return 0
-
-    def commit(self) -> None:
-        """Stores what was noted, in ascending order of microbatches on every rank."""
-        for _, keys, rows in sorted(self._pending, key=lambda note: note[0]):
-            assert self.store is not None
-            self.store.write(keys, rows)
-        self._pending.clear()
-
-    def discard(self) -> None:
-        """Forgets what was noted."""
-        self._pending.clear()
-
-    def _note(self, visit: Visit, keys: Sequence[Key], rows: Tensor) -> None:
-        """Notes fp32 rows in the message's units for `commit`."""
-        self._pending.append(
-            (visit.microbatch, keys, rows if visit.unit == 1 else rows / visit.unit)
-        )
-
-    def _recall(self, visit: Visit, keys: Sequence[Key]) -> Tensor:
-        """The committed rows of ``keys`` in the message's units, fp32."""
-        assert self.store is not None
-        rows = self.store.read(keys)
-        return rows if visit.unit == 1 else rows * visit.unit
-
-
-class Sender(End):
-    """The end that encodes."""
-
-    @abstractmethod
-    def encode(self, x: Tensor, visit: Visit) -> Payload:
-        """The payload of ``x``, exactly as `layout` says; ``x`` is zero where it is padded."""
-
-    @abstractmethod
-    def arrived(self, payload: Payload, meta: TensorMeta, visit: Visit) -> Tensor:
-        """What `Receiver.decode` will make of the payload that was encoded last."""
-
-
-class Receiver(End):
-    """The end that decodes."""
-
-    @abstractmethod
-    def decode(self, payload: Payload, meta: TensorMeta, visit: Visit) -> Tensor:
-        """What the receiver works with: a tensor like ``meta``, of no meaning where padded."""
-
-
-class Adaptable(ABC):
-    """An end whose inner compressor may change in the course of a run."""
-
-    @abstractmethod
-    def use(self, method: Feedback) -> None:
-        """Codes by ``method`` from now on, which has another inner compressor and no more."""
-
-
-class AdaptableSender(Adaptable, Sender):
-    """The end of such a link that encodes."""
-
-    @abstractmethod
-    def measured(self, x: Tensor, visit: Visit) -> tuple[Tensor, Tensor]:
-        """What the inner compressor is given for ``x``, and what its error is compared with.
-
-        Tensors like ``x``, which is zero where it is padded; so are they.
-        """
-
-
-def check_inner(method: Feedback) -> None:
-    """Raises unless the fields that all feedback methods have are valid."""
-    inner = method.inner
-    if not isinstance(inner, Compressor):
-        raise TypeError(
-            f"inner={shown(inner)}: {type(method).__name__} goes round a compressor such as "
-            "TopK(0.1) or Quantize(4); one feedback method a link"
-        )
-    if getattr(inner, "unbiased", False):
-        raise ValueError(
-            f"inner={inner}: unbiased=True inside feedback diverges, as its error is larger than "
-            "the tensor; leave it out"
-        )
-    if method.eval not in _EVALS:
-        raise ValueError(f"eval={method.eval!r}: evaluation is {' or '.join(_EVALS)}")
+    def check_replicas(self) -> None:
+        """Raises ValueError for settings that have no place between replicas."""
 
 
 def narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -197,20 +144,6 @@ def narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype)
 
 
-def row_keys(visit: Visit, num_rows: int) -> list[Key]:
+def row_keys(context: MessageContext, num_rows: int) -> list[Key]:
     """Slots by place: row ``r`` of microbatch ``m``. A shorter batch uses the leading rows."""
-    return [(visit.microbatch, row) for row in range(num_rows)]
-
-
-def checksum(keys: Sequence[Key], flags: Sequence[bool]) -> int:
-    """A 32-bit sum over slots and their flags."""
-    return zlib.crc32(repr((list(keys), list(flags))).encode())
-
-
-def inner_positions(
-    inner: Compressor, payload: Payload, meta: TensorMeta, visit: Visit, part: str
-) -> Tensor | None:
-    """Positions of a selecting inner compressor's message."""
-    if not isinstance(inner, Selecting):
-        return None
-    return inner.indices(payload, meta, visit.draw(part))
+    return [(context.microbatch, row) for row in range(num_rows)]

@@ -10,43 +10,40 @@ holds exactly that sum, and is never decoded to be sketched again, which would m
 the number of its elements (`load`) and diverge within ten steps. What is decoded is noisy: an
 element comes back with all others of its cell. So a row of which everything is sent multiplies a
 cell by 1 - (1 - beta) load, and there is no bound on the error unless (1 - beta) load < 2.
+
+The second memory of iConEF holds C of what the first one lost: its error is e + d - first, where d
+= g - Delta, and changes by d - (first, new) + (first, old). What the first memory takes over from a
+sketch is as noisy as what is sent, so it takes the same part of it, 1 - beta: all of it would
+multiply a cell by 1 - load, and diverge.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from mpcomp.compressors.base import Compressor
-from mpcomp.compressors.identity import or_dense
 from mpcomp.compressors.qsgd import QSGD
-from mpcomp.core.packing import Payload
-from mpcomp.core.padding import blanked, padded_positions
 from mpcomp.core.spec import shown
-from mpcomp.core.step import Visit
 from mpcomp.core.tensor_meta import TensorMeta
-from mpcomp.feedback.base import (
-    Feedback,
-    Receiver,
-    Sender,
-    check_inner,
-    inner_positions,
-    narrow,
-    row_keys,
-)
-from mpcomp.feedback.error_feedback import ErrorFeedback
+from mpcomp.feedback.base import Feedback
+from mpcomp.feedback.kept import Kept, Payloads, Sketched
+from mpcomp.feedback.memory import Field, Sent, Side, State
 from mpcomp.feedback.sketch import HASHES, VectorSketch
-from mpcomp.feedback.slots import SlotStore, StoragePlan
 
 __all__ = ["IMPROVED", "ConEF"]
 
 #: iConEF: what the first of two error memories is compressed with.
 IMPROVED = ("v1", "v2")
+
+
+#: The memories, the first of which holds the error, the second what the first has lost of it.
+_ERRORS = ("error", "second_error")
 
 
 @dataclass(frozen=True)
@@ -100,10 +97,10 @@ class ConEF(Feedback):
     lr_scaled: bool = False
     eval: str = "compressed"
     spec: ClassVar[str] = "conef"
+    adaptable: ClassVar[bool] = False
 
-    def __post_init__(self) -> None:
-        check_inner(self)
-        self.plan  # noqa: B018  (raises for a bad storage)
+    def check(self) -> None:
+        super().check()
         if not 0 <= self.beta < 1:
             raise ValueError(f"beta={self.beta}: expected a number in [0, 1); 0 is error feedback")
         if self.improved not in (None, *IMPROVED):
@@ -147,17 +144,13 @@ class ConEF(Feedback):
                 f"ConEF with beta={beta}, fraction={fraction}: the sketch is smaller than 1 - beta "
                 f"= {1 - beta:g} of the tensor, below which errors were seen to grow; look at the "
                 "loss",
-                stacklevel=4,
+                stacklevel=5,
             )
 
-    @property
-    def plan(self) -> StoragePlan:
-        """How the cells are stored."""
-        return StoragePlan(self.storage, self.location)
-
-    def sketch(self, numel: int, columns: int | None = None) -> VectorSketch:
-        """The sketch of a vector, by rows of so many elements."""
-        return VectorSketch(numel, self.fraction, columns=columns, hash=self.hash)
+    def sketch(self, slot: TensorMeta) -> VectorSketch:
+        """The sketch of a slot, with cells of its own for each row of a parameter."""
+        columns = slot.row_numel if slot.num_rows > 1 else None
+        return VectorSketch(slot.numel, self.fraction, columns=columns, hash=self.hash)
 
     def check_cut(self) -> None:
         if self.error is not None or self.improved is not None:
@@ -166,16 +159,47 @@ class ConEF(Feedback):
                 "cut the error is kept as one count sketch, so leave them out"
             )
 
-    def sender(self, meta: TensorMeta, device: torch.device) -> Sender:
-        return _SketchSender(self, meta.row_numel, device)
+    # -- formulas -------------------------------------------------------------------------------
 
-    def receiver(self, meta: TensorMeta, device: torch.device) -> Receiver:
-        return self._plain.receiver(meta, device)
+    def fields(self, slot: TensorMeta) -> Mapping[str, Field]:
+        coders = [self.inner if self.improved == "v2" else self.error]
+        if self.improved is not None:
+            coders.append(self.error)
+        return {
+            name: Field(Side.SENDER, kept=self._kept(coder, slot))
+            for name, coder in zip(_ERRORS, coders, strict=False)
+        }
+
+    def _kept(self, coder: Compressor | None, slot: TensorMeta) -> Kept:
+        if coder is None:
+            return Sketched(self.sketch(slot))
+        return Payloads(coder, slot if coder.by_matrix else TensorMeta((1, slot.numel)))
 
     @property
-    def _plain(self) -> ErrorFeedback:
-        """The method with the same messages."""
-        return ErrorFeedback(self.inner)
+    def _errors(self) -> tuple[str, ...]:
+        return _ERRORS[: 1 if self.improved is None else 2]
+
+    def compensate(self, x: Tensor, state: State) -> Tensor:
+        if not any(name in state for name in self._errors):
+            return x
+        known = [state[name] for name in self._errors]
+        return x + (1 - self.beta) * sum(known[1:], known[0])
+
+    def sent(self, sent: Sent, state: State) -> None:
+        rest = 1 - self.beta
+        before = [state[name] for name in self._errors]
+        known = sum(before[1:], before[0])
+        change = sent.missing(rest * known)  # g - Delta
+        error = known + change
+        if self.error is None:  # a sketch last, which goes by the change alone
+            error = sum((rest * later for later in before[1:]), before[0]) + change
+        for name, was in zip(self._errors, before, strict=True):
+            now = state.put(name, error, change)
+            error, change = error - now, change - (now - was)
+
+    def dense(self, x: Tensor, state: State) -> None:
+        for name in self._errors:
+            state.clear(name)
 
 
 def _is_unbiased(compressor: Compressor) -> bool:
@@ -187,47 +211,3 @@ def _is_unbiased(compressor: Compressor) -> bool:
 def _least(rest: float) -> float:
     """The smallest fraction 1 / n with n (1 - beta) < 2, rounded up to be written."""
     return math.ceil(1e4 / max(1, math.ceil(2 / rest - 1e-9) - 1)) / 1e4
-
-
-class _SketchSender(Sender):
-    """The sending end at a cut: a sketch for each row."""
-
-    def __init__(self, method: ConEF, row_numel: int, device: torch.device) -> None:
-        self._sketch = method.sketch(row_numel)
-        super().__init__(SlotStore(self._sketch.cells, method.plan, device))
-        self._method = method
-
-    def layout(self, meta: TensorMeta, visit: Visit) -> tuple[TensorMeta, ...]:
-        return or_dense(self._method.inner, meta).layout(meta)
-
-    def positions(self, payload: Payload, meta: TensorMeta, visit: Visit) -> Tensor | None:
-        if or_dense(self._method.inner, meta) != self._method.inner:
-            return None
-        return inner_positions(self._method.inner, payload, meta, visit, "0")
-
-    def encode(self, x: Tensor, visit: Visit) -> Payload:
-        meta = TensorMeta.of(x)
-        keys = row_keys(visit, meta.num_rows)
-        held = self._recall(visit, keys)
-        padded = padded_positions(visit.valid, meta, x.device)
-        error = blanked(self._sketch.estimate(held), padded)
-        flat = meta.flatten(x).to(torch.float32)
-        wanted = flat + (1 - self._method.beta) * error
-        coder = or_dense(self._method.inner, meta)
-        payload = coder.compress(narrow(meta.unflatten(wanted), x.dtype), visit.draw("0"))
-        left = flat - meta.flatten(self.arrived(payload, meta, visit)).to(torch.float32)
-        # What sits in a cell may be of padded positions too, which this message says nothing of.
-        self._note(visit, keys, held + self._sketch.sketch(blanked(left, padded)))
-        return payload
-
-    def arrived(self, payload: Payload, meta: TensorMeta, visit: Visit) -> Tensor:
-        coder = or_dense(self._method.inner, meta)
-        return coder.decompress(payload, meta, visit.draw("0"))
-
-    def observe_dense(self, x: Tensor, visit: Visit) -> None:
-        assert self.store is not None
-        keys = row_keys(visit, TensorMeta.of(x).num_rows)
-        stale = [key for key, known in zip(keys, self.store.known(keys), strict=True) if known]
-        if stale:  # an error that was never stored is zero as it is
-            zeros = torch.zeros(len(stale), self.store.row_numel, device=x.device)
-            self._note(visit, stale, zeros)

@@ -14,7 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mpcomp.compressors import Cast, Compressor, Identity, Quantize
+from mpcomp.compressors.base import Compressor
+from mpcomp.compressors.cast import Cast
+from mpcomp.compressors.identity import Identity
+from mpcomp.compressors.quantize import Quantize
 from mpcomp.core.step import Key
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.feedback.prefetch import ReadAhead
@@ -71,6 +74,8 @@ class SlotStore:
         row_bytes: bytes of one stored row.
         max_rows: rows that the cap admits; None without a cap.
         location: as planned.
+        device: as given.
+        rounds: whether what is stored is not what was written, bit for bit, when written again.
 
     Raises:
         ValueError: the cap holds not even one row.
@@ -79,7 +84,8 @@ class SlotStore:
     def __init__(self, row_numel: int, plan: StoragePlan, device: torch.device) -> None:
         self.row_numel = row_numel
         self.location = plan.location
-        self._device = device
+        self.device = device
+        self.rounds = isinstance(plan.storage, int)
         self._coder = plan.coder
         self._slots: dict[Key, int] = {}
         layout = self._coder.layout(TensorMeta((1, row_numel)))
@@ -138,14 +144,14 @@ class SlotStore:
                 stored = self._ahead.take(held, slots)
             else:
                 stored = tuple(table.read(slots) for table in self._tables)
-            payload = tuple(part.to(self._device, non_blocking=True) for part in stored)
+            payload = tuple(part.to(self.device, non_blocking=True) for part in stored)
             found = self._coder.decompress(payload, TensorMeta((len(held), self.row_numel)))
             if len(held) == len(keys):
                 return found
-        rows = torch.zeros(len(keys), self.row_numel, device=self._device)
+        rows = torch.zeros(len(keys), self.row_numel, device=self.device)
         if held:
             where = [i for i, key in enumerate(keys) if key in self._slots]
-            rows[torch.tensor(where, device=self._device)] = found
+            rows[torch.tensor(where, device=self.device)] = found
         return rows
 
     def write(self, keys: Sequence[Key], rows: Tensor) -> None:

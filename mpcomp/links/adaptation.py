@@ -12,18 +12,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpcomp.adaptive.budget import Budgeted, bytes_at, share_out
 from mpcomp.adaptive.link_policy import LinkState, Searching
 from mpcomp.adaptive.method import Adaptive
+from mpcomp.core.spec import SpecValue
 from mpcomp.core.step import Step
 from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.links.link import Link
 
-if TYPE_CHECKING:
-    from mpcomp.links.link import Link
-
-__all__ = ["Adaptation", "state_of"]
+__all__ = ["Adaptation", "state_of", "state_of_link"]
 
 #: Steps that `Adaptation.history` goes back.
 _HISTORY = 100_000
@@ -32,9 +31,17 @@ _HISTORY = 100_000
 Metas = Sequence[Sequence[TensorMeta]]
 
 
-def state_of(method: Adaptive) -> LinkState:
-    """The state that a link begins with."""
+def state_of(method: SpecValue) -> LinkState | None:
+    """The state that a link begins with; None where its ratio is fixed."""
+    if not isinstance(method, Adaptive):
+        return None
     return Searching(method) if method.budget is None else Budgeted(method)
+
+
+def state_of_link(link: Link) -> LinkState:
+    """What an adaptive link has come to."""
+    assert isinstance(link.adaptive, LinkState)
+    return link.adaptive
 
 
 class Adaptation:
@@ -61,7 +68,7 @@ class Adaptation:
     @property
     def states(self) -> list[LinkState]:
         """Of `links`."""
-        return [link.adaptive for link in self.links if link.adaptive is not None]
+        return [state_of_link(link) for link in self.links]
 
     def _groups(self) -> dict[Adaptive, list[tuple[Link, Budgeted]]]:
         """Links that share a budget."""
@@ -164,8 +171,8 @@ class Adaptation:
 
     def report(self, link: Link) -> dict[str, Any] | None:
         """What an adaptive link has come to, in plain numbers; None of another."""
-        state = link.adaptive
-        if state is None:
+        if link.adaptive is None:
             return None
+        state = state_of_link(link)
         gains = [[cf, gain] for cf, gain in state.gains().items()]
         return {"cf": state.cf, "dense": state.dense, "gains": gains, "changes": state.changes}

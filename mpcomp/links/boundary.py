@@ -8,6 +8,7 @@ from torch import Tensor
 from mpcomp.compressors.same_indices import SameIndices
 from mpcomp.core.step import Step
 from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.feedback.memory import Side
 from mpcomp.links.link import Link
 
 __all__ = ["Boundary"]
@@ -40,9 +41,8 @@ class Boundary:
         """The message for an activation (earlier stage's side)."""
         message = self.act.encode(x, step, microbatch)
         if self._shares and step.train:
-            self._sent[step.index, microbatch] = self.act.carried(
-                "sender", message, TensorMeta.of(x), step, microbatch
-            )
+            carried = self.act.carried(Side.SENDER, message, step, microbatch)
+            self._sent[step.index, microbatch] = carried
         return message
 
     def receive_activation(
@@ -51,9 +51,8 @@ class Boundary:
         """The activation from its message (later stage's side)."""
         x = self.act.decode(message, meta, step, microbatch)
         if self._shares and step.train:
-            self._received[step.index, microbatch] = self.act.carried(
-                "receiver", message, meta, step, microbatch
-            )
+            carried = self.act.carried(Side.RECEIVER, message, step, microbatch)
+            self._received[step.index, microbatch] = carried
         return x
 
     def send_gradient(self, x: Tensor, step: Step, microbatch: int) -> Tensor:
@@ -67,8 +66,7 @@ class Boundary:
 
     def compare_gradient(self, x: Tensor, message: Tensor, step: Step, microbatch: int) -> None:
         """Meters the fidelity of a gradient that arrives on another rank."""
-        positions = self._received.get((step.index, microbatch))
-        self.grad.compare_sent(x, message, step, microbatch, positions)
+        self.grad.compare_sent(x, message, step, microbatch)
 
     def activation_bytes(
         self, meta: TensorMeta, step: Step, microbatch: int, device: torch.device

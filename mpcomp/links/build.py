@@ -7,15 +7,16 @@ from typing import Any
 
 from mpcomp.adaptive.method import Adaptive
 from mpcomp.compressors import Compressor, Identity, SameIndices, Selecting
-from mpcomp.core.spec import closest, parse
-from mpcomp.feedback import EFMixed, Feedback
+from mpcomp.core.spec import SpecValue, closest, parse
+from mpcomp.feedback import Feedback
+from mpcomp.links.adaptation import state_of
 from mpcomp.links.boundary import Boundary
-from mpcomp.links.link import ACT, GRAD, Link, Method
+from mpcomp.links.link import ACT, GRAD, Link
 
 __all__ = ["MethodLike", "Methods", "boundaries_of", "method_of"]
 
 #: What may be given for one boundary.
-MethodLike = Method | str | None
+MethodLike = SpecValue | str | None
 #: What may be given for all: one for all, a list, or a mapping from cuts.
 Methods = MethodLike | Sequence[MethodLike] | Mapping[Any, MethodLike]
 
@@ -56,6 +57,7 @@ def boundaries_of(
                 seed=seed,
                 replica=replica,
                 warmup_steps=warmup_steps,
+                adaptive=state_of(method),
             )
             for method, way in ((act, ACT), (grad, GRAD))
         ]
@@ -63,7 +65,7 @@ def boundaries_of(
     return boundaries
 
 
-def _methods(argument: str, given: Methods, names: Sequence[str]) -> list[Method]:
+def _methods(argument: str, given: Methods, names: Sequence[str]) -> list[SpecValue]:
     """One method for each boundary; ``names`` are the blocks before the cuts."""
     if isinstance(given, Mapping):
         chosen: list[MethodLike] = [None] * len(names)
@@ -95,7 +97,7 @@ def _boundary_of(argument: str, key: Any, names: Sequence[str]) -> int:
     )
 
 
-def method_of(argument: str, value: MethodLike) -> Method:
+def method_of(argument: str, value: MethodLike) -> SpecValue:
     """One method from what the user gave for ``argument``."""
     if value is None:
         return Identity()
@@ -137,12 +139,12 @@ def _check_adaptive(argument: str, value: Adaptive) -> None:
         )
 
 
-def _check_pair(boundary: int, act: Method, grad: Method) -> None:
+def _check_pair(boundary: int, act: SpecValue, grad: SpecValue) -> None:
     if not isinstance(grad, SameIndices):
         return
     selecting = act.inner if isinstance(act, Adaptive) else act
     selecting = selecting.inner if isinstance(selecting, Feedback) else selecting
-    if not isinstance(selecting, Selecting) or isinstance(act, EFMixed):
+    if not isinstance(selecting, Selecting) or not getattr(act, "one_selection", True):
         raise ValueError(
             f"grad_comp=SameIndices() at boundary {boundary} with act_comp={act}: there must be "
             "one selection to reuse; use act_comp=TopK(...), RandomK(...) or RandomBlock(...), "

@@ -7,34 +7,71 @@ the meter and the randomness. Moving messages is left to an engine.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from mpcomp.adaptive.link_policy import LinkState
-from mpcomp.adaptive.method import Adaptive
-from mpcomp.compressors.base import Compressor, Selecting
+from mpcomp.compressors.base import Compressor
 from mpcomp.compressors.identity import Identity, or_dense
 from mpcomp.compressors.same_indices import SameIndices
 from mpcomp.core.checks import check_tensor, nonfinite_error
 from mpcomp.core.message import COMPRESSED, DENSE, Header, frame, message_bytes, unframe
-from mpcomp.core.packing import Payload
 from mpcomp.core.padding import blanked, padded_positions
 from mpcomp.core.randomness import generator_for
-from mpcomp.core.step import Probe, SampleIds, Step, Visit
+from mpcomp.core.spec import SpecValue
+from mpcomp.core.step import MessageContext, Probe, SampleIds, Step
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.core.traffic import Meter, Traffic
-from mpcomp.feedback.base import AdaptableSender, Feedback, Receiver, Sender
+from mpcomp.feedback.base import Feedback
 from mpcomp.feedback.ends import Ends
-from mpcomp.links.adaptation import state_of
+from mpcomp.feedback.memory import Side
+from mpcomp.feedback.plan import MemoryPlan, PlainPlan, Plan
+from mpcomp.feedback.state import EndState
 
-__all__ = ["ACT", "GRAD", "Link", "Method"]
-
-Method = Compressor | Feedback | SameIndices | Adaptive
+__all__ = ["ACT", "GRAD", "Link", "Policy"]
 
 ACT, GRAD = "act", "grad"
+
+
+class Policy(Protocol):
+    """Chooser of the compression factor of a link, which changes between steps alone."""
+
+    cf: float
+
+    @property
+    def coder(self) -> Compressor | Feedback:
+        """What codes a message of training: the method at `cf`, or `Identity`."""
+
+    @property
+    def measures_energies(self) -> bool:
+        """Whether this step wants the tensor of `note_energies`."""
+
+    def compressor(self, cf: float) -> Compressor:
+        """The compressor at a compression factor, without feedback."""
+
+    def note_energies(
+        self,
+        target: Tensor,
+        against: Tensor,
+        padded: Tensor | None,
+        draw: Callable[[str], torch.Generator],
+    ) -> None:
+        """Takes what is compressed, and what its error is compared with."""
+
+    def note_message(self, num_bytes: int, meta: TensorMeta) -> None:
+        """Counts a message of training that was sent while compression was on."""
+
+    def fresh(self) -> Policy:
+        """A policy as this one was before the first step."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What JSON can hold: enough to go on exactly."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `state_dict` gave."""
 
 
 class Link:
@@ -43,19 +80,20 @@ class Link:
     Args:
         method: what is done to the tensor; SameIndices is resolved by the boundary.
         boundary: number of the cut.
-        direction: "act" or "grad", or that of a tie (`mpcomp.links.tied_weights`), which carries
-            gradients too.
+        direction: "act" or "grad", or that of tied weights (`mpcomp.links.tied_weights`), whose
+            gradients it carries.
         seed: of the run; random choices follow from (seed, replica, boundary, direction, step,
             microbatch).
         replica: number of the replica.
         warmup_steps: training steps that go dense at first.
         ends: the stages that send and receive; those on both sides of the cut by default.
         name: for messages; by default of the form ``boundary 0 act``.
+        adaptive: what chooses the ratio of an adaptive method; None of others.
     """
 
     def __init__(
         self,
-        method: Method,
+        method: SpecValue,
         *,
         boundary: int,
         direction: str,
@@ -64,6 +102,7 @@ class Link:
         warmup_steps: int = 0,
         ends: tuple[int, int] | None = None,
         name: str | None = None,
+        adaptive: Policy | None = None,
     ) -> None:
         self.method = method
         self.boundary = boundary
@@ -80,22 +119,24 @@ class Link:
         #: Whether NaN and Inf are noted for the end of the step also where an error could be
         #: raised at once: with several ranks, all of them must raise it.
         self.defers_nonfinite = False
-        self._seed = (seed, replica, boundary, direction)
-        inner = method.inner if isinstance(method, Adaptive) else method
+        self.adaptive = adaptive
+        inner = method if adaptive is None else method.inner  # type: ignore[attr-defined]
         #: The feedback method, also of an adaptive link, whose ratio then is not the present one.
         self.feedback = inner if isinstance(inner, Feedback) else None
-        #: What an adaptive link has come to; None of others.
-        self.adaptive: LinkState | None = state_of(method) if isinstance(method, Adaptive) else None
+        self._seed = (seed, replica, boundary, direction)
         self._ends = Ends(self.feedback) if self.feedback is not None else None
         self._nonfinite: list[tuple[Traffic, Tensor]] = []
+        #: Plans of the step under way, by side and microbatch.
+        self._step: Step | None = None
+        self._plans: dict[tuple[Side, int], Plan] = {}
 
     @property
-    def ends(self) -> dict[str, Sender | Receiver]:
+    def ends(self) -> dict[str, EndState]:
         """The ends made so far, by role; a method that remembers nothing has none."""
         return self._ends.by_role if self._ends is not None else {}
 
     def check_step(self, step: Step, sizes: Sequence[int]) -> None:
-        """Raises what a visit of this step would raise, before anything has run.
+        """Raises what a message of this step would raise, before anything has run.
 
         Args:
             step: the step to come.
@@ -105,8 +146,8 @@ class Link:
             ValueError: the method needs sample ids of another form, or a learning rate.
         """
         if step.train and self.feedback is not None:
-            for microbatch in range(len(sizes)):
-                self.feedback.check_visit(self._visit(step, microbatch), sizes[microbatch])
+            for microbatch, num_rows in enumerate(sizes):
+                self.feedback.slots(self._context(step, microbatch), num_rows)
 
     def encode(
         self, x: Tensor, step: Step, microbatch: int, positions: Tensor | None = None
@@ -130,22 +171,11 @@ class Link:
         check_tensor(x, self.name)
         status = self._check_finite(x, step)
         meta = TensorMeta.of(x)
-        visit = self._visit(step, microbatch)
-        kind, check = COMPRESSED, 0
-        coder = self._coder(meta, step, positions)
-        x = blanked(x, self._padded(coder, meta, visit, x.device))
-        if isinstance(coder, Compressor):
-            payload = coder.compress(x, visit.draw(""))
-            kind = DENSE if isinstance(coder, Identity) else COMPRESSED
-            if kind == DENSE and self._ends is not None and step.train:
-                self._ends.sender(meta, x.device).observe_dense(x, visit)
-        else:
-            assert self._ends is not None
-            sender = self._ends.sender(meta, x.device)
-            check = sender.check(visit, meta.num_rows)
-            payload = sender.encode(x, visit)
-        self._measure(x, meta, step, visit)
-        message = frame(Header(kind, 0, check, step.index, self._cf(coder, step)), payload)
+        plan = self._plan(Side.SENDER, meta, step, microbatch, x.device, positions)
+        payload = plan.encode(x)
+        if self.adaptive is not None:
+            self._measure(x, plan, step, microbatch)
+        message = frame(self._header(plan, step), payload)
         if status is not None:
             message[2] = status
         if self.adaptive is not None and step.train and self.enabled(step):
@@ -172,22 +202,11 @@ class Link:
             RuntimeError: the message is not one that this end expects.
         """
         begin = time.perf_counter()
-        visit = self._visit(step, microbatch)
-        coder = self._coder(meta, step, positions)
-        payload = self._payload(message, meta, step, visit, coder)
-        receiver = (
-            self._ends.receiver(meta, message.device)
-            if self._ends is not None and step.train
-            else None
-        )
-        if isinstance(coder, Compressor):
-            x = coder.decompress(payload, meta, visit.draw(""))
-            if isinstance(coder, Identity) and receiver is not None:
-                receiver.observe_dense(x, visit)
-        else:
-            assert receiver is not None
-            x = receiver.decode(payload, meta, visit)
-        x = blanked(x, self._padded(coder, meta, visit, x.device))
+        plan = self._plan(Side.RECEIVER, meta, step, microbatch, message.device, positions)
+        payload = unframe(message, plan.layout)
+        if message.device.type == "cpu":  # elsewhere reading the header would stall the device
+            self._check_header(Header.of(message), plan, step, microbatch)
+        x = plan.decode(payload)
         if message.device.type != "cpu":
             x.masked_fill_(message[2].bool(), torch.nan)
         elif message[2]:
@@ -210,36 +229,15 @@ class Link:
             meant, arrived = blanked(meta.flatten(x), padded), blanked(arrived, padded)
             self._traffic(step).compare(meant, arrived)
 
-    def compare_sent(
-        self,
-        x: Tensor,
-        message: Tensor,
-        step: Step,
-        microbatch: int,
-        positions: Tensor | None = None,
-    ) -> None:
+    def compare_sent(self, x: Tensor, message: Tensor, step: Step, microbatch: int) -> None:
         """As `compare`, where ``x`` was just encoded here but arrives elsewhere."""
-        if not self.enabled(step) or isinstance(self.method, Identity):
-            return
-        self.compare(x, self.arrived(x, message, step, microbatch, positions), step, microbatch)
+        if self.enabled(step) and not isinstance(self.method, Identity):
+            self.compare(x, self.arrived(message, step, microbatch), step, microbatch)
 
-    def arrived(
-        self,
-        x: Tensor,
-        message: Tensor,
-        step: Step,
-        microbatch: int,
-        positions: Tensor | None = None,
-    ) -> Tensor:
-        """What the other end makes of the message that was just encoded here for ``x``."""
-        meta = TensorMeta.of(x)
-        visit = self._visit(step, microbatch)
-        coder = self._coder(meta, step, positions)
-        payload = unframe(message, self._layout(coder, meta, visit))
-        if isinstance(coder, Compressor):
-            return coder.decompress(payload, meta, visit.draw(""))
-        assert self._ends is not None
-        return self._ends.sender(meta, x.device).arrived(payload, meta, visit)
+    def arrived(self, message: Tensor, step: Step, microbatch: int) -> Tensor:
+        """What the other end makes of a message that was encoded here in this step."""
+        plan = self._planned(Side.SENDER, step, microbatch)
+        return plan.arrived(unframe(message, plan.layout))
 
     def message_bytes(
         self,
@@ -258,24 +256,13 @@ class Link:
             device: where it will be received.
             positions: for SameIndices, as in `encode`.
         """
-        coder = self._coder(meta, step, positions)
-        if isinstance(coder, Feedback):
-            assert self._ends is not None
-            self._ends.receiver(meta, device)  # holds the flags that the layout depends on
-        return message_bytes(self._layout(coder, meta, self._visit(step, microbatch)))
+        plan = self._plan(Side.RECEIVER, meta, step, microbatch, device, positions)
+        return message_bytes(plan.layout)
 
-    def carried(
-        self, role: str, message: Tensor, meta: TensorMeta, step: Step, microbatch: int
-    ) -> Tensor | None:
+    def carried(self, side: Side, message: Tensor, step: Step, microbatch: int) -> Tensor | None:
         """Positions of the elements in a message, for SameIndices; None if it is dense."""
-        visit = self._visit(step, microbatch)
-        coder = self._coder(meta, step, None)
-        payload = unframe(message, self._layout(coder, meta, visit))
-        if isinstance(coder, Selecting):
-            return coder.indices(payload, meta, visit.draw(""))
-        if isinstance(coder, Compressor):
-            return None
-        return self.ends[role].positions(payload, meta, visit)
+        plan = self._planned(side, step, microbatch)
+        return plan.positions(unframe(message, plan.layout))
 
     def found_nonfinite(self, train: bool = True) -> bool:
         """Whether training (or evaluation) saw a non-finite tensor here since the last call.
@@ -307,100 +294,99 @@ class Link:
             self._ends.prefetch(ids)
 
     def commit(self) -> None:
-        """Stores what the ends have noted."""
+        """Keeps what the ends have staged."""
+        self._forget_plans()
         if self._ends is not None:
             self._ends.commit()
 
     def discard(self) -> None:
-        """Forgets what the ends have noted."""
+        """Forgets what the ends have staged."""
+        self._forget_plans()
         if self._ends is not None:
             self._ends.discard()
 
-    # -- which method speaks ------------------------------------------------------------------
+    # -- plans --------------------------------------------------------------------------------
 
     def enabled(self, step: Step) -> bool:
         """Whether this link compresses in a step; an adaptive one may send dense all the same."""
-        if self._probed(step):
-            return True
-        if step.probe is not None and step.probe.alone:
-            return False
+        if step.probe is not None:
+            if step.probe.link == self.name:
+                return True
+            if step.probe.alone:
+                return False
         on = step.compress_act if self.direction == ACT else step.compress_grad
         return on and not (step.train and step.index < self.warmup_steps)
 
-    def _traffic(self, step: Step) -> Traffic:
-        if step.probe is not None:
-            return self.meter.probe
-        return self.meter.of(step.train, self.enabled(step))
+    def _forget_plans(self) -> None:
+        self._step = None
+        self._plans.clear()
 
-    def _present(self, step: Step) -> Compressor | Feedback | SameIndices:
-        """The method; of an adaptive link with the ratio of this step."""
-        if not isinstance(self.method, Adaptive):
-            return self.method
-        if (probe := self._probed(step)) is not None:
-            return self.method.compressor(probe.cf)
-        assert self.adaptive is not None
-        coder = self.adaptive.coder
+    def _planned(self, side: Side, step: Step, microbatch: int) -> Plan:
+        """The plan of a message that was coded here in this step."""
+        assert step is self._step, "a message is asked about in its own step"
+        return self._plans[side, microbatch]
+
+    def _plan(
+        self,
+        side: Side,
+        meta: TensorMeta,
+        step: Step,
+        microbatch: int,
+        device: torch.device,
+        positions: Tensor | None,
+    ) -> Plan:
+        """The plan of a message, made once: by a receiver when it posts its buffer."""
+        if step is not self._step:
+            self._forget_plans()
+            self._step = step
+        key = side, microbatch
+        plan = self._plans.pop(key, None)
+        if plan is None or plan.meta != meta or side is Side.SENDER:
+            if side is Side.SENDER:  # of what was sent only the last message is asked about
+                for sent in [sent for sent in self._plans if sent[0] is side]:
+                    del self._plans[sent]
+            plan = self._new_plan(side, meta, step, microbatch, device, positions)
+        self._plans[key] = plan
+        return plan
+
+    def _new_plan(
+        self,
+        side: Side,
+        meta: TensorMeta,
+        step: Step,
+        microbatch: int,
+        device: torch.device,
+        positions: Tensor | None,
+    ) -> Plan:
+        context = self._context(step, microbatch)
+        padded = padded_positions(context.valid, meta, device)
+        end = None
+        if self._ends is not None and step.train:
+            end = self._ends.end(side, meta, device)
+        coder = self._coder(step, positions)
         if isinstance(coder, Feedback):
-            assert self._ends is not None
-            self._ends.use(coder)  # they know no step, and are asked nothing before this
-        return coder
+            if end is not None:
+                return MemoryPlan(coder, end, meta, context, padded, device)
+            coder = Identity() if coder.eval == "raw" else coder.inner
+        return PlainPlan(or_dense(coder, meta), meta, context, padded, end)
 
-    def _cf(self, coder: Compressor | Feedback, step: Step) -> float:
-        """The header's: of an adaptive link what it codes with."""
-        if self.adaptive is None or isinstance(coder, Identity):
-            return 0.0
-        probe = self._probed(step)
-        return self.adaptive.cf if probe is None else probe.cf
+    def _coder(self, step: Step, positions: Tensor | None) -> Compressor | Feedback:
+        """What codes the messages of a step."""
+        if not self.enabled(step):
+            return Identity()
+        if self.adaptive is not None:
+            probe = self._probe(step)
+            return self.adaptive.coder if probe is None else self.adaptive.compressor(probe.cf)
+        if isinstance(self.method, SameIndices):
+            return Identity() if positions is None else self.method.at(positions)
+        assert isinstance(self.method, Compressor | Feedback)
+        return self.method
 
-    def _probed(self, step: Step) -> Probe | None:
+    def _probe(self, step: Step) -> Probe | None:
         """What a pass that measures this link by its losses tells it."""
         return step.probe if step.probe is not None and step.probe.link == self.name else None
 
-    def _measure(self, x: Tensor, meta: TensorMeta, step: Step, visit: Visit) -> None:
-        """Measures what compression would leave out of ``x``, in one microbatch of a step."""
-        state = self.adaptive
-        if state is None or not (step.train and self.enabled(step) and state.measures_energies):
-            return
-        if visit.microbatch != step.index % step.num_microbatches:
-            return
-        padded = padded_positions(visit.valid, meta, x.device)
-        wanted = against = blanked(x.detach(), padded)
-        if self._ends is not None:
-            sender = self._ends.sender(meta, x.device)
-            assert isinstance(sender, AdaptableSender)
-            wanted, against = sender.measured(wanted, visit)
-        state.note_energies(wanted, against, padded, visit.draw)
-
-    def _coder(
-        self, meta: TensorMeta, step: Step, positions: Tensor | None
-    ) -> Compressor | Feedback:
-        """What codes this message: a compressor, or the feedback method's ends."""
-        if not self.enabled(step):
-            return Identity()
-        method = self._present(step)
-        if isinstance(method, SameIndices):
-            return Identity() if positions is None else or_dense(method.at(positions), meta)
-        if isinstance(method, Feedback):
-            if step.train:
-                return method
-            return Identity() if method.eval == "raw" else or_dense(method.inner, meta)
-        return or_dense(method, meta)
-
-    def _padded(
-        self, coder: Compressor | Feedback, meta: TensorMeta, visit: Visit, device: torch.device
-    ) -> Tensor | None:
-        """Where the message says nothing; None for a dense one, which carries all there is."""
-        return None if isinstance(coder, Identity) else padded_positions(visit.valid, meta, device)
-
-    def _layout(
-        self, coder: Compressor | Feedback, meta: TensorMeta, visit: Visit
-    ) -> tuple[TensorMeta, ...]:
-        if isinstance(coder, Compressor):
-            return coder.layout(meta)
-        end = next(iter(self.ends.values()))  # both ends of this rank hold the same flags
-        return end.layout(meta, visit)
-
-    def _visit(self, step: Step, microbatch: int) -> Visit:
+    def _context(self, step: Step, microbatch: int) -> MessageContext:
         kind = "train" if step.train else "eval"
         again = ("call", step.call) if step.call else ()
         seed = (*self._seed, kind, step.index, microbatch, *again)
@@ -412,7 +398,7 @@ class Link:
                     f"pipeline does not know (lr={step.lr}): call pipe.follow_lr(optimizer)"
                 )
             unit /= step.lr
-        return Visit(
+        return MessageContext(
             step.index,
             microbatch,
             lambda part: generator_for(*seed, part),
@@ -421,7 +407,34 @@ class Link:
             step.valid_of(microbatch),
         )
 
-    # -- checks -------------------------------------------------------------------------------
+    # -- metering and checks ------------------------------------------------------------------
+
+    def _traffic(self, step: Step) -> Traffic:
+        if step.probe is not None:
+            return self.meter.probe
+        return self.meter.of(step.train, self.enabled(step))
+
+    def _measure(self, x: Tensor, plan: Plan, step: Step, microbatch: int) -> None:
+        """Measures what compression would leave out of ``x``, in one microbatch of a step."""
+        policy = self.adaptive
+        assert policy is not None
+        if not (step.train and self.enabled(step) and policy.measures_energies):
+            return
+        if microbatch != step.index % step.num_microbatches:
+            return
+        context = self._context(step, microbatch)
+        padded = padded_positions(context.valid, plan.meta, x.device)
+        x = blanked(x.detach(), padded)
+        target = against = x
+        if self._ends is not None:
+            assert self.feedback is not None
+            if not isinstance(
+                plan, MemoryPlan
+            ):  # the step sends dense, and is measured all the same
+                end = self._ends.end(Side.SENDER, plan.meta, x.device)
+                plan = MemoryPlan(self.feedback, end, plan.meta, context, padded, x.device)
+            target, against = plan.measured(x)
+        policy.note_energies(target, against, padded, context.draw)
 
     def _check_finite(self, x: Tensor, step: Step) -> Tensor | None:
         """The status byte as a 0-d tensor, or None for an all-clear on the CPU."""
@@ -438,31 +451,22 @@ class Link:
         self._nonfinite.append((self._traffic(step), nonfinite))
         return nonfinite.to(torch.uint8)
 
-    def _payload(
-        self,
-        message: Tensor,
-        meta: TensorMeta,
-        step: Step,
-        visit: Visit,
-        coder: Compressor | Feedback,
-    ) -> Payload:
-        receiver = None
-        if isinstance(coder, Feedback):
-            assert self._ends is not None
-            receiver = self._ends.receiver(meta, message.device)
-        payload = unframe(message, self._layout(coder, meta, visit))
-        if message.device.type == "cpu":  # elsewhere reading the header would stall the device
-            kind = DENSE if isinstance(coder, Identity) else COMPRESSED
-            check = receiver.check(visit, meta.num_rows) if receiver is not None else 0
-            got = Header.of(message)
-            number, cf = step.index & 0xFFFFFFFF, self._cf(coder, step)
-            expected = Header(kind, got.status, check, number, cf)
-            if got != expected:
-                raise RuntimeError(
-                    f"{self.name}, step {step.index}, microbatch {visit.microbatch}: the two ends "
-                    f"disagree (message says {got}, this end expects {expected})"
-                )
-        return payload
+    def _header(self, plan: Plan, step: Step) -> Header:
+        """The header of a message without a status."""
+        cf = 0.0
+        if self.adaptive is not None and not plan.dense:
+            probe = self._probe(step)
+            cf = self.adaptive.cf if probe is None else probe.cf
+        kind = DENSE if plan.dense else COMPRESSED
+        return Header(kind, 0, plan.check, step.index & 0xFFFFFFFF, cf)
+
+    def _check_header(self, got: Header, plan: Plan, step: Step, microbatch: int) -> None:
+        expected = replace(self._header(plan, step), status=got.status)
+        if got != expected:
+            raise RuntimeError(
+                f"{self.name}, step {step.index}, microbatch {microbatch}: the two ends "
+                f"disagree (message says {got}, this end expects {expected})"
+            )
 
     # -- persistence --------------------------------------------------------------------------
 
@@ -475,10 +479,11 @@ class Link:
 
     def load_state_dict(self, state: dict[str, Any], device: dict[str, torch.device]) -> None:
         """Restores `state_dict`; ``device`` says where each role's end lives."""
+        self._forget_plans()
         rows = {name: value for name, value in state.items() if name != "adaptive"}
         if self._ends is not None:
             self._ends.load_state_dict(rows, device)
-        if isinstance(self.method, Adaptive):
-            self.adaptive = state_of(self.method)
+        if self.adaptive is not None:
+            self.adaptive = self.adaptive.fresh()
             if "adaptive" in state:
                 self.adaptive.load_state_dict(state["adaptive"])

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 import stages as staging
 from mpcomp.comm.channels import Channel
 from mpcomp.compressors import Identity
+from mpcomp.core.spec import SpecValue
 from mpcomp.core.step import Step
 from mpcomp.core.tensor_meta import TensorMeta
-from mpcomp.feedback import AQSGD
-from mpcomp.links.link import Link, Method
+from mpcomp.links.link import Link
 
 __all__ = ["DIRECTIONS", "Tie", "apart", "check_alike", "ties_of", "trained_and_frozen"]
 
@@ -134,7 +134,7 @@ class Tie:
         if len(messages) == 2:  # both ends are here
             arrived = link.decode(message, meta, step, 0)
         else:
-            arrived = link.arrived(row, message, step, 0)
+            arrived = link.arrived(message, step, 0)
         link.compare(row, arrived, step)
         return arrived
 
@@ -192,7 +192,7 @@ def apart(ties: Sequence[Tie], step: Step) -> Iterator[None]:
 
 
 def ties_of(
-    cut: Sequence[staging.Stage], method: Method, *, seed: int, replica: int, warmup_steps: int
+    cut: Sequence[staging.Stage], method: SpecValue, *, seed: int, replica: int, warmup_steps: int
 ) -> list[Tie]:
     """The ties of a cut model.
 
@@ -206,7 +206,7 @@ def ties_of(
     Raises:
         ValueError: more than two stages share a parameter, or a method that has no place here.
     """
-    if isinstance(method, AQSGD):
+    if getattr(method, "by_sample", False):
         raise ValueError(f"tie_comp={method}: a weight's gradient belongs to no sample; use ef+...")
     ties: list[Tie] = []
     for copies in staging.ties(cut):

@@ -13,8 +13,11 @@ from mpcomp.adaptive.gain import base_energy, gain_of, rest_energy
 from mpcomp.adaptive.search import Search
 from mpcomp.core.message import Header
 from mpcomp.core.randomness import generator_for
-from mpcomp.core.step import Step, Visit
-from mpcomp.feedback.base import AdaptableSender
+from mpcomp.core.step import MessageContext, Step
+from mpcomp.feedback.ends import end_of
+from mpcomp.feedback.memory import Side
+from mpcomp.feedback.plan import MemoryPlan
+from mpcomp.links.adaptation import state_of
 from mpcomp.links.link import ACT, Link
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*would not shrink")
@@ -96,15 +99,18 @@ def test_padded_positions_have_no_part_in_a_mean():
 def test_what_feedback_compresses_is_measured():
     """EF: with the residual in it. EF21: the difference; all of a row without an estimate."""
     x, meta = torch.randn(3, 40), TensorMeta((3, 40))
-    visit = Visit(0, 0, draw)
+    at = MessageContext(0, 0, draw)
     for method in (ErrorFeedback(TopK(0.1)), EF21(TopK(0.1))):
-        sender = method.sender(meta, torch.device("cpu"))
-        assert isinstance(sender, AdaptableSender)
-        wanted, against = sender.measured(x, visit)
+        end = end_of(method, Side.SENDER, meta, torch.device("cpu"))
+
+        def plan(method=method, end=end):
+            return MemoryPlan(method, end, meta, at, None, torch.device("cpu"))
+
+        wanted, against = plan().measured(x)
         assert torch.equal(wanted, x) and torch.equal(against, x)
-        sender.encode(x, visit)
-        sender.commit()
-        wanted, against = sender.measured(2 * x, visit)
+        plan().encode(x)
+        end.commit()
+        wanted, against = plan().measured(2 * x)
         if isinstance(method, ErrorFeedback):
             sent = TopK(0.1).decompress(TopK(0.1).compress(x), meta)
             assert torch.equal(wanted, 2 * x + (x - sent)) and torch.equal(against, wanted)
@@ -220,14 +226,14 @@ def test_same_indices_goes_by_what_the_activation_carried():
 
 
 def test_the_header_says_the_factor_and_a_receiver_expects_it():
-    link = Link(adaptive(), boundary=0, direction=ACT)
+    link = Link(adaptive(), boundary=0, direction=ACT, adaptive=state_of(adaptive()))
     step, x = Step(3, train=True), torch.randn(2, 60)
     assert Header.of(link.encode(x, step, 0)).cf == 0.0
     link.adaptive._send_with(2.1)
     message = link.encode(x, step, 0)
     assert Header.of(message).cf == torch.tensor(2.1).item()
     assert link.decode(message, TensorMeta.of(x), step, 0).count_nonzero() == 2 * 29
-    other = Link(adaptive(), boundary=0, direction=ACT)
+    other = Link(adaptive(), boundary=0, direction=ACT, adaptive=state_of(adaptive()))
     other.adaptive._send_with(2.1000001 * (1 + 1e-4))  # as many elements, of another ratio
     with pytest.raises(RuntimeError, match=r"two ends disagree.*cf=2\.1"):
         other.decode(message, TensorMeta.of(x), step, 0)

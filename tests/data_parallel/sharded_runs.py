@@ -13,8 +13,8 @@ from torch.distributed.tensor import Shard
 
 import mpcomp
 from mpcomp import ReplicaNetwork
-from mpcomp.data_parallel.contracted import Contracted
 from mpcomp.data_parallel.fsdp import ShardedGradients
+from mpcomp.feedback.state import EndState
 
 NETWORK = ReplicaNetwork(smallest=16)
 WIDTH = 24
@@ -183,9 +183,6 @@ class Training:
         self.handle.load_state_dict(state["replica"])
 
 
-def kept_of(memory: Any) -> Tensor:
+def kept_of(end: EndState) -> Tensor:
     """What it knows to be missing [n]."""
-    if isinstance(memory, Contracted):
-        return sum(error.read(1.0) for error in memory._errors)  # type: ignore[return-value]
-    residual: Tensor = memory._residual.read(1.0)
-    return residual
+    return sum(end.open(flat=True)[name] for name in end.fields)  # type: ignore[return-value]

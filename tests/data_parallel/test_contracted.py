@@ -1,5 +1,7 @@
 """What ConEF remembers of a parameter: against the algorithm as it is written, memory by memory."""
 
+from functools import partial
+
 import pytest
 import torch
 from methods import same_bits
@@ -17,10 +19,13 @@ from mpcomp import (
     TopK,
 )
 from mpcomp.core.randomness import generator_for
-from mpcomp.data_parallel.contracted import Contracted
-from mpcomp.data_parallel.memory import Residual
+from mpcomp.data_parallel.item import Compensated
+from mpcomp.data_parallel.remembered import load_tensors, tensors_of
+from mpcomp.feedback.error_feedback import Residual
+from mpcomp.feedback.memory import Memory
 from mpcomp.feedback.sketch import VectorSketch, num_cells
 from mpcomp.feedback.slots import StoragePlan
+from mpcomp.feedback.state import EndState
 
 META = TensorMeta((6, 50))
 VECTOR = TensorMeta((1, META.numel))
@@ -56,27 +61,36 @@ def sent_of(inner: Compressor, wanted: Tensor, step: int) -> Tensor:
     return inner.decompress(payload, meta, generator_for("sent", step)).reshape(-1)
 
 
+def end_of(method: Memory, meta: TensorMeta = META) -> EndState:
+    """What a replica keeps of a parameter."""
+    return EndState(method, meta, CPU, capped=False)
+
+
+def due_of(end: EndState, gradient: Tensor, step: int, scale: float = 1.0) -> Compensated:
+    return Compensated(end, gradient, end.open(unit=scale, draw=draw_of(step), flat=True))
+
+
 def step_of(
-    memory, inner: Compressor, step: int, *, scale: float = 1.0, commit: bool = True
+    end: EndState, inner: Compressor, step: int, *, scale: float = 1.0, commit: bool = True
 ) -> Tensor:
     """One step of a memory, with gradients times ``scale``; what was sent, free of it."""
-    wanted = memory.wanted(gradient_of(step) * scale, scale)
-    sent = sent_of(inner, wanted, step)
-    memory.keep(wanted - sent, None, scale, draw_of(step))
+    due = due_of(end, gradient_of(step) * scale, step, scale)
+    sent = sent_of(inner, due.target, step)
+    due.sent(lambda y: y - sent)
     if commit:
-        memory.commit()
+        end.commit()
     else:
-        memory.discard()
+        end.discard()
     return sent / scale
 
 
-def known_of(memory: Contracted) -> list[Tensor]:
+def known_of(end: EndState) -> list[Tensor]:
     """What each of its memories knows."""
-    return [error.read(1.0) for error in memory._errors]
+    return [end.open(flat=True)[name] for name in end.fields]
 
 
-def state_of(memory: Contracted) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in memory.state_dict().items()}
+def state_of(end: EndState) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in tensors_of(end).items()}
 
 
 def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
@@ -134,7 +148,7 @@ class Reference:
 
 @EVERY
 def test_the_algorithm_as_written(method):
-    memory, reference = Contracted(method, META, CPU), Reference(method)
+    memory, reference = end_of(method), Reference(method)
     for step in range(25):
         expected = reference.step(step)
         # Where rounding turns a choice, whole elements would differ.
@@ -150,17 +164,17 @@ def test_the_algorithm_as_written(method):
 
 @EVERY
 def test_the_first_step_knows_of_no_error(method):
-    memory = Contracted(method, META, CPU)
+    memory = end_of(method)
     gradient = gradient_of(0)
-    assert memory.wanted(gradient, 1.0) is gradient
-    assert not memory.known and memory.state_dict() == {}
+    assert due_of(memory, gradient, 0).target is gradient
+    assert not memory.known and tensors_of(memory) == {}
 
 
 @pytest.mark.parametrize("inner", [TopK(0.1), RandomBlock(0.2), Quantize(4), LowRank(1)], ids=str)
 @pytest.mark.parametrize("improved", [None, "v2"])
 def test_with_a_full_sketch_no_mass_is_lost(inner, improved):
     """Sum of what was sent and what is known of the error are the sum of all gradients."""
-    memory = Contracted(ConEF(inner, 1.0, 0.5, improved=improved), META, CPU)
+    memory = end_of(ConEF(inner, 1.0, 0.5, improved=improved))
     given, sent = torch.zeros(2, META.numel, dtype=torch.float64)
     for step in range(30):
         given += gradient_of(step)
@@ -175,7 +189,7 @@ def test_with_a_full_sketch_no_mass_is_lost(inner, improved):
 def test_a_sketch_holds_that_of_all_that_is_missing(fraction, improved):
     """Also of a part of the elements: by linearity no mass is lost in its cells."""
     inner = RandomBlock(0.2)
-    memory = Contracted(ConEF(inner, fraction, improved=improved), META, CPU)
+    memory = end_of(ConEF(inner, fraction, improved=improved))
     sketch = VectorSketch(META.numel, fraction, columns=50)
     missing = torch.zeros(META.numel)
     for step in range(30):
@@ -183,7 +197,7 @@ def test_a_sketch_holds_that_of_all_that_is_missing(fraction, improved):
     name = "error" if improved is None else "second_error"
     if improved is not None:
         missing -= known_of(memory)[0]
-    cells = memory.state_dict()[name]
+    cells = tensors_of(memory)[name]
     torch.testing.assert_close(cells, sketch.sketch(missing[None])[0], rtol=1e-4, atol=1e-3)
 
 
@@ -191,7 +205,7 @@ def test_a_sketch_holds_that_of_all_that_is_missing(fraction, improved):
 @pytest.mark.parametrize("fraction, beta", [(0.1, 0.9), (0.3, 0.8), (0.5, 0.5)])
 @pytest.mark.parametrize("improved", [None, "v2"])
 def test_what_is_kept_stays_bounded(inner, fraction, beta, improved):
-    memory = Contracted(ConEF(inner, fraction, beta, improved=improved), META, CPU)
+    memory = end_of(ConEF(inner, fraction, beta, improved=improved))
     norms = []
     for step in range(1000):
         step_of(memory, inner, step)
@@ -214,8 +228,8 @@ def test_all_of_a_sketch_taken_over_at_once_blows_up():
 
 
 def test_without_beta_a_full_sketch_is_error_feedback():
-    memory = Contracted(ConEF(TopK(0.1), 1.0, 0.0), META, CPU)
-    plain = Residual(META.numel, StoragePlan(), CPU)
+    memory = end_of(ConEF(TopK(0.1), 1.0, 0.0))
+    plain = end_of(Residual())
     for step in range(30):
         ours, theirs = (step_of(m, TopK(0.1), step) for m in (memory, plain))
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
@@ -226,7 +240,7 @@ def test_a_second_memory_knows_more_of_the_error():
     errors = {}
     for improved in (None, "v1"):
         method = ConEF(TopK(0.1), error=QSGD(4), improved=improved, beta=0.5)
-        memory = Contracted(method, META, CPU)
+        memory = end_of(method)
         lost = []
         for step in range(20):
             before = sum(known_of(memory))
@@ -242,36 +256,36 @@ def test_a_second_memory_knows_more_of_the_error():
 
 @pytest.mark.parametrize("fraction", [0.1, 0.2, 0.4, 1.0])
 @pytest.mark.parametrize("storage, cell_bytes", [("fp32", 4), ("fp16", 2), ("bf16", 2)])
-def test_num_bytes_is_that_of_its_cells(fraction, storage, cell_bytes):
+def test_row_bytes_is_that_of_its_cells(fraction, storage, cell_bytes):
     """Each row of the matrix has cells of its own; a vector is one row."""
     method = ConEF(TopK(0.1), fraction, storage=storage)
-    matrix = Contracted(method, META, CPU)
-    assert matrix.num_bytes == 6 * num_cells(50, fraction) * cell_bytes
-    vector = Contracted(method, VECTOR, CPU)
-    assert vector.num_bytes == num_cells(META.numel, fraction) * cell_bytes
-    plain = Residual(META.numel, StoragePlan(storage), CPU)
-    assert matrix.num_bytes == pytest.approx(fraction * plain.num_bytes)
+    matrix = end_of(method)
+    assert matrix.row_bytes == 6 * num_cells(50, fraction) * cell_bytes
+    vector = end_of(method, VECTOR)
+    assert vector.row_bytes == num_cells(META.numel, fraction) * cell_bytes
+    plain = end_of(Residual(StoragePlan(storage)))
+    assert matrix.row_bytes == pytest.approx(fraction * plain.row_bytes)
     step_of(matrix, TopK(0.1), 0)
-    held = sum(value.numel() for value in matrix.state_dict().values())
-    assert held * cell_bytes == matrix.num_bytes
+    held = sum(value.numel() for value in tensors_of(matrix).values())
+    assert held * cell_bytes == matrix.row_bytes
 
 
 @EVERY
-def test_num_bytes_adds_up(method):
-    memory = Contracted(method, META, CPU)
+def test_row_bytes_adds_up(method):
+    memory = end_of(method)
     parts = {"sketch": 4 * 6 * num_cells(50, method.fraction)}
     for name in ("error", "inner"):
         compressor = getattr(method, name)
         parts[name] = compressor.wire_bytes(VECTOR) if compressor is not None else parts["sketch"]
     expected = {None: ["error"], "v1": ["error", "error"], "v2": ["inner", "error"]}
-    assert memory.num_bytes == sum(parts[name] for name in expected[method.improved])
-    before = memory.num_bytes
+    assert memory.row_bytes == sum(parts[name] for name in expected[method.improved])
+    before = memory.row_bytes
     step_of(memory, method.inner, 0)
-    assert memory.num_bytes == before  # said before anything is held
+    assert memory.row_bytes == before  # said before anything is held
 
 
 def test_a_compressor_by_matrix_is_given_the_matrix():
-    memory = Contracted(ConEF(LowRank(2), improved="v2"), META, CPU)
+    memory = end_of(ConEF(LowRank(2), improved="v2"))
     step_of(memory, TopK(0.1), 0)
     assert torch.linalg.matrix_rank(known_of(memory)[0].reshape(META.shape)) == 2
 
@@ -281,7 +295,7 @@ def test_a_compressor_by_matrix_is_given_the_matrix():
 
 @EVERY
 def test_discarded_steps_leave_no_trace(method):
-    straight, skipping = (Contracted(method, META, CPU) for _ in range(2))
+    straight, skipping = (end_of(method) for _ in range(2))
     step_of(skipping, method.inner, 7, commit=False)
     assert not skipping.known
     for step in (0, 1, 3):
@@ -297,10 +311,10 @@ def test_discarded_steps_leave_no_trace(method):
 
 @EVERY
 def test_a_step_that_stopped_half_way_leaves_no_trace(method):
-    """After `wanted` backward may end with an error, so that `keep` is never called."""
-    straight, stopped = (Contracted(method, META, CPU) for _ in range(2))
+    """After a target is formed backward may end with an error, so that nothing is sent."""
+    straight, stopped = (end_of(method) for _ in range(2))
     for step in range(3):
-        stopped.wanted(gradient_of(90 + step), 1.0)
+        due_of(stopped, gradient_of(90 + step), 90 + step)
         stopped.discard()
         assert same_bits(
             step_of(stopped, method.inner, step), step_of(straight, method.inner, step)
@@ -310,7 +324,7 @@ def test_a_step_that_stopped_half_way_leaves_no_trace(method):
 @EVERY
 def test_state_is_free_of_the_loss_scale(method):
     """With powers of two it is so bit for bit."""
-    plain, scaled = (Contracted(method, META, CPU) for _ in range(2))
+    plain, scaled = (end_of(method) for _ in range(2))
     for step, scale in enumerate((2.0**10, 2.0**10, 2.0**4, 0.5)):
         expected = step_of(plain, method.inner, step)
         assert same_bits(step_of(scaled, method.inner, step, scale=scale), expected)
@@ -319,11 +333,11 @@ def test_state_is_free_of_the_loss_scale(method):
 
 @EVERY
 def test_resumed_is_uninterrupted(method):
-    whole = Contracted(method, META, CPU)
+    whole = end_of(method)
     for step in range(3):
         step_of(whole, method.inner, step)
-    later = Contracted(method, META, CPU)
-    later.load_state_dict(state_of(whole))
+    later = end_of(method)
+    load_tensors(later, state_of(whole))
     assert_same(state_of(later), state_of(whole))
     for step in range(3, 7):
         assert same_bits(step_of(later, method.inner, step), step_of(whole, method.inner, step))
@@ -333,10 +347,10 @@ def test_resumed_is_uninterrupted(method):
 @pytest.mark.parametrize("storage", ["fp16", "bf16", 8, 4])
 def test_cells_in_few_bits_are_resumed_too(storage):
     method = ConEF(TopK(0.1), 0.4, storage=storage)
-    whole, later = (Contracted(method, META, CPU) for _ in range(2))
+    whole, later = (end_of(method) for _ in range(2))
     for step in range(3):
         step_of(whole, TopK(0.1), step)
-    later.load_state_dict(state_of(whole))
+    load_tensors(later, state_of(whole))
     for step in range(3, 6):
         assert same_bits(step_of(later, TopK(0.1), step), step_of(whole, TopK(0.1), step))
     assert_same(state_of(later), state_of(whole))
@@ -345,31 +359,30 @@ def test_cells_in_few_bits_are_resumed_too(storage):
 @EVERY
 def test_what_is_kept_has_a_size_to_be_checked(method):
     """`Remembered.check` compares a state's tensors with these before any is loaded."""
-    memory = Contracted(method, META, CPU)
+    memory = end_of(method)
     step_of(memory, method.inner, 0)
-    for name, value in memory.state_dict().items():
+    for name, value in tensors_of(memory).items():
         field, _, part = name.partition(":")
-        assert field in memory.sizes
-        assert part or memory.sizes[field] == value.numel()
+        assert part or memory.fields[field].numel == value.numel()
 
 
 @EVERY
 def test_the_state_of_another_size_is_refused(method):
-    memory = Contracted(method, META, CPU)
+    memory = end_of(method)
     step_of(memory, method.inner, 0)
-    other = Contracted(method, TensorMeta((7, 90)), CPU)
+    other = end_of(method, TensorMeta((7, 90)))
     with pytest.raises(ValueError, match="use the same model"):
-        other.load_state_dict(state_of(memory))
+        load_tensors(other, state_of(memory))
 
 
 def test_writing_to_a_state_dict_does_not_reach_the_memory():
     for method in (ConEF(TopK(0.1)), CODED):
-        memory = Contracted(method, META, CPU)
+        memory = end_of(method)
         step_of(memory, method.inner, 0)
         before = sum(known_of(memory))
-        loaded = Contracted(method, META, CPU)
+        loaded = end_of(method)
         state = state_of(memory)
-        loaded.load_state_dict(state)
+        load_tensors(loaded, state)
         step_of(loaded, method.inner, 1)
         assert same_bits(sum(known_of(memory)), before)
 
@@ -385,7 +398,7 @@ def test_what_a_sketch_cannot_tell_apart_arrives_as_its_mean(fraction):
     So what arrives still descends, but only ``fraction`` of all directions have the full rate.
     """
     method = ConEF(RandomBlock(0.1), fraction, beta=0.9)
-    memory = Contracted(method, META, CPU)
+    memory = end_of(method)
     gradient = gradient_of(0)
     sketch = VectorSketch(META.numel, fraction, columns=50)
     same = sketch.estimate(sketch.sketch(torch.eye(META.numel)))  # 1 or -1 within a cell
@@ -395,9 +408,9 @@ def test_what_a_sketch_cannot_tell_apart_arrives_as_its_mean(fraction):
     total = torch.zeros(META.numel)
     first, last = 500, 4_500
     for step in range(last):
-        wanted = memory.wanted(gradient, 1.0)
-        sent = sent_of(method.inner, wanted, step)
-        memory.keep(wanted - sent, None, 1.0, draw_of(step))
+        due = due_of(memory, gradient, step)
+        sent = sent_of(method.inner, due.target, step)
+        due.sent(partial(torch.sub, other=sent))
         memory.commit()
         if step >= first:
             total += sent

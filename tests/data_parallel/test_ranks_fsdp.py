@@ -248,7 +248,7 @@ def masses(specs: list[str]) -> list[Any]:
         training.go(0, 6)
         kept = {
             key: kept_of(memory).double()
-            for key, memory in exchange._state.memories.items()
+            for key, memory in exchange._state.ends.items()
             if memory.keeps
         }
         of_all: list[Any] = [None] * size

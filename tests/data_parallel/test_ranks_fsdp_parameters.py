@@ -101,7 +101,7 @@ def uncompressed_steps() -> list[Any]:
     training.optimizer.zero_grad()
     owed = {
         name: kept_of(memory)
-        for name, memory in training.handle.exchange._state.memories.items()
+        for name, memory in training.handle.exchange._state.ends.items()
         if memory.keeps
     }
     with training.handle.uncompressed():
@@ -119,7 +119,7 @@ def uncompressed_steps() -> list[Any]:
         found.append(float((p.grad.to_local().reshape(-1) - expected).abs().max()))
     left = max(
         float(kept_of(m).abs().max())
-        for m in training.handle.exchange._state.memories.values()
+        for m in training.handle.exchange._state.ends.values()
         if m.keeps
     )
     entry = training.handle.history[-1]

@@ -4,52 +4,76 @@ from collections.abc import Sequence
 
 import torch
 from methods import same_bits
+from models import store_of
 from torch import Tensor
 
-from mpcomp import Feedback, TensorMeta
+from mpcomp import Feedback, Identity, TensorMeta
+from mpcomp.core.padding import padded_positions
 from mpcomp.core.randomness import generator_for
-from mpcomp.core.step import SampleIds, Visit
+from mpcomp.core.step import MessageContext, SampleIds
+from mpcomp.feedback.ends import end_of
+from mpcomp.feedback.memory import Side
+from mpcomp.feedback.plan import MemoryPlan, PlainPlan
+from mpcomp.feedback.state import EndState
+
+CPU = torch.device("cpu")
 
 
-def visit(step: int, microbatch: int = 0, ids: SampleIds = None, unit: float = 1.0) -> Visit:
+def context(
+    step: int, microbatch: int = 0, ids: SampleIds = None, unit: float = 1.0
+) -> MessageContext:
     """As a link makes it: both ends draw alike, and again alike when asked again."""
-    return Visit(
+    return MessageContext(
         step, microbatch, lambda part: generator_for("test", step, microbatch, part), ids, unit
     )
+
+
+def plan_of(method: Feedback, end: EndState, meta: TensorMeta, at: MessageContext) -> MemoryPlan:
+    """The plan of a message at one end."""
+    return MemoryPlan(method, end, meta, at, padded_positions(at.valid, meta, CPU), CPU)
 
 
 class Wire:
     """A sender, a receiver, and the checks that every message must pass."""
 
     def __init__(self, method: Feedback, meta: TensorMeta) -> None:
-        self.sender = method.sender(meta, torch.device("cpu"))
-        self.receiver = method.receiver(meta, torch.device("cpu"))
+        self.method = method
+        self.sender = end_of(method, Side.SENDER, meta, CPU)
+        self.receiver = end_of(method, Side.RECEIVER, meta, CPU)
 
-    def send(self, x: Tensor, at: Visit) -> Tensor:
+    def plans(self, meta: TensorMeta, at: MessageContext) -> list[MemoryPlan]:
+        """The plans of a message at both ends."""
+        return [plan_of(self.method, end, meta, at) for end in (self.sender, self.receiver)]
+
+    def send(self, x: Tensor, at: MessageContext) -> Tensor:
         """What arrives for ``x``; nothing is stored before `commit`."""
         meta = TensorMeta.of(x)
         before = x.clone()
-        layout = self.sender.layout(meta, at)
-        assert layout == self.receiver.layout(meta, at)  # known before there is a message
-        assert self.sender.check(at, meta.num_rows) == self.receiver.check(at, meta.num_rows)
-        payload = self.sender.encode(x, at)
-        assert [TensorMeta.of(part).shape for part in payload] == [part.shape for part in layout]
-        assert [part.dtype for part in payload] == [part.dtype for part in layout]
-        y = self.receiver.decode(payload, meta, at)
+        sender, receiver = self.plans(meta, at)
+        assert sender.layout == receiver.layout  # known before there is a message
+        assert sender.check == receiver.check
+        payload = sender.encode(x)
+        assert [TensorMeta.of(part).shape for part in payload] == [
+            part.shape for part in sender.layout
+        ]
+        assert [part.dtype for part in payload] == [part.dtype for part in sender.layout]
+        y = receiver.decode(payload)
         assert y.shape == x.shape and y.dtype == x.dtype and same_bits(x, before)
         assert TensorMeta.of(y).channels_last == meta.channels_last
         return y
 
-    def send_dense(self, x: Tensor, at: Visit) -> None:
+    def send_dense(self, x: Tensor, at: MessageContext) -> None:
         """``x`` itself went over, as in a warm-up."""
-        self.sender.observe_dense(x, at)
-        self.receiver.observe_dense(x, at)
+        meta = TensorMeta.of(x)
+        padded = padded_positions(at.valid, meta, CPU)
+        payload = PlainPlan(Identity(), meta, at, padded, self.sender).encode(x)
+        PlainPlan(Identity(), meta, at, padded, self.receiver).decode(payload)
 
     def commit(self) -> None:
         self.sender.commit()
         self.receiver.commit()
 
-    def step(self, x: Tensor, at: Visit) -> Tensor:
+    def step(self, x: Tensor, at: MessageContext) -> Tensor:
         """One message and its commit."""
         y = self.send(x, at)
         self.commit()
@@ -60,11 +84,11 @@ class Wire:
         return self.rows(self.sender, [(microbatch, row) for row in range(num_rows)])
 
     @staticmethod
-    def rows(end, keys: Sequence[tuple[int, ...]]) -> Tensor:
-        return end.store.read(keys)
+    def rows(end: EndState, keys: Sequence[tuple[int, ...]]) -> Tensor:
+        return store_of(end).read(keys)
 
     def assert_ends_agree(self) -> None:
         """Slots, flags and every stored bit are equal at both ends."""
-        mine, theirs = self.sender.store.state_dict(), self.receiver.store.state_dict()
+        mine, theirs = store_of(self.sender).state_dict(), store_of(self.receiver).state_dict()
         assert mine.keys() == theirs.keys()
         assert all(same_bits(mine[key], theirs[key]) for key in mine)

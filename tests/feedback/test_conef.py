@@ -5,8 +5,9 @@ import warnings
 
 import pytest
 import torch
-from ends import Wire, visit
+from ends import Wire, context, plan_of
 from methods import EXAMPLES, same_bits
+from models import store_of
 
 import mpcomp
 from mpcomp import (
@@ -24,6 +25,8 @@ from mpcomp import (
     parse,
 )
 from mpcomp.core.randomness import generator_for
+from mpcomp.feedback.ends import end_of
+from mpcomp.feedback.memory import Side
 from mpcomp.feedback.sketch import CountSketch, VectorSketch, num_cells
 
 SHAPE = (3, 80)
@@ -153,7 +156,7 @@ def test_a_full_sketch_is_partial_error_feedback(inner, beta):
         wanted = x + (1 - beta) * error
         expected = arrived(inner, wanted, step)
         error = beta * error + wanted - expected
-        torch.testing.assert_close(wire.step(x, visit(step)), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(wire.step(x, context(step)), expected, rtol=1e-5, atol=1e-5)
         held = sketch.estimate(wire.residual(3))
         torch.testing.assert_close(held, error, rtol=1e-5, atol=1e-4)
     assert error.norm() > 1
@@ -166,7 +169,7 @@ def test_without_beta_it_is_error_feedback(inner):
     for step in range(30):
         x = torch.randn(SHAPE)
         torch.testing.assert_close(
-            ours.step(x, visit(step)), plain.step(x, visit(step)), rtol=1e-5, atol=1e-5
+            ours.step(x, context(step)), plain.step(x, context(step)), rtol=1e-5, atol=1e-5
         )
     assert plain.residual(3).norm() > 1
 
@@ -185,7 +188,7 @@ def test_a_sketch_is_told_of_what_is_not_sent_now(inner, hash):
         expected = arrived(inner, x + (1 - 0.9) * sketch.estimate(held), step)
         held = held + sketch.sketch(x - expected)
         missing += x - expected
-        assert same_bits(wire.step(x, visit(step)), expected)
+        assert same_bits(wire.step(x, context(step)), expected)
         assert same_bits(wire.residual(3), held)
     torch.testing.assert_close(held, sketch.sketch(missing), rtol=1e-5, atol=1e-4)
 
@@ -195,7 +198,7 @@ def test_dense_error_is_zero_where_all_is_sent():
         wire = Wire(ConEF(TopK(0.99)), TensorMeta(SHAPE))
         for step in range(3):
             x = torch.randn(SHAPE)
-            assert same_bits(wire.step(x, visit(step)), x)
+            assert same_bits(wire.step(x, context(step)), x)
     assert not wire.residual(3).any()
 
 
@@ -207,7 +210,7 @@ def test_cells_of_a_narrow_dtype_are_what_was_sent_in_it():
     missing = torch.zeros(SHAPE)
     for step in range(20):
         x = torch.randn(SHAPE).bfloat16()
-        missing += x.float() - wire.step(x, visit(step)).float()
+        missing += x.float() - wire.step(x, context(step)).float()
     held = sketch.estimate(wire.residual(3))
     torch.testing.assert_close(held, missing, rtol=1e-5, atol=1e-4)
 
@@ -233,14 +236,15 @@ def sent_part(inner: Compressor, wanted: torch.Tensor, step: int) -> torch.Tenso
     ids=str,
 )
 def test_what_is_kept_stays_bounded(fraction, inner, steps):
-    end = ConEF(inner, fraction).sender(TensorMeta((1, ROW)), CPU)
+    method, meta = ConEF(inner, fraction), TensorMeta((1, ROW))
+    end = end_of(method, Side.SENDER, meta, CPU)
     drawn = torch.Generator().manual_seed(7)
     norms = []
     for step in range(steps):
-        end.encode(torch.randn(1, ROW, generator=drawn), visit(step))
+        plan_of(method, end, meta, context(step)).encode(torch.randn(1, ROW, generator=drawn))
         end.commit()
         if step % 100 == 99:
-            norms.append(float(end.store.read([(0, 0)]).norm()))
+            norms.append(float(store_of(end).read([(0, 0)]).norm()))
     third = len(norms) // 3
     early, late = max(norms[:third]), max(norms[third:])
     assert min(norms) > 1  # something is left out all the time
@@ -282,16 +286,17 @@ def test_a_row_of_which_all_is_sent(beta, load, bounded):
 # -- padded positions, dense sends, rows, steps ---------------------------------------------------
 
 
-def masked(step: int, valid: torch.Tensor) -> mpcomp.core.step.Visit:
-    plain = visit(step)
-    return mpcomp.core.step.Visit(step, 0, plain.draw, None, 1.0, valid)
+def masked(step: int, valid: torch.Tensor) -> mpcomp.core.step.MessageContext:
+    plain = context(step)
+    return mpcomp.core.step.MessageContext(step, 0, plain.draw, None, 1.0, valid)
 
 
 def test_padded_positions_add_nothing_and_get_nothing():
     """A cell belongs to positions of all kinds, so only its estimate and its changes are masked."""
     inner, shape = TopK(0.2), (3, 8, 10)
     meta = TensorMeta(shape)
-    end = ConEF(inner, 0.4).sender(meta, CPU)
+    method = ConEF(inner, 0.4)
+    end = end_of(method, Side.SENDER, meta, CPU)
     sketch = VectorSketch(80, 0.4)
     held = torch.zeros(3, sketch.cells)
     for step in range(12):
@@ -302,39 +307,40 @@ def test_padded_positions_add_nothing_and_get_nothing():
         assert not wanted[~counts].any()
         at = masked(step, valid)
         expected = arrived(inner, wanted.reshape(shape), step)
-        y = end.arrived(end.encode(x, at), meta, at)
+        plan = plan_of(method, end, meta, at)
+        y = plan.arrived(plan.encode(x))
         assert torch.equal(y, expected) and not y[~valid].any()
         held = held + sketch.sketch((x - expected).reshape(3, 80) * counts)
         end.commit()
-        torch.testing.assert_close(end.store.read([(0, r) for r in range(3)]), held)
+        torch.testing.assert_close(store_of(end).read([(0, r) for r in range(3)]), held)
     # A row of which nothing counts keeps its cells.
-    before = end.store.read([(0, 1)])
+    before = store_of(end).read([(0, 1)])
     valid = torch.ones(3, 8, dtype=torch.bool)
     valid[1] = False
     x = torch.randn(shape) * valid[:, :, None]
-    end.encode(x, masked(20, valid))
+    plan_of(method, end, meta, masked(20, valid)).encode(x)
     end.commit()
-    assert same_bits(end.store.read([(0, 1)]), before)
-    assert not torch.equal(end.store.read([(0, 0)]), held[:1])
+    assert same_bits(store_of(end).read([(0, 1)]), before)
+    assert not torch.equal(store_of(end).read([(0, 0)]), held[:1])
 
 
 def test_a_dense_send_clears_the_sketch():
     """All of x went over, so nothing of it is owed; of a row not seen yet there is nothing kept."""
     wire = Wire(ConEF(TopK(0.1)), TensorMeta(SHAPE))
-    wire.send_dense(torch.randn(SHAPE), visit(0))
+    wire.send_dense(torch.randn(SHAPE), context(0))
     wire.commit()
-    assert len(wire.sender.store) == 0
+    assert len(store_of(wire.sender)) == 0
     for step in (1, 2):
-        wire.step(torch.randn(SHAPE), visit(step))
+        wire.step(torch.randn(SHAPE), context(step))
     full = wire.residual(3)
-    wire.send_dense(torch.randn(2, 80), visit(3))  # a shorter batch
+    wire.send_dense(torch.randn(2, 80), context(3))  # a shorter batch
     wire.sender.discard()
     assert same_bits(wire.residual(3), full)
-    wire.send_dense(torch.randn(2, 80), visit(3))
+    wire.send_dense(torch.randn(2, 80), context(3))
     wire.commit()
     assert not wire.residual(2).any() and same_bits(wire.residual(3)[2], full[2])
     x = torch.randn(SHAPE)
-    assert same_bits(wire.step(x, visit(4))[:2], arrived(TopK(0.1), x[:2], 4))
+    assert same_bits(wire.step(x, context(4))[:2], arrived(TopK(0.1), x[:2], 4))
 
 
 @pytest.mark.parametrize("inner", [TopK(0.1), Quantize(4, scale="sample")], ids=str)
@@ -345,8 +351,8 @@ def test_rows_have_cells_of_their_own(inner):
     alone = Wire(ConEF(inner, 0.4), TensorMeta((1, 80)))
     for step, x in enumerate(xs):
         rows = 1 if step == 3 else 3
-        y = together.step(x[:rows], visit(step))
-        assert same_bits(y[:1], alone.step(x[:1], visit(step)))
+        y = together.step(x[:rows], context(step))
+        assert same_bits(y[:1], alone.step(x[:1], context(step)))
     assert same_bits(together.residual(1), alone.residual(1))
 
 
@@ -354,12 +360,12 @@ def test_skipped_steps_leave_no_trace():
     xs = torch.randn(4, *SHAPE)
     straight, skipping = (Wire(ConEF(RandomBlock(0.1), 0.4), TensorMeta(SHAPE)) for _ in range(2))
     for step in (0, 1, 3):
-        expected = straight.step(xs[step], visit(step))
+        expected = straight.step(xs[step], context(step))
     for step in (0, 1):
-        skipping.step(xs[step], visit(step))
-    skipping.send(xs[2] * math.inf, visit(2))
+        skipping.step(xs[step], context(step))
+    skipping.send(xs[2] * math.inf, context(2))
     skipping.sender.discard()
-    assert same_bits(skipping.step(xs[3], visit(3)), expected)
+    assert same_bits(skipping.step(xs[3], context(3)), expected)
     assert same_bits(skipping.residual(3), straight.residual(3))
 
 
@@ -369,11 +375,11 @@ def test_saved_and_loaded_it_goes_on_bit_for_bit(storage):
     xs = torch.randn(6, *SHAPE)
     whole, half = (Wire(method, TensorMeta(SHAPE)) for _ in range(2))
     for step in range(3):
-        whole.step(xs[step], visit(step))
-    saved = {k: v.clone() for k, v in whole.sender.store.state_dict().items()}
-    half.sender.store.load_state_dict(saved)
+        whole.step(xs[step], context(step))
+    saved = {k: v.clone() for k, v in store_of(whole.sender).state_dict().items()}
+    store_of(half.sender).load_state_dict(saved)
     for step in range(3, 6):
-        assert same_bits(whole.step(xs[step], visit(step)), half.step(xs[step], visit(step)))
+        assert same_bits(whole.step(xs[step], context(step)), half.step(xs[step], context(step)))
     assert same_bits(whole.residual(3), half.residual(3)) and whole.residual(3).any()
 
 
@@ -383,22 +389,23 @@ def test_a_sketch_follows_a_change_of_the_learning_rate():
     plain = Wire(ErrorFeedback(TopK(0.1), lr_scaled=True), TensorMeta(SHAPE))
     for step, lr in enumerate((0.5, 0.25, 1.0)):
         x = torch.randn(SHAPE)
-        at = visit(step, unit=1 / lr)
+        at = context(step, unit=1 / lr)
         torch.testing.assert_close(wire.step(x, at), plain.step(x, at), rtol=1e-5, atol=1e-5)
 
 
 def test_positions_are_those_of_its_compressor():
     x, meta = torch.randn(SHAPE), TensorMeta(SHAPE)
     wire = Wire(ConEF(TopK(0.1)), meta)
-    payload = wire.sender.encode(x, visit(0))
+    sender, receiver = wire.plans(meta, context(0))
+    payload = sender.encode(x)
     expected = TopK(0.1).indices(TopK(0.1).compress(x), meta)
-    assert torch.equal(wire.sender.positions(payload, meta, visit(0)), expected)
-    assert torch.equal(wire.receiver.positions(payload, meta, visit(0)), expected)
+    assert torch.equal(sender.positions(payload), expected)
+    assert torch.equal(receiver.positions(payload), expected)
     for inner in (Quantize(4), LowRank(1)):
         other = Wire(ConEF(inner, 0.4), TensorMeta((3, 40, 40)))
-        payload = other.sender.encode(torch.randn(3, 40, 40), visit(0))
-        at = TensorMeta((3, 40, 40)), visit(0)
-        assert other.sender.positions(payload, *at) is other.receiver.positions(payload, *at)
+        sender, receiver = other.plans(TensorMeta((3, 40, 40)), context(0))
+        payload = sender.encode(torch.randn(3, 40, 40))
+        assert sender.positions(payload) is receiver.positions(payload) is None
 
 
 # -- memory ---------------------------------------------------------------------------------------
@@ -408,9 +415,9 @@ def test_positions_are_those_of_its_compressor():
 @pytest.mark.parametrize("storage, cell_bytes", [("fp32", 4), ("bf16", 2)])
 def test_memory_is_the_fraction(fraction, storage, cell_bytes):
     wire = Wire(ConEF(TopK(0.1), fraction, storage=storage), TensorMeta(SHAPE))
-    wire.step(torch.randn(SHAPE), visit(0))
-    assert wire.sender.store.num_bytes == 3 * num_cells(80, fraction) * cell_bytes
-    assert wire.receiver.store is None
+    wire.step(torch.randn(SHAPE), context(0))
+    assert store_of(wire.sender).num_bytes == 3 * num_cells(80, fraction) * cell_bytes
+    assert store_of(wire.receiver) is None
 
 
 def test_state_bytes_says_so_before_the_run():
@@ -425,7 +432,7 @@ def test_state_bytes_says_so_before_the_run():
         assert entry["role"] == "sender" and entry["rows"] == 6
         pipe.forward_backward(torch.randn(6, 8), torch.zeros(6, dtype=torch.int64))
         held = sum(
-            link.ends["sender"].store.num_bytes for link in pipe.links if link.feedback is not None
+            link.ends["sender"].num_bytes for link in pipe.links if link.feedback is not None
         )
         assert held == said["total"]
         sizes[type(method)] = said["total"]

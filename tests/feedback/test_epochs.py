@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from ends import Wire, visit
+from ends import Wire, context
 from methods import same_bits
 from models import (
     MLP_SPLIT,
@@ -14,6 +14,7 @@ from models import (
     num_stored_rows,
     rows,
     sgd,
+    store_of,
 )
 
 import mpcomp
@@ -84,9 +85,9 @@ def test_an_uncompressed_epoch_fills_the_buffers_exactly(location, tmp_path):
     for number, boundary in enumerate(pipe.boundaries):
         assert made[number].keys() == set(range(SAMPLES)) - left_out(0)
         for end in boundary.act.ends.values():
-            held = end.store.read(named(made[number]))
+            held = store_of(end).read(named(made[number]))
             assert same_bits(held, torch.stack(list(made[number].values())))
-            assert end.store.known(named(left_out(0))) == [False, False]
+            assert store_of(end).known(named(left_out(0))) == [False, False]
 
 
 @pytest.mark.parametrize("dense_first", [True, False])
@@ -101,7 +102,7 @@ def test_samples_left_out_at_first_go_raw_when_they_come(dense_first):
     for epoch in range(4):
         for number, ids in enumerate(shuffled(epoch)):
             x = data[ids] + 0.1 * torch.randn(BATCH, WIDTH)
-            at = visit(10 * epoch + number, ids=named(ids))
+            at = context(10 * epoch + number, ids=named(ids))
             if epoch == 0 and dense_first:
                 wire.send_dense(x, at)
                 wire.commit()
@@ -125,7 +126,7 @@ def test_shuffled_order_finds_each_sample_its_own_row():
     errors = torch.full((6, SAMPLES), torch.nan)
     for epoch in range(6):
         for number, ids in enumerate(shuffled(epoch)):
-            arrived = wire.step(data[ids], visit(10 * epoch + number, ids=named(ids)))
+            arrived = wire.step(data[ids], context(10 * epoch + number, ids=named(ids)))
             errors[epoch, ids] = (arrived - data[ids]).norm(dim=1) / data[ids].norm(dim=1)
     for sample in range(SAMPLES):
         of_one = errors[:, sample][~errors[:, sample].isnan()]
@@ -145,7 +146,7 @@ def test_rows_beyond_a_cap_go_raw_for_ever_and_the_meter_shows_it(location, tmp_
         before = [boundary.act.meter.train.wire_bytes for boundary in pipe.boundaries]
         train_epoch(pipe, optimizer, epoch)
         for number, boundary in enumerate(pipe.boundaries):
-            stores = [end.store for end in boundary.act.ends.values()]
+            stores = [store_of(end) for end in boundary.act.ends.values()]
             for store in stores:
                 assert len(store) == fit and store.num_bytes == cap[number]
                 assert all(store.known(named(first_come)))

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from ends import Wire, visit
+from ends import Wire, context
 from methods import round_trip, same_bits
+from models import store_of
 
 from mpcomp import (
     Cast,
@@ -46,7 +47,7 @@ def test_no_mass_is_lost(method, dtype):
     given = torch.zeros(SHAPE, dtype=torch.float64)
     for step in range(30):
         x = torch.randn(SHAPE).to(dtype)
-        sent += wire.step(x, visit(step))
+        sent += wire.step(x, context(step))
         given += x
     residual = wire.residual(3).double()
     assert residual.abs().max() > 1e-3 or isinstance(method.inner, Cast)  # it did compress
@@ -62,7 +63,7 @@ def test_sum_of_what_arrives_follows_a_fixed_input(dtype):
     means = []
     total = torch.zeros(SHAPE, dtype=torch.float64)
     for step in range(200):
-        total += wire.step(x, visit(step))
+        total += wire.step(x, context(step))
         means.append((total / (step + 1) - x).norm() / x.norm())
     assert means[0] > 0.5 and means[-1] < 0.06
     assert means[-1] < means[99] < means[19]
@@ -79,7 +80,7 @@ def test_formula_of_error_feedback(method):
         draws = generator_for("test", step, 0, "0")
         expected = method.inner.decompress(payload, TensorMeta(SHAPE), draws)
         residual = x + residual - expected
-        assert same_bits(wire.step(x, visit(step)), expected)
+        assert same_bits(wire.step(x, context(step)), expected)
         assert same_bits(wire.residual(3), residual)
 
 
@@ -97,7 +98,7 @@ def test_formula_of_efmixed(second):
         other = round_trip(half, rest)
         expected = first + other
         residual = x + residual - expected
-        assert same_bits(wire.step(x, visit(step)), expected)
+        assert same_bits(wire.step(x, context(step)), expected)
         assert same_bits(wire.residual(3), residual)
         twice += int(((first != 0) & (other != 0)).sum())
     assert second == "remainder" or twice  # elements that both halves chose are their sum
@@ -105,8 +106,8 @@ def test_formula_of_efmixed(second):
 
 def test_efmixed_spends_the_budget_of_the_whole():
     meta = TensorMeta((4, 1000))
-    end = EFMixed(TopK(0.2)).sender(meta, torch.device("cpu"))
-    values = sum(part.numel for part in end.layout(meta, visit(0)) if part.dtype == torch.float32)
+    sender, _ = Wire(EFMixed(TopK(0.2)), meta).plans(meta, context(0))
+    values = sum(part.numel for part in sender.layout if part.dtype == torch.float32)
     assert values == 800
 
 
@@ -121,7 +122,7 @@ def test_stored_in_less_the_residual_is_rounded_once_a_step(storage, rounding):
     wire = Wire(ErrorFeedback(TopK(0.1), storage=storage), TensorMeta(SHAPE))
     exact = Wire(ErrorFeedback(TopK(0.1)), TensorMeta(SHAPE))
     x = torch.randn(SHAPE)
-    assert same_bits(wire.step(x, visit(0)), exact.step(x, visit(0)))
+    assert same_bits(wire.step(x, context(0)), exact.step(x, context(0)))
     kept, full = wire.residual(3), exact.residual(3)
     assert not torch.equal(kept, full)
     assert (kept - full).abs().max() <= rounding * full.abs().max()
@@ -139,7 +140,7 @@ def test_residual_follows_a_change_of_the_learning_rate():
         residual = residual * (before / lr)
         expected = round_trip(inner, x + residual)
         residual, before = x + residual - expected, lr
-        assert same_bits(wire.step(x, visit(step, unit=1 / lr)), expected)
+        assert same_bits(wire.step(x, context(step, unit=1 / lr)), expected)
         assert same_bits(wire.residual(3), residual * lr)
 
 
@@ -147,31 +148,28 @@ def test_what_would_not_shrink_goes_dense_and_leaves_no_residual():
     with pytest.warns(UserWarning, match="would not shrink"):
         wire = Wire(ErrorFeedback(TopK(0.99)), TensorMeta(SHAPE))
         x = torch.randn(SHAPE)
-        assert same_bits(wire.step(x, visit(0)), x)
+        assert same_bits(wire.step(x, context(0)), x)
     assert not wire.residual(3).any()
 
 
 def test_the_receiver_keeps_nothing():
     wire = Wire(ErrorFeedback(TopK(0.1)), TensorMeta(SHAPE))
-    wire.step(torch.randn(SHAPE), visit(0))
-    assert wire.receiver.store is None and len(wire.sender.store) == 3
+    wire.step(torch.randn(SHAPE), context(0))
+    assert store_of(wire.receiver) is None and len(store_of(wire.sender)) == 3
 
 
 def test_positions_of_a_message_are_those_of_its_compressor():
     """For SameIndices. Two selections at once (EFMixed) have no one mask."""
     x = torch.randn(SHAPE)
     meta = TensorMeta(SHAPE)
-    wire = Wire(ErrorFeedback(TopK(0.1)), meta)
-    payload = wire.sender.encode(x, visit(0))
+    sender, receiver = Wire(ErrorFeedback(TopK(0.1)), meta).plans(meta, context(0))
+    payload = sender.encode(x)
     expected = TopK(0.1).indices(TopK(0.1).compress(x), meta)
-    assert torch.equal(wire.sender.positions(payload, meta, visit(0)), expected)
-    assert torch.equal(wire.receiver.positions(payload, meta, visit(0)), expected)
-    mixed = Wire(EFMixed(TopK(0.2)), meta)
-    payload = mixed.sender.encode(x, visit(0))
-    assert mixed.receiver.positions(payload, meta, visit(0)) is None
-    dense = Wire(ErrorFeedback(Quantize(4)), meta)
-    payload = dense.sender.encode(x, visit(0))
-    assert dense.receiver.positions(payload, meta, visit(0)) is None
+    assert torch.equal(sender.positions(payload), expected)
+    assert torch.equal(receiver.positions(payload), expected)
+    for method in (EFMixed(TopK(0.2)), ErrorFeedback(Quantize(4))):
+        sender, receiver = Wire(method, meta).plans(meta, context(0))
+        assert receiver.positions(sender.encode(x)) is None
 
 
 def test_efmixed_needs_a_selection_and_a_known_second_half():

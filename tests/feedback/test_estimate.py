@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from ends import Wire, visit
+from ends import Wire, context
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from methods import round_trip, same_bits
+from models import store_of
 
 from mpcomp import AQSGD, EF21, Identity, Quantize, RandomK, Sign, TensorMeta, TopK
 
@@ -32,10 +33,10 @@ def test_both_ends_agree_after_many_steps_of_ef21(inner, storage, dtype):
     for step in range(12):
         for microbatch in range(2):
             rows = (step * 3 + microbatch) % 4 + 1
-            wire.send((torch.randn(rows, WIDTH) + step).to(dtype), visit(step, microbatch))
+            wire.send((torch.randn(rows, WIDTH) + step).to(dtype), context(step, microbatch))
         wire.commit()
         wire.assert_ends_agree()
-    assert len(wire.sender.store) == 8
+    assert len(store_of(wire.sender)) == 8
 
 
 @pytest.mark.parametrize("storage", STORAGES)
@@ -49,9 +50,9 @@ def test_both_ends_agree_after_many_epochs_of_aqsgd(inner, storage):
         for start in range(0, 10, 4):
             ids = order[start : start + 4]
             x = data[ids] + 0.1 * torch.randn(len(ids), WIDTH)
-            wire.step(x, visit(10 * epoch + start, ids=tuple((i,) for i in ids)))
+            wire.step(x, context(10 * epoch + start, ids=tuple((i,) for i in ids)))
         wire.assert_ends_agree()
-    assert len(wire.sender.store) == 10
+    assert len(store_of(wire.sender)) == 10
 
 
 @settings(max_examples=60)
@@ -73,7 +74,7 @@ def test_both_ends_agree_whatever_visits_come(data):
             count = draw(st.integers(1, 4)) if microbatch == 0 else 2
             ids, pool = pool[:count], pool[count:]
             if ids:
-                at.append(visit(step, microbatch, tuple((i,) for i in ids)))
+                at.append(context(step, microbatch, tuple((i,) for i in ids)))
         for one in at:
             x = torch.randn(len(one.sample_ids), WIDTH)
             if draw(st.booleans()):
@@ -87,7 +88,7 @@ def test_both_ends_agree_whatever_visits_come(data):
             wire.receiver.discard()
         wire.assert_ends_agree()
     if method.cap_bytes is not None:
-        assert wire.sender.store.num_bytes <= method.cap_bytes
+        assert store_of(wire.sender).num_bytes <= method.cap_bytes
 
 
 @pytest.mark.parametrize("location", ["device", "cpu", "mapped"])
@@ -102,7 +103,7 @@ def test_where_state_is_kept_changes_nothing(location, storage, tmp_path):
     for step in range(8):
         ids = tuple((i,) for i in torch.randperm(30)[:4].tolist())
         x = torch.randn(4, WIDTH)
-        assert same_bits(*(wire.step(x, visit(step, ids=ids)) for wire in wires))
+        assert same_bits(*(wire.step(x, context(step, ids=ids)) for wire in wires))
     wires[1].assert_ends_agree()
     if location == "mapped":
         assert list((tmp_path / "slots").iterdir())
@@ -118,7 +119,7 @@ def test_first_visits_go_raw_and_later_ones_correct_the_estimate(cls):
     for step in range(6):
         x = torch.randn(4, WIDTH)
         estimate = x if estimate is None else estimate + round_trip(inner, x - estimate)
-        assert same_bits(wire.step(x, visit(step, ids=ids)), estimate)
+        assert same_bits(wire.step(x, context(step, ids=ids)), estimate)
 
 
 def test_first_visit_bytes():
@@ -127,7 +128,7 @@ def test_first_visit_bytes():
     dense, coded = 4 * WIDTH * 4, 4 + 4 + 4 * WIDTH // 2
     ids = tuple((i,) for i in range(4))
     assert weight(wire, ids) == dense
-    wire.step(torch.randn(4, WIDTH), visit(0, ids=ids))
+    wire.step(torch.randn(4, WIDTH), context(0, ids=ids))
     assert weight(wire, ids) == coded
     half = 2 * WIDTH * 4 + 4 + 4 + 2 * WIDTH // 2
     assert weight(wire, ((0,), (9,), (1,), (8,))) == half
@@ -136,17 +137,17 @@ def test_first_visit_bytes():
 
 
 def weight(wire: Wire, ids) -> int:
-    layout = wire.receiver.layout(META.with_rows(len(ids)), visit(1, ids=ids))
-    return sum(part.dense_bytes for part in layout)
+    _, receiver = wire.plans(META.with_rows(len(ids)), context(1, ids=ids))
+    return sum(part.dense_bytes for part in receiver.layout)
 
 
 def test_mixed_microbatches_code_first_and_later_rows_apart():
     """Rows stay in their places, first ones exact, later ones corrected."""
     wire = Wire(AQSGD(TopK(0.2)), META)
     known = torch.randn(2, WIDTH)
-    wire.step(known, visit(0, ids=((5,), (7,))))
+    wire.step(known, context(0, ids=((5,), (7,))))
     x = torch.randn(4, WIDTH)
-    y = wire.step(x, visit(1, ids=((1,), (7,), (2,), (5,))))
+    y = wire.step(x, context(1, ids=((1,), (7,), (2,), (5,))))
     assert same_bits(y[[0, 2]], x[[0, 2]])
     order = known[[1, 0]]  # 7 before 5, as in the microbatch
     assert torch.equal(y[[1, 3]], order + round_trip(TopK(0.2), x[[1, 3]] - order))
@@ -156,7 +157,7 @@ def test_mixed_microbatches_code_first_and_later_rows_apart():
 def test_minus_zeros_of_a_raw_row_survive():
     """Law 1's bits: zeros + row would turn −0.0 into 0.0."""
     x = -torch.zeros(4, WIDTH)
-    assert same_bits(Wire(EF21(TopK(0.2)), META).step(x, visit(0)), x)
+    assert same_bits(Wire(EF21(TopK(0.2)), META).step(x, context(0)), x)
 
 
 @pytest.mark.parametrize("keep", [0.1, 0.3])
@@ -166,12 +167,12 @@ def test_ef21_converges_geometrically_to_a_fixed_input(keep):
     wire = Wire(EF21(TopK(keep), first=TopK(keep)), META)
     errors = [1.0]
     for step in range(25):
-        y = wire.step(x, visit(step))
+        y = wire.step(x, context(step))
         errors.append(float((x - y).norm() / x.norm()))
     assert errors[1] > 0.3  # it did not start from the answer
     for step, error in enumerate(errors):
         assert error <= (1 - keep) ** (step / 2) + 1e-6
-    assert wire.sender.store.read([(0, 0)]).shape == (1, WIDTH)
+    assert store_of(wire.sender).read([(0, 0)]).shape == (1, WIDTH)
 
 
 def test_plain_compression_does_not_converge():
@@ -188,7 +189,7 @@ def test_aqsgd_approaches_activations_that_settle(storage):
     direct, corrected = [], []
     for step in range(12):
         x = data + torch.randn(4, WIDTH) * 0.5**step
-        corrected.append(float((wire.step(x, visit(step, ids=ids)) - x).norm()))
+        corrected.append(float((wire.step(x, context(step, ids=ids)) - x).norm()))
         direct.append(float((round_trip(Quantize(2), x) - x).norm()))
     assert corrected[-1] < 0.05 * direct[-1]
 
@@ -199,10 +200,10 @@ def test_caps_admit_in_order_of_arrival_and_send_the_rest_as_first_visits():
     ids = ((4,), (3,), (2,), (1,))
     for step in range(3):
         x = torch.randn(4, WIDTH)
-        y = wire.step(x, visit(step, ids=ids))
+        y = wire.step(x, context(step, ids=ids))
         assert same_bits(y[3], x[3])  # always raw
         assert step == 0 or not torch.equal(y[0], x[0])
-    assert wire.sender.store.known(ids) == [True, True, True, False]
+    assert store_of(wire.sender).known(ids) == [True, True, True, False]
     wire.assert_ends_agree()
 
 
@@ -210,7 +211,7 @@ def test_a_cap_below_one_row_is_an_error():
     with pytest.raises(
         ValueError, match=r"cap_bytes=100: one sample's state takes 240 bytes.*raise"
     ):
-        AQSGD(Quantize(4), cap_bytes=100).sender(META, torch.device("cpu"))
+        Wire(AQSGD(Quantize(4), cap_bytes=100), META)
     with pytest.raises(ValueError, match="cap_bytes=0"):
         AQSGD(Quantize(4), cap_bytes=0)
 
@@ -219,13 +220,13 @@ def test_keys_of_aqsgd():
     """By sample; by (sample, augmentation seed); by place in a batch of fixed composition."""
     by_pair = Wire(AQSGD(TopK(0.2), key="augmented"), META)
     x = torch.randn(2, WIDTH)
-    by_pair.step(x, visit(0, ids=((0, 11), (1, 11))))
-    assert by_pair.sender.store.known([(0, 11), (1, 11), (0, 12)]) == [True, True, False]
-    assert same_bits(by_pair.step(x + 1, visit(1, ids=((0, 12), (1, 12)))), x + 1)
+    by_pair.step(x, context(0, ids=((0, 11), (1, 11))))
+    assert store_of(by_pair.sender).known([(0, 11), (1, 11), (0, 12)]) == [True, True, False]
+    assert same_bits(by_pair.step(x + 1, context(1, ids=((0, 12), (1, 12)))), x + 1)
 
     by_batch = Wire(AQSGD(TopK(0.2), key="batch"), META)
-    by_batch.step(x, visit(0, microbatch=1, ids=7))
-    assert by_batch.sender.store.known([(7, 1, 0), (7, 1, 1), (7, 0, 0)]) == [True, True, False]
+    by_batch.step(x, context(0, microbatch=1, ids=7))
+    assert store_of(by_batch.sender).known([(7, 1, 0), (7, 1, 1), (7, 0, 0)]) == [True, True, False]
 
 
 @pytest.mark.parametrize(
@@ -241,15 +242,15 @@ def test_keys_of_aqsgd():
 def test_sample_ids_of_another_form_are_refused(key, ids, wrong):
     wire = Wire(AQSGD(TopK(0.2), key=key), META)
     with pytest.raises(ValueError, match=rf"AQSGD\(key='{key}'\) needs sample_ids.*got {wrong}"):
-        wire.send(torch.randn(2, WIDTH), visit(0, ids=ids))
+        wire.send(torch.randn(2, WIDTH), context(0, ids=ids))
 
 
 def test_a_sample_that_was_never_seen_is_a_first_visit_not_a_zero():
     """Reference §3.4: flags, not zeros. A zero buffer would be corrected by a few bits."""
     wire = Wire(AQSGD(Quantize(1)), META)
-    wire.step(torch.randn(2, WIDTH), visit(0, ids=((0,), (1,))))
+    wire.step(torch.randn(2, WIDTH), context(0, ids=((0,), (1,))))
     x = torch.randn(1, WIDTH)
-    assert same_bits(wire.step(x, visit(1, ids=((2,),))), x)
+    assert same_bits(wire.step(x, context(1, ids=((2,),))), x)
 
 
 def test_positions_only_where_every_row_was_selected():
@@ -258,25 +259,28 @@ def test_positions_only_where_every_row_was_selected():
     x = torch.randn(2, WIDTH)
     meta = META.with_rows(2)
     for step, ids, selected in [(0, (0, 1), False), (1, (0, 1), True), (2, (0, 2), False)]:
-        at = visit(step, ids=tuple((i,) for i in ids))
-        payload = wire.sender.encode(x + step, at)
-        positions = wire.receiver.positions(payload, meta, at)
+        at = context(step, ids=tuple((i,) for i in ids))
+        sender, receiver = wire.plans(meta, at)
+        payload = sender.encode(x + step)
+        positions = receiver.positions(payload)
         assert (positions is not None) == selected
         if positions is not None:
             assert positions.numel() == 2 * 12
-        wire.receiver.decode(payload, meta, at)
+        receiver.decode(payload)
         wire.commit()
 
 
 def test_ends_that_disagree_differ_in_their_check():
     """A receiver that lacks a slot (a lost checkpoint) is found out, not decoded wrongly."""
     wire = Wire(AQSGD(Quantize(4)), META)
-    at = visit(0, ids=((0,), (1,)))
+    at = context(0, ids=((0,), (1,)))
     wire.step(torch.randn(2, WIDTH), at)
     fresh = Wire(AQSGD(Quantize(4)), META)
-    assert fresh.receiver.check(at, 2) != wire.sender.check(at, 2)
-    other = visit(0, ids=((0,), (2,)))
-    assert wire.receiver.check(other, 2) != wire.sender.check(at, 2)
+    meta = META.with_rows(2)
+    sent, lost = wire.plans(meta, at)[0].check, fresh.plans(meta, at)[1].check
+    assert lost != sent
+    other = context(0, ids=((0,), (2,)))
+    assert wire.plans(meta, other)[1].check != sent
 
 
 def test_bad_settings():

@@ -4,8 +4,9 @@ import math
 
 import pytest
 import torch
-from ends import Wire, visit
+from ends import Wire, context
 from methods import EXAMPLES, FEEDBACK, same_bits
+from models import store_of
 
 from mpcomp import (
     AQSGD,
@@ -18,7 +19,6 @@ from mpcomp import (
     TensorMeta,
     TopK,
 )
-from mpcomp.feedback.base import Receiver, Sender
 
 EVERY = pytest.mark.parametrize("method", FEEDBACK, ids=str)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -32,8 +32,8 @@ def ids_for(method, rows, first=0):
 
 def stored(wire: Wire) -> list[dict[str, torch.Tensor]]:
     """Copies of what both ends keep."""
-    ends = [end for end in (wire.sender, wire.receiver) if end.store is not None]
-    return [{k: v.clone() for k, v in end.store.state_dict().items()} for end in ends]
+    ends = [end for end in (wire.sender, wire.receiver) if store_of(end) is not None]
+    return [{k: v.clone() for k, v in store_of(end).state_dict().items()} for end in ends]
 
 
 def assert_same_stores(a, b):
@@ -50,9 +50,8 @@ def test_messages_are_as_laid_out_and_come_out_like_the_input(method, dtype, sha
         x = torch.randn(shape).to(dtype)
         x = x.contiguous(memory_format=torch.channels_last) if channels_last else x
         wire = Wire(method, TensorMeta.of(x))
-        assert isinstance(wire.sender, Sender) and isinstance(wire.receiver, Receiver)
         for step in range(3):
-            y = wire.step(x * (1 + step), visit(step, ids=ids_for(method, shape[0])))
+            y = wire.step(x * (1 + step), context(step, ids=ids_for(method, shape[0])))
             assert y.isfinite().all()
 
 
@@ -62,7 +61,7 @@ def test_what_fp16_can_hold_stays_finite(method):
     wire = Wire(method, TensorMeta((2, WIDTH), torch.float16))
     for step in range(5):
         x = ((torch.rand(2, WIDTH) * 2 - 1) * torch.finfo(torch.float16).max).half()
-        assert wire.step(x, visit(step, ids=ids_for(method, 2))).isfinite().all()
+        assert wire.step(x, context(step, ids=ids_for(method, 2))).isfinite().all()
 
 
 @EVERY
@@ -72,7 +71,7 @@ def test_a_seed_gives_the_same_bits_and_no_other_generator_moves(method, global_
     wires = [Wire(method, TensorMeta((2, WIDTH))) for _ in range(2)]
     with global_rng_untouched():
         for step, x in enumerate(xs):
-            at = visit(step, ids=ids_for(method, 2))
+            at = context(step, ids=ids_for(method, 2))
             assert same_bits(*(wire.step(x, at) for wire in wires))
     assert_same_stores(stored(wires[0]), stored(wires[1]))
 
@@ -87,7 +86,7 @@ def test_state_is_read_as_it_was_before_the_step(method):
         arrived = {}
         for step in range(3):
             for m in order:
-                at = visit(step, m, ids_for(method, 2, first=2 * m))
+                at = context(step, m, ids_for(method, 2, first=2 * m))
                 arrived[step, m] = wire.send(xs[step, m], at)
             wire.commit()
         results.append((arrived, stored(wire)))
@@ -100,7 +99,7 @@ def test_state_is_read_as_it_was_before_the_step(method):
 def test_discarded_steps_leave_no_trace(method):
     """Law 6: after a discard the next message is the one there would have been."""
     xs = torch.randn(4, 2, WIDTH)
-    at = [visit(step, ids=ids_for(method, 2)) for step in range(4)]
+    at = [context(step, ids=ids_for(method, 2)) for step in range(4)]
     straight, skipping = (Wire(method, TensorMeta((2, WIDTH))) for _ in range(2))
     for step in (0, 1, 3):
         expected = straight.step(xs[step], at[step])
@@ -122,11 +121,11 @@ def test_a_dense_send_sets_estimates_to_it_and_residuals_to_zero(method):
     wire = Wire(method, TensorMeta((2, WIDTH)))
     ids = ids_for(method, 2)
     for step in range(2):
-        wire.step(torch.randn(2, WIDTH), visit(step, ids=ids))
-    wire.send_dense(x, visit(2, ids=ids))
+        wire.step(torch.randn(2, WIDTH), context(step, ids=ids))
+    wire.send_dense(x, context(2, ids=ids))
     wire.commit()
     keys = ids or [(0, 0), (0, 1)]
-    kept = wire.sender.store.read(keys)
+    kept = store_of(wire.sender).read(keys)
     if isinstance(method, ErrorFeedback | ConEF):
         assert not kept.any()
     else:
@@ -134,7 +133,7 @@ def test_a_dense_send_sets_estimates_to_it_and_residuals_to_zero(method):
         rounding = {"fp32": 0, "fp16": 2**-10, "bf16": 2**-7, 8: 0.02, 4: 0.3}[method.storage]
         assert (kept - x).abs().max() <= rounding * x.abs().max()
         # x is what the ends hold, so what is left to send is its rounding alone.
-        again = wire.send(x, visit(3, ids=ids))
+        again = wire.send(x, context(3, ids=ids))
         assert (again - x).norm() <= 2 * rounding * x.norm() * math.sqrt(WIDTH)
 
 
@@ -145,10 +144,10 @@ def test_a_dense_send_is_copied():
         x = torch.randn(2, WIDTH)
         kept = x.clone()
         ids = ids_for(method, 2)
-        wire.sender.observe_dense(x, visit(0, ids=ids))
+        wire.send_dense(x, context(0, ids=ids))
         x.zero_()
         wire.sender.commit()
-        assert torch.equal(wire.sender.store.read(ids or [(0, 0), (0, 1)]), kept)
+        assert torch.equal(store_of(wire.sender).read(ids or [(0, 0), (0, 1)]), kept)
 
 
 @EVERY
@@ -157,7 +156,7 @@ def test_writing_to_what_arrived_does_not_reach_the_state(method):
     xs = torch.randn(4, 2, WIDTH)
     careful, rough = (Wire(method, TensorMeta((2, WIDTH))) for _ in range(2))
     for step, x in enumerate(xs):
-        at = visit(step, ids=ids_for(method, 2))
+        at = context(step, ids=ids_for(method, 2))
         expected = careful.step(x, at)
         y = rough.send(x, at)
         assert same_bits(y, expected)
@@ -185,8 +184,8 @@ def test_state_is_free_of_the_loss_scale(method, scales):
     plain, scaled = (Wire(method, TensorMeta((2, WIDTH))) for _ in range(2))
     for step, (x, scale) in enumerate(zip(xs, scales, strict=True)):
         ids = ids_for(method, 2)
-        expected = plain.step(x, visit(step, ids=ids))
-        got = scaled.step(x * scale, visit(step, ids=ids, unit=scale))
+        expected = plain.step(x, context(step, ids=ids))
+        got = scaled.step(x * scale, context(step, ids=ids, unit=scale))
         assert same_bits(got / scale, expected)
     assert_same_stores(stored(plain), stored(scaled))
 
@@ -197,9 +196,9 @@ def test_shorter_batches_use_the_leading_rows_and_leave_the_rest(method):
     xs = torch.randn(4, 3, WIDTH)
     wire = Wire(method, TensorMeta((3, WIDTH)))
     for step in range(2):
-        wire.step(xs[step], visit(step))
+        wire.step(xs[step], context(step))
     before = wire.residual(3)
-    wire.step(xs[2, :1], visit(2))
+    wire.step(xs[2, :1], context(2))
     after = wire.residual(3)
     assert torch.equal(after[1:], before[1:]) and not torch.equal(after[0], before[0])
 

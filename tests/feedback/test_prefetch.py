@@ -219,7 +219,7 @@ def test_another_sample_shape(kept, tmp_path):
         link.discard()
         step(2, 40, (2, 1))
     link.commit()
-    stores = [end.store for end in link.ends.values()]
+    stores = [field.store for end in link.ends.values() for field in end.fields.values()]
     assert [len(store) for store in stores] == [2, 2]
     assert same_bits(*(store.read(keys(1, 2)) for store in stores))
     assert stores[0].row_numel == (30 if kept else 40)

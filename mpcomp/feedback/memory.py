@@ -1,0 +1,171 @@
+"""The contract of a memory: what is remembered from message to message, as formulas alone.
+
+A tensor x is due, at each of one or more senders; what the receiver works with follows from the
+mean of what their messages say. At a cut and on a tie there is one sender, between replicas each of
+them is one, and each a receiver too::
+
+    x ──compensate──> target ──compressor──> message ──mean of all──> received ──> result
+            ^              └── left ──> sent                              ^
+        sender's fields <───────────────┘                         receiver's fields
+
+A memory is a frozen value: it names its fields and says how they change. Slots, precision and place
+of what is kept, the loss scale, padding, skipped steps and checkpoints are `EndState`'s
+(`mpcomp.feedback.state`), and formulas see none of them: the rows they are given are those of one
+message's slots, in the units of its tensor, and what they set is kept once the step is known to be
+finite everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import ClassVar, Protocol
+
+from torch import Tensor
+
+from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.feedback.kept import Kept
+from mpcomp.feedback.slots import StoragePlan
+
+__all__ = ["NO_MEMORY", "Field", "Memory", "Sent", "Side", "State"]
+
+
+class Side(Enum):
+    """The end that keeps a field."""
+
+    SENDER = "sender"
+    RECEIVER = "receiver"
+
+
+@dataclass(frozen=True)
+class Field:
+    """One tensor a slot that an end keeps.
+
+    Attributes:
+        side: the end that keeps it.
+        mirrors: of a sender's field, the receiver's field that is the same wherever there is one
+            sender. The sender then advances it by `Memory.received`, so that the two ends stay
+            equal bit for bit; a slot that has none yet is sent by itself first.
+        kept: how it is kept in fewer numbers than the tensor has; None for one an element.
+    """
+
+    side: Side
+    mirrors: str | None = None
+    kept: Kept | None = None
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A message, as the formulas of its sender see it.
+
+    Attributes:
+        x: what `Memory.compensate` was given, [rows, n] or [n].
+        target: what was compressed, likewise.
+        without: takes what the message says from a tensor like these; gives a new one.
+        find_positions: finds `positions`, for whom asks.
+        alone: whether the target is what `Memory.compensate` gave. Between replicas it may hold
+            besides what another memory has kept of the tensor.
+    """
+
+    x: Tensor
+    target: Tensor
+    without: Callable[[Tensor], Tensor]
+    find_positions: Callable[[], Tensor | None] = lambda: None
+    alone: bool = True
+
+    @property
+    def left(self) -> Tensor:
+        """What the message left out of the target."""
+        return self.without(self.target)
+
+    def missing(self, added: Tensor) -> Tensor:
+        """What the message left out of what was due, to which the memory itself has ``added``."""
+        return self.without(self.x) if self.alone else self.left - added
+
+    @property
+    def positions(self) -> Tensor | None:
+        """Ascending int64, of the elements that the message carries; None for all of them."""
+        return self.find_positions()
+
+
+class State(Protocol):
+    """The fields of one message's slots, by name, as formulas read and set them.
+
+    ``state[name]`` is what was committed, fp32 [rows, n] or [n], zeros where nothing was; setting
+    it says what is kept instead. ``name in state`` is whether anything is kept of any of the slots.
+    """
+
+    def __contains__(self, name: str) -> bool: ...
+    def __getitem__(self, name: str) -> Tensor: ...
+    def __setitem__(self, name: str, value: Tensor) -> None: ...
+
+    def new(self, name: str) -> Tensor:
+        """The value that this message has set."""
+
+    def put(self, name: str, value: Tensor, change: Tensor | None) -> Tensor:
+        """Sets ``value``; returns what will be read of it, where a field is kept with a loss.
+
+        Args:
+            name: of the field.
+            value: new rows.
+            change: how they differ from what was committed; a sketch is kept by this alone.
+        """
+
+    def clear(self, name: str) -> None:
+        """Sets zeros for those slots of which anything is kept."""
+
+
+class Memory:
+    """A memory; as it stands here it remembers nothing.
+
+    Formulas are given tensors [rows, n], a row a slot, or [n] of a parameter.
+    """
+
+    #: Whether state is kept in units of learning rate times gradient.
+    lr_scaled: bool = False
+    #: Whether a slot belongs to a training sample, and not to a row of a microbatch.
+    by_sample: ClassVar[bool] = False
+
+    @property
+    def storage_plan(self) -> StoragePlan:
+        """Precision and place of what is kept."""
+        return StoragePlan()
+
+    def fields(self, slot: TensorMeta) -> Mapping[str, Field]:
+        """What is kept of a slot, by name.
+
+        Args:
+            slot: one row of a tensor at a cut, [1, n]; a whole parameter as a matrix between
+                replicas.
+        """
+        return {}
+
+    def compensate(self, x: Tensor, state: State) -> Tensor:
+        """The target: what is compressed in place of ``x``, at a sender."""
+        return x
+
+    def sent(self, sent: Sent, state: State) -> None:
+        """Updates the sender's fields once a message is coded."""
+
+    def received(self, mean: Tensor, state: State) -> Tensor:
+        """The receiver's result, from the mean of what messages say; updates its fields."""
+        return mean
+
+    def dense(self, x: Tensor, state: State) -> None:
+        """Updates the fields of an end after ``x`` itself has crossed a cut."""
+
+    def of_mean(self) -> Memory:
+        """The memory of a mean that one replica forms for all, and compresses once more."""
+        return self
+
+    # -- derived --------------------------------------------------------------------------------
+
+    def mirrors(self, slot: TensorMeta) -> dict[str, str]:
+        """The sender's fields that mirror a receiver's, by the latter's names."""
+        fields = self.fields(slot).items()
+        return {field.mirrors: name for name, field in fields if field.mirrors is not None}
+
+
+#: The gradient itself is sent, and the mean of all is the result.
+NO_MEMORY = Memory()

@@ -1,0 +1,383 @@
+"""A plan: how one tensor becomes one message, and that a tensor again.
+
+Each end makes its plan once, when a message is due, from what both ends hold: the method, the
+tensor's description and the message's context. It then says the layout before there is data, and
+encodes, or decodes. What it puts on the wire is the payload; the header is the link's.
+"""
+
+from __future__ import annotations
+
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mpcomp.compressors.base import Compressor, Selecting
+from mpcomp.compressors.identity import Identity, or_dense
+from mpcomp.core.packing import Payload
+from mpcomp.core.padding import blanked
+from mpcomp.core.step import Key, MessageContext
+from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.feedback.base import Feedback, narrow
+from mpcomp.feedback.memory import Sent
+from mpcomp.feedback.state import EndState, SlotState
+
+__all__ = ["MemoryPlan", "PlainPlan", "Plan"]
+
+
+class Plan(ABC):
+    """One message of a tensor, at one end.
+
+    Attributes:
+        meta: the tensor.
+        layout: of the payload.
+        check: a number that is equal at both ends as long as they agree about slots.
+        dense: whether the tensor goes as it is.
+    """
+
+    meta: TensorMeta
+    layout: tuple[TensorMeta, ...]
+    check: int = 0
+    dense: bool = False
+
+    @abstractmethod
+    def encode(self, x: Tensor) -> Payload:
+        """The payload of ``x``, exactly as `layout` says; once."""
+
+    @abstractmethod
+    def decode(self, payload: Payload) -> Tensor:
+        """What the receiver works with: a tensor like `meta`, zero where padded; once."""
+
+    @abstractmethod
+    def arrived(self, payload: Payload) -> Tensor:
+        """What the other end makes of the payload that was encoded here."""
+
+    @abstractmethod
+    def positions(self, payload: Payload) -> Tensor | None:
+        """Elements that the message carries, for `SameIndices`; None where it is dense."""
+
+
+class PlainPlan(Plan):
+    """A message of a compressor alone.
+
+    Args:
+        coder: the compressor.
+        meta: the tensor.
+        context: of the message.
+        padded: where the batch is padded, of which a dense message takes no notice.
+        end: what this end keeps, to be told of a tensor that goes as it is in training.
+    """
+
+    def __init__(
+        self,
+        coder: Compressor,
+        meta: TensorMeta,
+        context: MessageContext,
+        padded: Tensor | None,
+        end: EndState | None = None,
+    ) -> None:
+        self.meta = meta
+        self.layout = coder.layout(meta)
+        self.dense = isinstance(coder, Identity)
+        self._coder = coder
+        self._context = context
+        self._all_padded = padded
+        self._padded = None if self.dense else padded
+        self._end = end if self.dense else None
+
+    def encode(self, x: Tensor) -> Payload:
+        x = blanked(x, self._padded)
+        payload = self._coder.compress(x, self._context.draw(""))
+        self._observe(x)
+        return payload
+
+    def decode(self, payload: Payload) -> Tensor:
+        x = self.arrived(payload)
+        self._observe(x)
+        return blanked(x, self._padded)
+
+    def arrived(self, payload: Payload) -> Tensor:
+        return self._coder.decompress(payload, self.meta, self._context.draw(""))
+
+    def positions(self, payload: Payload) -> Tensor | None:
+        if not isinstance(self._coder, Selecting):
+            return None
+        return self._coder.indices(payload, self.meta, self._context.draw(""))
+
+    def _observe(self, x: Tensor) -> None:
+        """Tells the memory of a tensor that went as it is (warm-up, compression off).
+
+        It is whole, but what is kept for padded positions stays as it is.
+        """
+        if self._end is None or not self._end.fields:
+            return
+        memory, context = self._end.memory, self._context
+        assert isinstance(memory, Feedback)
+        state = self._end.open(
+            memory.slots(context, self.meta.num_rows),
+            unit=context.unit,
+            order=context.microbatch,
+            padded=self._all_padded,
+            names=self._end.mirrored,
+        )
+        # A copy: the stage may write to the tensor before the step is over.
+        memory.dense(self.meta.flatten(x).to(torch.float32, copy=True), state)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One payload of a message: some rows of the tensor, coded by one compressor.
+
+    Attributes:
+        name: what its random numbers are drawn for.
+        coder: the compressor.
+        meta: the rows.
+        wires: where its wire tensors are in the payload.
+    """
+
+    name: str
+    coder: Compressor
+    meta: TensorMeta
+    wires: slice
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Rows of a tensor whose slots are alike.
+
+    Attributes:
+        first: whether they have no estimate yet, and so are sent by themselves.
+        index: which rows, ascending; None for all.
+        parts: whose sum is what the message says of them.
+        state: of their slots.
+        padded: of these rows.
+    """
+
+    first: bool
+    index: Tensor | None
+    parts: tuple[_Part, ...]
+    state: SlotState
+    padded: Tensor | None
+
+    @property
+    def meta(self) -> TensorMeta:
+        return self.parts[0].meta
+
+    def of(self, flat: Tensor) -> Tensor:
+        """These rows of [all rows, n]."""
+        return flat if self.index is None else flat.index_select(0, self.index)
+
+
+class MemoryPlan(Plan):
+    """A message of a feedback method.
+
+    Args:
+        method: the memory, and the compressors of targets.
+        end: what this end keeps.
+        meta: the tensor.
+        context: of the message.
+        padded: where the batch is padded.
+        device: of the tensor.
+
+    Raises:
+        ValueError: the context lacks what slots are found by.
+    """
+
+    def __init__(
+        self,
+        method: Feedback,
+        end: EndState,
+        meta: TensorMeta,
+        context: MessageContext,
+        padded: Tensor | None,
+        device: torch.device,
+    ) -> None:
+        self.meta = meta
+        self._method = method
+        self._end = end
+        self._context = context
+        self._padded = padded
+        self._device = device
+        self._wires: tuple[TensorMeta, ...] = ()
+        self._result: Tensor | None = None
+        keys = method.slots(context, meta.num_rows)
+        self._rows: list[_Rows] = []
+        if end.estimate is None:
+            self._add(False, keys, None)
+        else:
+            known = end.fields[end.estimate].known(keys)
+            self.check = zlib.crc32(repr((list(keys), known)).encode())
+            for flag in (False, True):
+                rows = [row for row, held in enumerate(known) if held is flag]
+                if rows:
+                    self._add(not flag, keys, None if len(rows) == len(keys) else rows)
+        self.layout = self._wires
+
+    def _add(self, first: bool, keys: Sequence[Key], rows: list[int] | None) -> None:
+        """Plans the message of some rows, behind those that are planned already."""
+        method, context = self._method, self._context
+        meta, padded, index = self.meta, self._padded, None
+        if rows is not None:
+            meta, keys = meta.with_rows(len(rows)), [keys[row] for row in rows]
+            index = torch.tensor(rows, device=self._device)
+            padded = None if padded is None else padded[rows]
+        coders = (method.first or Identity(),) if first else method.coders
+        parts = []
+        for i, coder in enumerate(coders):
+            coder = or_dense(coder, meta)
+            start = len(self._wires)
+            self._wires += coder.layout(meta)
+            name = "first" if first else str(i) if self._end.estimate is None else "later"
+            parts.append(_Part(name, coder, meta, slice(start, len(self._wires))))
+        state = self._end.open(
+            keys,
+            unit=context.unit,
+            order=context.microbatch,
+            padded=padded,
+            names=self._end.mirrored,
+        )
+        self._rows.append(_Rows(first, index, tuple(parts), state, padded))
+
+    # -- the sender -----------------------------------------------------------------------------
+
+    def encode(self, x: Tensor) -> Payload:
+        flat = self.meta.flatten(blanked(x, self._padded))
+        payload: Payload = ()
+        results = []
+        for rows in self._rows:
+            encode = self._encode_first if rows.first else self._encode
+            parts, result = encode(rows, rows.of(flat))
+            payload += parts
+            results.append(result)
+            rows.state.release()
+        self._result = self._joined(results)
+        return payload
+
+    def _encode_first(self, rows: _Rows, x: Tensor) -> tuple[Payload, Tensor]:
+        (part,) = rows.parts
+        payload = part.coder.compress(part.meta.unflatten(x), self._context.draw(part.name))
+        return payload, self._first(rows, self._said(part, payload))
+
+    def _encode(self, rows: _Rows, x: Tensor) -> tuple[Payload, Tensor]:
+        """The payloads of rows, and what the receiver will work with, [rows, n]."""
+        method, state = self._method, rows.state
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        target = blanked(method.compensate(wide, state), rows.padded)
+        payload: Payload = ()
+        said: list[Tensor] = []
+        for i, part in enumerate(rows.parts):
+            # Rounding to the tensor's dtype comes before compression, and what it takes away is
+            # part of what is left, so that half precision loses nothing either.
+            given = narrow(method.part(i, x, target, said, state), x.dtype)
+            given = part.meta.unflatten(blanked(given, rows.padded))
+            sent = part.coder.compress(given, self._context.draw(part.name))
+            said.append(self._said(part, sent))
+            payload += sent
+        total = _sum(said)
+        own = payload
+
+        def positions() -> Tensor | None:
+            return self._positions(rows, own)
+
+        def without(y: Tensor) -> Tensor:
+            return blanked(y - said_in_all, rows.padded)
+
+        if self._end.keeps:
+            said_in_all = total.to(target.dtype)
+            method.sent(Sent(wide, target, without, positions), state)
+        if self._end.estimate is not None:  # the receiver's, which this end has a copy of
+            total = method.received(total.to(torch.float32), state)
+        return payload, total
+
+    def measured(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """What is compressed for ``x``, and what its error is compared with: tensors like it.
+
+        A row without an estimate is taken for one with an estimate of zero, although it goes raw:
+        that tells more of messages to come than that it leaves nothing out.
+        """
+        context = self._context
+        state = self._end.open(
+            self._method.slots(context, self.meta.num_rows),
+            unit=context.unit,
+            padded=self._padded,
+            names=self._end.mirrored,
+        )
+        x = blanked(x, self._padded)
+        flat = self.meta.flatten(x).to(torch.float32)
+        target = narrow(self._method.compensate(flat, state), self.meta.dtype)
+        target = self.meta.unflatten(blanked(target, self._padded))
+        return target, target if self._end.estimate is None else x
+
+    # -- the receiver ---------------------------------------------------------------------------
+
+    def decode(self, payload: Payload) -> Tensor:
+        results = [self._decode(rows, payload) for rows in self._rows]
+        for rows in self._rows:
+            rows.state.release()
+        return blanked(self._tensor(self._joined(results)), self._padded)
+
+    def _decode(self, rows: _Rows, payload: Payload) -> Tensor:
+        said = [self._said(part, payload[part.wires]) for part in rows.parts]
+        if rows.first:
+            return self._first(rows, said[0])
+        total = _sum(said)
+        if self._end.fields:
+            total = total.to(torch.float32)
+        return self._method.received(total, rows.state)
+
+    # -- both -----------------------------------------------------------------------------------
+
+    def arrived(self, payload: Payload) -> Tensor:
+        assert self._result is not None
+        return self._tensor(self._result)
+
+    def positions(self, payload: Payload) -> Tensor | None:
+        if len(self._rows) > 1 or self._rows[0].first:
+            return None  # some rows went whole, and so does their gradient
+        return self._positions(self._rows[0], payload)
+
+    def _positions(self, rows: _Rows, payload: Payload) -> Tensor | None:
+        """Elements of these rows that their own payload carries; None for all."""
+        (part, *others) = rows.parts
+        if others or not isinstance(part.coder, Selecting):
+            return None
+        return part.coder.indices(payload, part.meta, self._context.draw(part.name))
+
+    def _said(self, part: _Part, payload: Payload) -> Tensor:
+        """What a part says: [rows, n] in the tensor's dtype."""
+        x = part.coder.decompress(payload, part.meta, self._context.draw(part.name))
+        return part.meta.flatten(x)
+
+    def _first(self, rows: _Rows, said: Tensor) -> Tensor:
+        """Begins the estimates of rows that were sent by themselves."""
+        # A copy, as rows that went raw may be views of the tensor itself.
+        estimate = said.to(torch.float32, copy=True)
+        self._method.dense(estimate, rows.state)
+        return estimate
+
+    def _joined(self, results: Sequence[Tensor]) -> Tensor:
+        """All rows, from those of each group."""
+        if len(results) == 1:
+            return results[0]
+        joined = results[0].new_empty(self.meta.num_rows, self.meta.row_numel)
+        for rows, result in zip(self._rows, results, strict=True):
+            assert rows.index is not None
+            joined.index_copy_(0, rows.index, result)
+        return joined
+
+    def _tensor(self, flat: Tensor) -> Tensor:
+        """A result as a tensor like `meta`, which shares no memory with what is kept."""
+        x = narrow(flat, self.meta.dtype)
+        return self.meta.unflatten(x.clone() if x is flat and self._end.fields else x)
+
+
+def _sum(said: Sequence[Tensor]) -> Tensor:
+    """What parts say together, in their dtype."""
+    total = said[0]
+    for part in said[1:]:
+        wide = torch.promote_types(part.dtype, torch.float32)
+        total = narrow(total.to(wide) + part, part.dtype)
+    return total
