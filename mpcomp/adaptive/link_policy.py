@@ -65,7 +65,7 @@ class LinkState(ABC):
     @property
     def dense(self) -> bool:
         """Whether training sends dense."""
-        return isinstance(self._coder, Identity)
+        return self._coder.sends_dense
 
     @property
     def coder(self) -> Compressor | Feedback:

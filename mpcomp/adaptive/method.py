@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
 from mpcomp.adaptive.clock import Clock, ModelledClock
 from mpcomp.adaptive.search import POLICIES, checked_cfs, ladder
-from mpcomp.compressors.base import Compressor, Selecting
-from mpcomp.compressors.same_indices import SameIndices
+from mpcomp.compressors.base import Compressor
 from mpcomp.core.spec import SpecValue, shown
 from mpcomp.feedback.base import Feedback
 from mpcomp.feedback.ef21 import EF21
@@ -74,7 +72,7 @@ class Adaptive(SpecValue):
         ValueError: a setting outside those, or CFs that leave nothing to choose.
     """
 
-    inner: Compressor | ErrorFeedback | EF21
+    inner: Compressor | Feedback
     cf: tuple[float, float] = (2.0, 50.0)
     eps: float = 0.9
     window: int = 100
@@ -88,6 +86,7 @@ class Adaptive(SpecValue):
     compute_ms: float = 0.0
     spec: ClassVar[str] = "adaptive"
     spec_inner: ClassVar[str | None] = "inner"
+    adapts = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "cf", checked_cfs(self.cf, like=(2, 50)))
@@ -112,16 +111,17 @@ class Adaptive(SpecValue):
 
     def _check_inner(self) -> None:
         inner: Any = self.inner
-        if isinstance(inner, Feedback) and type(inner) not in (ErrorFeedback, EF21):
+        if isinstance(inner, Feedback) and not _adaptable(inner):
             raise TypeError(
                 f"inner={inner}: of feedback methods the ratio may change under ErrorFeedback and "
                 f"EF21 alone; use ef+{inner.inner} or ef21+{inner.inner}"
             )
-        if not isinstance(inner, Compressor | ErrorFeedback | EF21):
+        if not (isinstance(inner, Compressor | Feedback) and _adaptable(inner)):
+            reuses = isinstance(inner, SpecValue) and inner.reuses_selection
             same = " (with adaptive activations, SameIndices itself may be the gradients' method)"
             raise TypeError(
                 f"inner={shown(inner)}: Adaptive goes round a compressor such as TopK(0.1), or "
-                "ErrorFeedback or EF21 round one" + (same if isinstance(inner, SameIndices) else "")
+                "ErrorFeedback or EF21 round one" + (same if reuses else "")
             )
         lowest, highest = self.cf
         if self.compressor(lowest) == self.compressor(highest):
@@ -143,11 +143,12 @@ class Adaptive(SpecValue):
             )
         self.clock()  # raises for a bandwidth or a time that cannot be
 
-    def at(self, cf: float) -> Compressor | ErrorFeedback | EF21:
+    def at(self, cf: float) -> Compressor | Feedback:
         """``inner`` at a CF."""
         if isinstance(self.inner, Compressor):
             return self.inner.with_cf(cf)
-        return dataclasses.replace(self.inner, inner=self.inner.inner.with_cf(cf))
+        inner = self.inner.inner.with_cf(cf)
+        return dataclasses.replace(self.inner, inner=inner)  # type: ignore[type-var]
 
     def compressor(self, cf: float) -> Compressor:
         """The compressor at a CF, without feedback."""
@@ -155,13 +156,17 @@ class Adaptive(SpecValue):
         return method if isinstance(method, Compressor) else method.inner
 
     @property
+    def selects(self) -> bool:  # type: ignore[override]
+        """As ``inner`` does."""
+        return self.inner.selects
+
+    @property
     def rungs(self) -> tuple[float, ...]:
         """The CFs between the two ends, ascending; of those that are the same the first."""
         if self.budget is None:
             steps = ladder(self.cf, self.policy)
         else:
-            selects = isinstance(self.compressor(self.cf[0]), Selecting)
-            steps = (_fine if selects else _each_bit)(self.cf)
+            steps = self.compressor(self.cf[0]).cf_ladder(*self.cf)
         found: dict[Compressor, float] = {}
         for cf in steps:
             found.setdefault(self.compressor(cf), cf)
@@ -169,7 +174,7 @@ class Adaptive(SpecValue):
 
     @property
     def weight(self) -> float:
-        """Of a new gain in its average."""
+        """Weight of a new gain in its average."""
         if self.smoothing is not None:
             return self.smoothing
         return SMOOTHING if self.gain != "loss" and self.budget is None else 1.0
@@ -181,18 +186,9 @@ class Adaptive(SpecValue):
         return ModelledClock(self.compute_ms, self.bandwidth_mbps, self.latency_ms)
 
 
-def _fine(cf: tuple[float, float]) -> tuple[float, ...]:
-    """CFs from the smallest to the largest, each 2^(1/2) times the one before."""
-    lowest, highest = cf
-    count = math.ceil(2 * math.log2(highest / lowest) - 1e-9)
-    return (*(lowest * 2 ** (i / 2) for i in range(count)), highest)
-
-
-def _each_bit(cf: tuple[float, float]) -> tuple[float, ...]:
-    """CFs from the smallest to the largest, with every number of bits between."""
-    lowest, highest = cf
-    inner = (32 / bits for bits in range(8, 0, -1))
-    return (lowest, *(step for step in inner if lowest < step < highest), highest)
+def _adaptable(inner: Compressor | Feedback) -> bool:
+    # The classes are for until they say so themselves.
+    return inner.adaptable or type(inner) in (ErrorFeedback, EF21)
 
 
 def _in(value: Any, low: float, high: float) -> bool:

@@ -12,6 +12,7 @@ and the law tests find it by its class.
 from __future__ import annotations
 
 import dataclasses
+import math
 from abc import ABC, abstractmethod
 
 import torch
@@ -25,6 +26,7 @@ __all__ = [
     "Compressor",
     "Selecting",
     "check_cf",
+    "check_contractive",
     "check_keep",
     "num_kept",
 ]
@@ -33,6 +35,15 @@ __all__ = [
 class Compressor(SpecValue, ABC):
     """Maps a dense floating-point tensor to a payload and back."""
 
+    adaptable = True  # as far as `with_cf` has a ratio to set
+    between_replicas = True
+    #: Whether it draws so that the mean of what arrives is the tensor: E C(x) = x.
+    is_unbiased: bool = False
+    #: Whether the error is meant to be no larger than the tensor, E||x - C(x)||^2 <= ||x||^2, so
+    #: that error feedback may go round it. What is scaled up to be unbiased is not.
+    contractive: bool = True
+    #: The dtype that elements are rounded to, where that is all that is done to them.
+    wire_dtype: torch.dtype | None = None
     #: Whether payloads of the same layout may be added elementwise (all-reduce).
     summable: bool = False
     #: Whether the method works on a matrix, not on elements one by one: between replicas it is
@@ -115,6 +126,14 @@ class Compressor(SpecValue, ABC):
             "selecting compressors (topk, randomk, randomblock) and quant have one"
         )
 
+    def cf_ladder(self, lowest: float, highest: float) -> tuple[float, ...]:
+        """The CFs of `with_cf` that are worth telling apart, from ``lowest`` to ``highest``.
+
+        Each is 2^(1/2) times the one before; methods of few settings have a rung for each.
+        """
+        count = math.ceil(2 * math.log2(highest / lowest) - 1e-9)
+        return (*(lowest * 2 ** (i / 2) for i in range(count)), highest)
+
 
 class Selecting(Compressor):
     """A compressor that sends some of the elements and drops the others.
@@ -125,6 +144,7 @@ class Selecting(Compressor):
 
     keep: float
     values: Compressor | None
+    selects = True
 
     @abstractmethod
     def choose(self, flat: Tensor, k: int, generator: torch.Generator | None = None) -> Tensor:
@@ -212,6 +232,21 @@ def scaled(x: Tensor, scale: float) -> Tensor:
     """``x`` times ``scale`` in fp32, rounded before anything is added to it."""
     x = x.to(torch.float32)
     return x if scale == 1.0 else x * scale
+
+
+def check_contractive(compressor: Compressor, where: str) -> None:
+    """Raises ValueError unless a residual, kept ``where``, may go round ``compressor``."""
+    if compressor.contractive:
+        return
+    if getattr(compressor, "unbiased", False):  # the setting, where there is one
+        raise ValueError(
+            f"inner={compressor}: unbiased=True {where} diverges, as its error is larger than "
+            "the tensor; leave it out"
+        )
+    raise ValueError(
+        f"inner={compressor}: {where} it diverges, as its error may be larger than the tensor; "
+        "use one whose error is not, such as topk:0.1, sign or quant:4"
+    )
 
 
 def check_cf(cf: float) -> None:

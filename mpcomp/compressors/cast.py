@@ -48,7 +48,7 @@ class Cast(Compressor):
             raise ValueError(f"dtype={self.dtype!r}: Cast knows {', '.join(_DTYPES)}")
 
     @property
-    def wire_dtype(self) -> torch.dtype:
+    def wire_dtype(self) -> torch.dtype:  # type: ignore[override]
         """The torch dtype on the wire."""
         return _DTYPES[self.dtype]
 

@@ -23,6 +23,7 @@ class Identity(Compressor):
     spec: ClassVar[str] = "none"
     aliases: ClassVar[dict[str, dict[str, Any]]] = {"identity": {}}
     summable = True
+    sends_dense = True
 
     def layout(self, meta: TensorMeta) -> tuple[TensorMeta, ...]:
         return (TensorMeta((meta.num_rows, meta.row_numel), meta.dtype),)
@@ -42,7 +43,7 @@ def or_dense(compressor: Compressor, meta: TensorMeta) -> Compressor:
     Both ends decide alike, as the layout follows from ``meta``. Says so once (Python's warning
     filter folds repeats).
     """
-    if isinstance(compressor, Identity) or compressor.wire_bytes(meta) < meta.dense_bytes:
+    if compressor.sends_dense or compressor.wire_bytes(meta) < meta.dense_bytes:
         return compressor
     warnings.warn(
         f"{compressor} would not shrink {list(meta.shape)} {meta.dtype} tensors "

@@ -104,6 +104,16 @@ class MultiLevel(Selecting):
         return bool(getattr(self.first, "unbiased", False))
 
     @property
+    def is_unbiased(self) -> bool:  # type: ignore[override]
+        """As the method itself is."""
+        return self.first.is_unbiased
+
+    @property
+    def contractive(self) -> bool:  # type: ignore[override]
+        """As the method itself is."""
+        return self.first.contractive
+
+    @property
     def _direct(self) -> Selecting:
         """The method in one level, which has the same messages."""
         return self.first.over_tensor().with_keep(self.keep)

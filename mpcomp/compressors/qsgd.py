@@ -12,7 +12,7 @@ from torch import Tensor
 from mpcomp.compressors import bits as bitpack
 from mpcomp.compressors.base import Compressor
 from mpcomp.compressors.groups import Grouping
-from mpcomp.compressors.quantize import bits_of
+from mpcomp.compressors.quantize import bit_ladder, bits_of
 from mpcomp.core.packing import Payload
 from mpcomp.core.randomness import uniform
 from mpcomp.core.tensor_meta import TensorMeta
@@ -42,6 +42,7 @@ class QSGD(Compressor):
     bits: int
     group: int = 512
     spec: ClassVar[str] = "qsgd"
+    is_unbiased = True
 
     def __post_init__(self) -> None:
         if type(self.bits) is not int or not 2 <= self.bits <= 8:
@@ -56,6 +57,9 @@ class QSGD(Compressor):
     def with_cf(self, cf: float) -> QSGD:
         """The same with floor(32 / cf) bits, 2 to 8: fp32 shrinks at least so far, if it can."""
         return dataclasses.replace(self, bits=bits_of(cf, 2))
+
+    def cf_ladder(self, lowest: float, highest: float) -> tuple[float, ...]:
+        return bit_ladder(lowest, highest)
 
     def layout(self, meta: TensorMeta) -> tuple[TensorMeta, ...]:
         grouping = Grouping.of(meta, self.group)

@@ -27,7 +27,7 @@ from mpcomp.core.packing import Payload
 from mpcomp.core.randomness import uniform
 from mpcomp.core.tensor_meta import TensorMeta
 
-__all__ = ["Quantize", "bits_of"]
+__all__ = ["Quantize", "bit_ladder", "bits_of"]
 
 _MODES = ("minmax", "maxabs")
 _ROUNDINGS = ("nearest", "stochastic")
@@ -76,6 +76,14 @@ class Quantize(Compressor):
     def with_cf(self, cf: float) -> Quantize:
         """The same with floor(32 / cf) bits, 1 to 8: fp32 shrinks at least so far, if it can."""
         return dataclasses.replace(self, bits=bits_of(cf, 1))
+
+    def cf_ladder(self, lowest: float, highest: float) -> tuple[float, ...]:
+        return bit_ladder(lowest, highest)
+
+    @property
+    def is_unbiased(self) -> bool:  # type: ignore[override]
+        """Whether rounding is stochastic, which is unbiased inside the range of the scale."""
+        return self.rounding == "stochastic"
 
     @property
     def _minmax(self) -> bool:
@@ -154,6 +162,12 @@ def bits_of(cf: float, fewest: int) -> int:
     """Bits an element for a compression factor: floor(32 / cf) within ``fewest`` to 8."""
     check_cf(cf)
     return min(8, max(fewest, int(32 / cf + 1e-9)))  # 1e-9: as in `num_kept`
+
+
+def bit_ladder(lowest: float, highest: float) -> tuple[float, ...]:
+    """CFs from ``lowest`` to ``highest``, with every number of bits between."""
+    inner = (32 / bits for bits in range(8, 0, -1))
+    return (lowest, *(step for step in inner if lowest < step < highest), highest)
 
 
 def _extremes(groups: Tensor) -> tuple[Tensor, Tensor]:

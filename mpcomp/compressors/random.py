@@ -32,6 +32,16 @@ class _SharedChoice(Selecting):
         check_values(self.values)
 
     @property
+    def is_unbiased(self) -> bool:  # type: ignore[override]
+        """Whether values are scaled up by n / k; then but for the rounding of what codes them."""
+        return self.unbiased
+
+    @property
+    def contractive(self) -> bool:  # type: ignore[override]
+        """Unless scaled up: then E||x - C(x)||^2 = (n/k - 1) ||x||^2."""
+        return not self.unbiased
+
+    @property
     def summable(self) -> bool:  # type: ignore[override]
         """All replicas choose the same elements, so their payloads may be added."""
         return self.values is None or self.values.summable

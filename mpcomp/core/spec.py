@@ -25,13 +25,33 @@ _T = TypeVar("_T")
 
 
 class SpecValue:
-    """A value that has a spec string: ``name[:positional][:key=value]...``, see `mpcomp.parse`."""
+    """A method: a value that has a spec string, ``name[:positional][:key=value]...``.
+
+    What the rest of the library wants to know of a method it asks by the capabilities below, never
+    by its class, so that a method from elsewhere is taken as one of its own. Those of compressors
+    alone are in `mpcomp.Compressor`.
+    """
 
     spec: ClassVar[str]
     #: Short names for common settings: alias -> constructor arguments.
     aliases: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     #: Field that takes what stands behind the next ``+`` of a spec, or None.
     spec_inner: ClassVar[str | None] = None
+
+    #: Whether every element is sent as it is, in the tensor's own dtype: no compression.
+    sends_dense: bool = False
+    #: Whether a message carries one selection of the elements, which another message may reuse.
+    selects: bool = False
+    #: Whether it sends the elements that another message has selected, and needs one beside it.
+    reuses_selection: ClassVar[bool] = False
+    #: Whether it chooses by itself, while training, how much is compressed.
+    adapts: ClassVar[bool] = False
+    #: Whether its compressor may be replaced by one of another ratio in the course of a run.
+    adaptable: bool = False
+    #: Whether a slot of its state belongs to a training sample, and not to a row of a microbatch.
+    by_sample: ClassVar[bool] = False
+    #: Whether it can send gradients between replicas.
+    between_replicas: bool = False
 
     def __str__(self) -> str:
         """The spec string: ``parse(str(value)) == value``."""

@@ -6,13 +6,11 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mpcomp.compressors.same_indices import SameIndices
+from mpcomp.compressors.base import Compressor
 from mpcomp.core.spec import SpecValue, shown
 from mpcomp.data_parallel.accordion_controller import AccordionController
-from mpcomp.data_parallel.base import Controller, ReplicaMethod, Setting
+from mpcomp.data_parallel.base import Controller, Factored, ReplicaMethod, Setting
 from mpcomp.data_parallel.detector import Detector
-from mpcomp.data_parallel.gravac import GraVAC
-from mpcomp.feedback.base import Feedback
 from mpcomp.feedback.error_feedback import Residual
 from mpcomp.feedback.memory import NO_MEMORY, Memory
 
@@ -53,6 +51,7 @@ class Accordion(ReplicaMethod):
     threshold: float = 0.5
     feedback: bool = True
     spec: ClassVar[str] = "accordion"
+    adapts = True
 
     def __post_init__(self) -> None:
         for name in ("low", "high"):
@@ -61,12 +60,14 @@ class Accordion(ReplicaMethod):
                 raise TypeError(
                     f"{name}={method!r}: expected a method such as TopK(0.1) or PowerSGD(1)"
                 )
-            if isinstance(method, Feedback | SameIndices | GraVAC | Accordion):
+            if not isinstance(method, Compressor | Factored):
                 raise TypeError(
                     f"{name}={shown(method)}: Accordion switches between two compressors such as "
                     "TopK(0.1), and keeps what they leave out itself (feedback=True)"
                 )
-        if getattr(self.low, "by_matrix", False) != getattr(self.high, "by_matrix", False):
+        assert isinstance(self.low, Compressor | Factored)
+        assert isinstance(self.high, Compressor | Factored)
+        if self.low.by_matrix != self.high.by_matrix:
             raise ValueError(
                 f"low={shown(self.low)}, high={shown(self.high)}: both have to work by matrix, as "
                 "onebit and lowrank do, or neither"

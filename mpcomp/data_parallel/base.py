@@ -45,6 +45,8 @@ class Factored(ABC):
     """Marks a method that sends a matrix as two factors, in two sums (PowerSGD)."""
 
     rank: int
+    #: As of a compressor; it is given matrices whatever this says.
+    by_matrix: bool = False
 
     @abstractmethod
     def worthwhile(self, meta: TensorMeta) -> bool:
@@ -200,6 +202,7 @@ class ReplicaMethod(SpecValue, ABC):
             none.
     """
 
+    between_replicas = True
     clip: float | None = None
     #: Whether state is kept in units of learning rate times gradient.
     lr_scaled: bool = False

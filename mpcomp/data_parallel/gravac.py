@@ -10,7 +10,7 @@ import torch
 
 from mpcomp.adaptive.clock import Clock, ModelledClock, WallClock
 from mpcomp.adaptive.search import POLICIES, Search, checked_cfs
-from mpcomp.compressors.base import Compressor
+from mpcomp.compressors.base import Compressor, check_contractive
 from mpcomp.core.spec import shown
 from mpcomp.data_parallel.base import Controller, ReplicaMethod, Setting
 from mpcomp.data_parallel.gravac_controller import GraVACController
@@ -99,6 +99,7 @@ class GraVAC(ReplicaMethod):
     compute_ms: float = 0.0
     spec: ClassVar[str] = "gravac"
     spec_inner: ClassVar[str | None] = "inner"
+    adapts = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "cf", checked_cfs(self.cf, like=(10, 1000)))
@@ -135,11 +136,7 @@ class GraVAC(ReplicaMethod):
                 f"inner={shown(self.inner)}: GraVAC goes round a compressor such as TopK(0.1), and "
                 "keeps what that leaves out itself; leave out other methods"
             )
-        if getattr(self.inner, "unbiased", False):
-            raise ValueError(
-                f"inner={self.inner}: unbiased=True with a residual diverges, as its error is "
-                "larger than the gradient; leave it out"
-            )
+        check_contractive(self.inner, "with a residual")
         self.inner.with_cf(self.cf[0])  # a TypeError says which compressors have a CF
 
     @classmethod

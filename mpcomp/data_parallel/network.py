@@ -27,7 +27,7 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-from mpcomp.compressors import Cast, Compressor
+from mpcomp.compressors import Compressor
 
 __all__ = ["PATHS", "ReplicaNetwork"]
 
@@ -66,7 +66,7 @@ class ReplicaNetwork:
     per_machine: int = 1
     inside: Compressor | None = None
     smallest: int = 1024
-    small: Cast | None = None
+    small: Compressor | None = None
 
     def __post_init__(self) -> None:
         if self.path not in PATHS:
@@ -81,8 +81,7 @@ class ReplicaNetwork:
             raise ValueError(f"per_machine={self.per_machine}: expected 1 replica or more")
         if self.smallest < 1:
             raise ValueError(f"smallest={self.smallest}: expected 1 element or more")
-        two_bytes = isinstance(self.small, Cast) and self.small.wire_dtype.itemsize == 2
-        if self.small is not None and not two_bytes:
+        if self.small is not None and not _two_bytes(self.small):
             raise TypeError(f"small={self.small!r}: expected Cast('bf16') or Cast('fp16')")
         if self.inside is not None and not isinstance(self.inside, Compressor):
             raise TypeError(f"inside={self.inside!r}: expected a compressor such as Cast('bf16')")
@@ -137,3 +136,9 @@ class ReplicaNetwork:
         if gather > dense:
             return "two-phase" if two_phase < dense else "dense"
         return "two-phase" if TWICE * two_phase < gather else "gather"
+
+
+def _two_bytes(small: object) -> bool:
+    """Whether it rounds to a 16-bit type and does no more."""
+    dtype = small.wire_dtype if isinstance(small, Compressor) else None
+    return dtype is not None and dtype.itemsize == 2

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from mpcomp.compressors import Compressor, Identity
+from mpcomp.compressors import Compressor
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.data_parallel.algorithms import dense_sum, gather, payload_sum, two_phase
 from mpcomp.data_parallel.base import Controller, Factored, ReplicaMethod, Setting
@@ -96,11 +96,11 @@ def routes(
 def _route(item: Item, controller: Controller) -> str | None:
     """The path of one gradient; None where that depends on how much goes with it."""
     codec = controller.codec(item.name) if item.compressible else None
-    if codec is None or isinstance(codec, Identity):
+    if codec is None:
         return "dense"
     if isinstance(codec, Factored):
         return "factors" if codec.worthwhile(matrix_of(item.meta)) else "dense"
-    if codec.wire_bytes(item.shaped(codec)) >= item.meta.dense_bytes:
+    if codec.sends_dense or codec.wire_bytes(item.shaped(codec)) >= item.meta.dense_bytes:
         return "dense"
     return "sum" if codec.summable else None
 

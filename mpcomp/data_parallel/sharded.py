@@ -150,7 +150,7 @@ class ShardedExchange(Exchange):
             own = items[self.rank]
             codecs = [self._codec(item) for item in own]
             metas = [
-                item.uncompressed_meta if isinstance(codec, Identity) else item.meta
+                item.uncompressed_meta if codec.sends_dense else item.meta
                 for codec, item in zip(codecs, own, strict=True)
             ]
             layouts = [
@@ -200,7 +200,7 @@ class ShardedExchange(Exchange):
 
     def _encode(self, item: Item) -> Encoded:
         step = self._under_way
-        if not isinstance(self._codec(item), Identity):
+        if not self._codec(item).sends_dense:
             step.count_route("scatter")
             return encode_item(item, step.context)
         step.count_route("dense")
