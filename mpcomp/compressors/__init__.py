@@ -15,6 +15,7 @@ from mpcomp.compressors.same_sign import MeanValue, SameSign
 from mpcomp.compressors.sign import Sign
 from mpcomp.compressors.threshold import RedSyncTopK, SampledTopK
 from mpcomp.compressors.topk import TopK
+from mpcomp.core.spec import import_all
 
 __all__ = [
     "QSGD",
@@ -37,3 +38,5 @@ __all__ = [
     "Sign",
     "TopK",
 ]
+
+import_all(__name__, __path__)

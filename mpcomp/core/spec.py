@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import importlib
+import pkgutil
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar, TypeVar
 
-__all__ = ["SpecValue", "closest", "nested_spec", "parse", "registered", "shown"]
+__all__ = ["SpecValue", "closest", "import_all", "nested_spec", "parse", "registered", "shown"]
 
 _T = TypeVar("_T")
 
@@ -92,6 +94,16 @@ def shown(value: Any) -> str:
     return str(value) if isinstance(value, SpecValue) else repr(value)
 
 
+def import_all(package: str, folders: Iterable[str]) -> None:
+    """Imports every module of a package, so that `parse` knows the methods in it.
+
+    A package of methods ends with ``import_all(__name__, __path__)``; a module that is put into its
+    folder is found without a line elsewhere.
+    """
+    for module in pkgutil.iter_modules(folders):
+        importlib.import_module(f"{package}.{module.name}")
+
+
 def registered(base: type[_T]) -> Iterator[type[_T]]:
     """All concrete classes below ``base`` that have a spec name, nearest first."""
     for cls in base.__subclasses__():
@@ -100,7 +112,7 @@ def registered(base: type[_T]) -> Iterator[type[_T]]:
         yield from registered(cls)
 
 
-def closest(word: str, known: typing.Iterable[str]) -> str:
+def closest(word: str, known: Iterable[str]) -> str:
     """``; did you mean 'x'?`` for an error message, or nothing."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f"; did you mean {near[0]!r}?" if near else ""

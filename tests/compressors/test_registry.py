@@ -2,7 +2,11 @@
 
 import copy
 import dataclasses
+import os
 import pickle
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,13 +22,66 @@ def library_methods() -> set[type[SpecValue]]:
 
 
 def test_every_method_of_the_library_has_examples_in_the_law_tests():
+    """A module that is put into one of the folders of methods is under the laws, or fails here."""
+    missing = library_methods() - (EXAMPLES.keys() | BETWEEN_REPLICAS.keys())
+    assert not missing, f"give examples of {missing} in tests/methods.py"
     assert library_methods() == EXAMPLES.keys() | BETWEEN_REPLICAS.keys()
 
 
 def test_every_method_is_exported():
     for cls in library_methods():
-        assert getattr(mpcomp, cls.__name__) is cls
+        assert getattr(mpcomp, cls.__name__, None) is cls, f"export {cls} from mpcomp"
         assert cls.__name__ in mpcomp.__all__
+
+
+ROOMS = ["compressors"]  # the folders of methods
+
+HALF = """
+from dataclasses import dataclass
+from typing import ClassVar
+
+from mpcomp.compressors.cast import Cast
+
+
+@dataclass(frozen=True)
+class Dropped(Cast):
+    dtype: str = "fp16"
+    spec: ClassVar[str] = "dropped"
+    aliases = {}
+"""
+
+FOUND = """
+import importlib, sys
+room = importlib.import_module("mpcomp." + sys.argv[1])
+import mpcomp
+from mpcomp.core.spec import import_all
+room.__path__.append(sys.argv[2])
+import_all(room.__name__, room.__path__)
+print(mpcomp.parse("topk:0.1+dropped"), mpcomp.parse("ef+dropped:bf16"))
+"""
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_module_in_the_folder_is_found(room, tmp_path):
+    """One file, no line elsewhere."""
+    (tmp_path / "half.py").write_text(HALF)
+    root = str(Path(mpcomp.__file__).parents[1])
+    found = subprocess.run(
+        [sys.executable, "-c", FOUND, room, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": root},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert found.stdout.split() == ["topk:0.1+dropped", "ef+dropped:bf16"]
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_all_modules_of_a_room_of_methods_are_imported_with_it(room):
+    folder = Path(mpcomp.__file__).parent / room
+    names = {f"mpcomp.{room}.{path.stem}" for path in folder.glob("*.py")}
+    assert names - {f"mpcomp.{room}.__init__"} <= sys.modules.keys()
+    assert "import_all(__name__, __path__)" in (folder / "__init__.py").read_text()
 
 
 def test_spec_names_and_aliases_are_unique():
