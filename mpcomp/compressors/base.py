@@ -4,16 +4,19 @@ A compressor is pure. It never changes its input, keeps nothing, and touches no 
 generator. What it puts on the wire has a layout that follows from `TensorMeta` alone, so
 buffers can be posted, and bytes counted, before there is data.
 
-A new compressor is one module in this folder: a frozen dataclass deriving from
-`Compressor`, whose class attribute ``spec`` is its name on command lines. `mpcomp.parse`
-and the law tests find it by its class.
+A new compressor is one file in this folder: a frozen dataclass deriving from `Compressor`,
+whose class attribute ``spec`` is its name on command lines and whose other class attributes
+say what it can do. `mpcomp.parse` finds it, and a test asks for examples to run the laws over.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,8 +35,39 @@ __all__ = [
 ]
 
 
+_T = TypeVar("_T")
+_BY_IDENTITY: Any = object.__eq__
+_REMEMBERED = 4096  # results of one method of one class: a few for each shape of a model
+
+
+def _once_per_meta(method: Callable[[Any, TensorMeta], _T]) -> Callable[[Any, TensorMeta], _T]:
+    """``method(compressor, meta)``, a pure function of two frozen values, computed once for each.
+
+    Compressors that are equal to nothing but themselves, as they hold tensors, are not kept.
+    """
+    remembered = functools.lru_cache(_REMEMBERED)(method)
+
+    @functools.wraps(method)
+    def once(self: Any, meta: TensorMeta) -> _T:
+        cls = type(self)
+        if cls.__eq__ is _BY_IDENTITY or cls.__hash__ is None:
+            return method(self, meta)
+        return remembered(self, meta)
+
+    return once
+
+
 class Compressor(SpecValue, ABC):
-    """Maps a dense floating-point tensor to a payload and back."""
+    """Maps a dense floating-point tensor to a payload and back.
+
+    `layout` and `wire_bytes` are computed once for each pair of compressor and `TensorMeta`.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name in ("layout", "wire_bytes"):
+            if name in cls.__dict__:
+                setattr(cls, name, _once_per_meta(cls.__dict__[name]))
 
     adaptable = True  # as far as `with_cf` has a ratio to set
     between_replicas = True
@@ -107,6 +141,7 @@ class Compressor(SpecValue, ABC):
         x = meta.flatten(self.decompress(payload, meta, generator)).reshape(-1)
         total.add_(scaled(x, scale))
 
+    @_once_per_meta
     def wire_bytes(self, meta: TensorMeta) -> int:
         """Bytes of the payload of a tensor like ``meta``, without a message header."""
         return sum(part.dense_bytes for part in self.layout(meta))

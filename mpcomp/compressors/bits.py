@@ -8,6 +8,8 @@ and width alone, every field is byte-parallel, and nothing loops over elements. 
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -15,7 +17,8 @@ from torch import Tensor
 __all__ = ["numpy_reads", "pack", "pack_bools", "packed_bytes", "unpack", "unpack_bools"]
 
 
-def _fields(width: int) -> list[tuple[int, int]]:
+@functools.lru_cache
+def _fields(width: int) -> tuple[tuple[int, int], ...]:
     """(offset, bits) of the fields of a ``width``-bit integer, low bits first."""
     fields, offset = [], 0
     while width - offset >= 8:
@@ -25,7 +28,7 @@ def _fields(width: int) -> list[tuple[int, int]]:
         if (width - offset) & bits:
             fields.append((offset, bits))
             offset += bits
-    return fields
+    return tuple(fields)
 
 
 def packed_bytes(count: int, width: int) -> int:

@@ -1,8 +1,10 @@
-"""Which elements of a tensor share a scale: tensor, sample, channel, or runs of n elements."""
+"""Groups of elements that share a scale: tensor, sample, channel, or runs of n elements."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -43,6 +45,7 @@ class Grouping:
             )
 
     @classmethod
+    @functools.lru_cache(4096)
     def of(cls, meta: TensorMeta, scope: str | int) -> Grouping:
         """The grouping of a tensor like ``meta``."""
         numel = meta.numel
@@ -88,12 +91,12 @@ class Grouping:
         """Inverse of `rows`."""
         return rows.reshape(self.num_groups, self._size)
 
-    @property
+    @cached_property
     def padding(self) -> int:
         """Elements that fill up the last group."""
         return self.num_rows * self.row_numel - self.meta.numel
 
-    @property
+    @cached_property
     def _size(self) -> int:
         """Elements in a group."""
         return self.num_rows * self.row_numel // max(1, self.num_groups)

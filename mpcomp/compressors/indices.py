@@ -18,6 +18,8 @@ are stored as they are; the high parts, which ascend, as a bit string in which p
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -45,11 +47,13 @@ def _sizes(n: int, k: int) -> dict[str, int]:
     }
 
 
+@functools.lru_cache(4096)
 def _cheapest(n: int, k: int) -> str:
     sizes = _sizes(n, k)
     return min(sizes, key=sizes.__getitem__)
 
 
+@functools.lru_cache(4096)
 def index_bytes(n: int, k: int) -> int:
     """Bytes of ``k`` positions below ``n``; zero if all or none are kept."""
     return 0 if k in (0, n) else min(_sizes(n, k).values())

@@ -1,4 +1,4 @@
-"""What both ends of a link know about a tensor before any data moves.
+"""A tensor without its data: what both ends of a link know of it before any data moves.
 
 Compressors and feedback work on a tensor's elements in *memory order*. For a
 contiguous tensor that is the usual order; for a channels-last image it is
@@ -9,8 +9,11 @@ keeps an uncompressed pipeline bitwise equal to the plain model.
 
 from __future__ import annotations
 
+import functools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,22 +35,26 @@ class TensorMeta:
     dtype: torch.dtype = torch.float32
     channels_last: bool = False
 
-    @classmethod
-    def of(cls, x: Tensor) -> TensorMeta:
-        """The description of ``x``."""
+    @staticmethod
+    def of(x: Tensor) -> TensorMeta:
+        """The description of ``x``: one object for all tensors alike."""
         channels_last = (
             x.dim() == 4
             and not x.is_contiguous()
             and x.is_contiguous(memory_format=torch.channels_last)
         )
-        return cls(tuple(x.shape), x.dtype, channels_last)
+        return _shared(tuple(x.shape), x.dtype, channels_last)
 
-    @property
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields alone, without what has been computed from them."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @cached_property
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def dense_bytes(self) -> int:
         """Bytes of the tensor itself, uncompressed, in its own dtype."""
         return self.numel * self.dtype.itemsize
@@ -57,7 +64,7 @@ class TensorMeta:
         """Number of rows (samples): the first size, or one for a 0-d tensor."""
         return self.shape[0] if self.shape else 1
 
-    @property
+    @cached_property
     def row_numel(self) -> int:
         """Elements in one row (sample)."""
         return math.prod(self.shape[1:])
@@ -90,3 +97,9 @@ class TensorMeta:
         if self.channels_last:
             return self.shape[1]
         return self.shape[-1] if self.shape else 1
+
+
+@functools.lru_cache(4096)
+def _shared(shape: tuple[int, ...], dtype: torch.dtype, channels_last: bool) -> TensorMeta:
+    """One object for equal descriptions, so that what follows from them is computed once."""
+    return TensorMeta(shape, dtype, channels_last)
