@@ -1,5 +1,7 @@
 """The flat message: header, alignment, length known beforehand, nothing lost."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from hypothesis import given
@@ -7,13 +9,17 @@ from hypothesis import strategies as st
 from methods import COMPRESSORS, drawn, same_bits
 
 from mpcomp import TensorMeta
+from mpcomp.compressors import Compressor
 from mpcomp.core.message import (
     COMPRESSED,
     DENSE,
     HEADER_BYTES,
+    LONG_HEADER_BYTES,
     Header,
     frame,
     message_bytes,
+    set_status,
+    status_of,
     unframe,
 )
 
@@ -31,7 +37,24 @@ def test_header_comes_back_in_sixteen_bytes(kind, status, check, step, ratio):
     assert message.dtype == torch.uint8 and message.numel() == HEADER_BYTES == 16
     again = Header.of(message)
     assert again == Header(kind, status, check, step % 2**32, ratio)
-    assert message[2] == status  # where links write it
+    assert status_of(message) == status and message[3] == 0 and again.length is None
+    set_status(message, 1 - status)
+    assert Header.of(message) == Header(kind, 1 - status, check, step % 2**32, ratio)
+
+
+def test_the_bits_of_a_header_stay_as_they_are():
+    """Ranks of two versions of the library talk to each other as long as this holds."""
+    message = frame(Header(COMPRESSED, 1, 0x01020304, 5, 10.0), ())
+    assert bytes(message.tolist()).hex() == "0201010004030201050000000000" + "2041"
+
+
+def test_the_status_is_a_view_and_takes_a_flag_of_the_device():
+    message = frame(Header(COMPRESSED), (torch.ones(4),))
+    status = status_of(message)
+    set_status(message, torch.tensor(True))
+    assert status == 1 and status.dim() == 0 and Header.of(message).status == 1
+    set_status(message, 0)
+    assert status == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
@@ -73,3 +96,81 @@ def test_a_message_of_another_length_is_refused(change):
         RuntimeError, match=f"message of {56 + change} bytes where 56 were expected"
     ):
         unframe(torch.zeros(56 + change, dtype=torch.uint8), layout)
+
+
+# -- messages whose length is known only after coding ---------------------------------------------
+
+
+@dataclass(frozen=True)
+class NonZeros(Compressor):
+    """Small whole numbers, without the zeros at the end."""
+
+    variable_length = True
+
+    def layout(self, meta):
+        return (TensorMeta((1,), torch.float64), TensorMeta((meta.numel,), torch.uint8))
+
+    def compress(self, x, generator=None):
+        flat = TensorMeta.of(x).flatten(x).reshape(-1)
+        end = int(flat.nonzero().max()) + 1 if flat.any() else 0
+        return (flat.sum().double().reshape(1), flat[:end].to(torch.uint8))
+
+    def decompress(self, payload, meta, generator=None):
+        flat = torch.zeros(meta.numel, dtype=meta.dtype)
+        flat[: payload[-1].numel()] = payload[-1].to(meta.dtype)
+        assert flat.sum() == payload[0]
+        return meta.unflatten(flat)
+
+
+def sent(x: torch.Tensor) -> tuple[torch.Tensor, tuple[TensorMeta, ...]]:
+    """The message of ``x``, and the layout that its receiver knows."""
+    payload = NonZeros().compress(x)
+    return frame(Header(COMPRESSED, step=7), payload, variable=True), NonZeros().layout(
+        TensorMeta.of(x)
+    )
+
+
+@pytest.mark.parametrize("end", [0, 1, 5, 12])
+def test_a_message_is_as_long_as_it_turned_out(end):
+    """Also read from the larger buffer that was posted for it, whose rest is something stale."""
+    x = torch.arange(1.0, 13.0).masked_fill_(torch.arange(12) >= end, 0).reshape(3, 4)
+    message, layout = sent(x)
+    most = message_bytes(layout, variable=True)
+    assert message.numel() == LONG_HEADER_BYTES + 8 + end == most - (12 - end)
+    assert Header.of(message) == Header(COMPRESSED, step=7)
+    assert Header.of(message).length == message.numel()
+    posted = torch.full((most,), 255, dtype=torch.uint8)
+    posted[: message.numel()] = message
+    for arrived in (message, posted):
+        payload = unframe(arrived, layout, variable=True)
+        assert [part.numel() for part in payload] == [1, end]
+        assert torch.equal(NonZeros().decompress(payload, TensorMeta.of(x)), x)
+
+
+def changed(message: torch.Tensor, length: int) -> torch.Tensor:
+    header = Header.of(message)
+    wrong = Header(header.kind, step=header.step, length=length).to_tensor()
+    return torch.cat([wrong, message[LONG_HEADER_BYTES:]])
+
+
+def test_a_length_that_cannot_be_is_refused():
+    x = torch.ones(3, 4)
+    message, layout = sent(x)
+    for arrived, words in [
+        (message[:-1], "message of 43 bytes that says it has 44: it was cut short"),
+        (message[:31], "message of 31 bytes where 32 to 44 were expected"),
+        (message[:5], "message of 5 bytes where 32 to 44 were expected"),
+        (torch.cat([message, message]), "message of 88 bytes where 32 to 44 were expected"),
+        (changed(message, 45), "says it has 45 bytes where 32 to 44 were expected"),
+        (changed(message, 31), "says it has 31 bytes where 32 to 44 were expected"),
+        (changed(message, 2**63), "says it has 9223372036854775808 bytes where 32 to 44"),
+        (frame(Header(COMPRESSED), (torch.ones(5),)), "does not say its length"),
+    ]:
+        with pytest.raises(RuntimeError, match=words):
+            unframe(arrived, layout, variable=True)
+
+
+def test_a_message_that_varies_is_no_message_of_one_length():
+    message, layout = sent(torch.ones(3, 4))
+    with pytest.raises(RuntimeError, match="message of 44 bytes where 36 were expected"):
+        unframe(message, layout)

@@ -85,10 +85,17 @@ class Compressor(SpecValue, ABC):
     by_matrix: bool = False
     #: Whether `decompress` reads the generator, so that all ends must be given equal ones.
     shares_choice: bool = False
+    #: Whether a message's length is known only after coding. `layout` then says the most that it
+    #: may be, and ends with a uint8 [n]; the last tensor of a payload is as long as it happens to
+    #: be, up to that, and `decompress` is given it so. `wire_bytes` is the most, too.
+    variable_length: bool = False
 
     @abstractmethod
     def layout(self, meta: TensorMeta) -> tuple[TensorMeta, ...]:
-        """Shapes and dtypes of the wire tensors for an input like ``meta``."""
+        """Shapes and dtypes of the wire tensors for an input like ``meta``.
+
+        With `variable_length` those of the longest payload that there can be.
+        """
 
     @abstractmethod
     def compress(self, x: Tensor, generator: torch.Generator | None = None) -> Payload:

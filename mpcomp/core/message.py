@@ -1,19 +1,25 @@
-"""What travels: one flat uint8 buffer, a 16-byte header and then the payload.
+"""The message of a cut: one flat uint8 buffer, a header and then the payload.
 
 The header says what a receiver cannot derive: whether the sender saw non-finite values; and
 what it must agree with the receiver about: a checksum over slots and their flags, and the
 compression factor. Its fields, little-endian::
 
-    0        1     2       3         4      8     12
-    version  kind  status  reserved  check  step  cf
+    0        1     2       3       4      8     12      16
+    version  kind  status  varies  check  step  cf      length (where it varies)
 
 Payload tensors follow in the order of the layout, each aligned to its element size.
+
+Most messages are as long as their layout says, and have a header of 16 bytes whose byte 3 is 0.
+Where the length is known only after coding (`Compressor.variable_length`), that byte is 1 and
+eight more say how long the message is, the header included. Its layout then is the longest that
+it may have: so much is posted for it, but what is sent ends with the last tensor of the payload,
+uint8 [n] of any n up to the layout's. Both ends know beforehand which of the two a message is.
 """
 
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -21,12 +27,26 @@ from torch import Tensor
 from mpcomp.core.packing import Payload, pack_into, packed_length, unpack
 from mpcomp.core.tensor_meta import TensorMeta
 
-__all__ = ["COMPRESSED", "DENSE", "HEADER_BYTES", "Header", "frame", "message_bytes", "unframe"]
+__all__ = [
+    "COMPRESSED",
+    "DENSE",
+    "HEADER_BYTES",
+    "LONG_HEADER_BYTES",
+    "Header",
+    "frame",
+    "message_bytes",
+    "set_status",
+    "status_of",
+    "unframe",
+]
 
 VERSION = 2
 DENSE, COMPRESSED = 0, 1
 HEADER_BYTES = 16
-_HEADER = struct.Struct("<BBBxIIf")
+LONG_HEADER_BYTES = 24  # where the length varies
+_STATUS = 2  # position of the byte
+_HEADER = struct.Struct("<BBBBIIf")
+_LENGTH = struct.Struct("<Q")
 _FP32 = struct.Struct("<f")
 
 
@@ -42,6 +62,8 @@ class Header:
         cf: compression factor that an adaptive link coded the message with, in fp32; 0 for a dense
             message, and where the method is fixed.
         version: of this format.
+        length: bytes of the whole message where that varies, else None. Not compared, as who
+            expects a message does not know it.
     """
 
     kind: int
@@ -50,53 +72,111 @@ class Header:
     step: int = 0
     cf: float = 0.0
     version: int = VERSION
+    length: int | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         # As it travels, so that what arrives is equal to what is expected.
         object.__setattr__(self, "cf", _FP32.unpack(_FP32.pack(self.cf))[0])
 
     def to_tensor(self) -> Tensor:
-        """The header as uint8 [16] on the CPU."""
+        """The header as uint8 [16], or [24] where the length varies, on the CPU."""
         raw = _HEADER.pack(
             self.version,
             self.kind,
             self.status,
+            self.length is not None,
             self.check,
             self.step & 0xFFFFFFFF,
             self.cf,
         )
+        if self.length is not None:
+            raw += _LENGTH.pack(self.length)
         return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
 
     @classmethod
     def of(cls, message: Tensor) -> Header:
         """Reads the header of a message (from an accelerator this waits for it)."""
-        raw = bytes(message[:HEADER_BYTES].tolist())
-        version, kind, status, check, step, cf = _HEADER.unpack(raw)
-        return cls(kind, status, check, step, cf, version)
+        raw = bytes(message[:LONG_HEADER_BYTES].tolist())
+        version, kind, status, varies, check, step, cf = _HEADER.unpack_from(raw)
+        length = None
+        if varies and len(raw) == LONG_HEADER_BYTES:
+            (length,) = _LENGTH.unpack_from(raw, HEADER_BYTES)
+        return cls(kind, status, check, step, cf, version, length)
 
 
-def message_bytes(layout: tuple[TensorMeta, ...]) -> int:
-    """Length of a message with this layout, header included."""
-    return packed_length(layout, HEADER_BYTES)
+def set_status(message: Tensor, status: Tensor | int) -> None:
+    """Writes the header's status, 0 or 1; a flag of one element on the device is not waited for."""
+    message[_STATUS] = status
 
 
-def frame(header: Header, payload: Payload) -> Tensor:
-    """Header and payload as one uint8 buffer on the payload's device."""
+def status_of(message: Tensor) -> Tensor:
+    """The header's status as a view of the message: uint8 [], nothing is waited for."""
+    return message[_STATUS]
+
+
+def message_bytes(layout: tuple[TensorMeta, ...], *, variable: bool = False) -> int:
+    """Length of a message with this layout, header included; the largest where it varies."""
+    return packed_length(layout, LONG_HEADER_BYTES if variable else HEADER_BYTES)
+
+
+def frame(header: Header, payload: Payload, *, variable: bool = False) -> Tensor:
+    """Header and payload as one uint8 buffer on the payload's device.
+
+    Args:
+        header: of the message; its length is filled in here.
+        payload: tensors of the layout, where the length varies the last one maybe shorter.
+        variable: whether it does.
+    """
     device = payload[0].device if payload else torch.device("cpu")
-    length = message_bytes(tuple(TensorMeta.of(part) for part in payload))
+    length = message_bytes(tuple(map(TensorMeta.of, payload)), variable=variable)
+    if variable:
+        assert payload and payload[-1].dtype == torch.uint8 and payload[-1].dim() == 1
+        header = replace(header, length=length)
     message = torch.empty(length, dtype=torch.uint8, device=device)
-    message[:HEADER_BYTES] = header.to_tensor().to(device, non_blocking=True)
-    pack_into(message, payload, HEADER_BYTES)
+    head = header.to_tensor()
+    message[: head.numel()] = head.to(device, non_blocking=True)
+    pack_into(message, payload, head.numel())
     return message
 
 
-def unframe(message: Tensor, layout: tuple[TensorMeta, ...]) -> Payload:
+def unframe(message: Tensor, layout: tuple[TensorMeta, ...], *, variable: bool = False) -> Payload:
     """The payload as views into the message.
 
+    Args:
+        message: as long as the layout says. Where its length varies: what was sent, or the buffer
+            that was posted for it, of which the end then has no meaning.
+        layout: of the payload, the largest where it varies.
+        variable: whether it does; then the header is read, so an accelerator is waited for.
+
     Raises:
-        RuntimeError: the message is not as long as the layout says.
+        RuntimeError: the message is not as long as the layout, or its header, says.
     """
-    length = message_bytes(layout)
-    if message.numel() != length:
-        raise RuntimeError(f"message of {message.numel()} bytes where {length} were expected")
-    return unpack(message, layout, HEADER_BYTES)
+    most = message_bytes(layout, variable=variable)
+    if not variable:
+        if message.numel() != most:
+            raise RuntimeError(f"message of {message.numel()} bytes where {most} were expected")
+        return unpack(message, layout, HEADER_BYTES)
+    last = layout[-1]
+    assert last.dtype == torch.uint8 and len(last.shape) == 1
+    least = most - last.numel
+    if not least <= message.numel() <= most:
+        raise RuntimeError(
+            f"message of {message.numel()} bytes where {least} to {most} were expected"
+        )
+    length = Header.of(message).length
+    if length is None:
+        raise RuntimeError(
+            f"message of {message.numel()} bytes that does not say its length, where one of "
+            f"{least} to {most} bytes was expected: the two ends have different methods"
+        )
+    if not least <= length <= most:
+        raise RuntimeError(
+            f"message that says it has {length} bytes where {least} to {most} were expected: "
+            "its header is damaged, or the two ends have different methods"
+        )
+    if length > message.numel():
+        raise RuntimeError(
+            f"message of {message.numel()} bytes that says it has {length}: it was cut short"
+        )
+    sent = (*layout[:-1], TensorMeta((length - least,), torch.uint8))
+    return unpack(message, sent, LONG_HEADER_BYTES)
