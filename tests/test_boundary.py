@@ -19,8 +19,8 @@ from mpcomp import (
     TensorMeta,
     TopK,
 )
-from mpcomp.core.message import HEADER_BYTES
 from mpcomp.core.step import Step
+from mpcomp.core.wire import HEADER_BYTES
 
 SHAPE = (4, 100)
 

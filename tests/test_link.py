@@ -19,8 +19,8 @@ from mpcomp import (
     TensorMeta,
     TopK,
 )
-from mpcomp.core.message import COMPRESSED, DENSE, HEADER_BYTES, Header
 from mpcomp.core.step import Step
+from mpcomp.core.wire import COMPRESSED, DENSE, HEADER_BYTES, Header
 
 METHODS = [*COMPRESSORS, *FEEDBACK]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]

@@ -10,7 +10,7 @@ from methods import COMPRESSORS, drawn, same_bits
 
 from mpcomp import TensorMeta
 from mpcomp.compressors import Compressor
-from mpcomp.core.message import (
+from mpcomp.core.wire import (
     COMPRESSED,
     DENSE,
     HEADER_BYTES,

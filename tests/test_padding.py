@@ -23,11 +23,11 @@ from mpcomp import (
     TensorMeta,
     TopK,
 )
-from mpcomp.core.message import DENSE, Header
 from mpcomp.core.microbatch import rows_of_chunks, scatter
 from mpcomp.core.padding import valid_positions
 from mpcomp.core.step import Step
 from mpcomp.core.traffic import Traffic
+from mpcomp.core.wire import DENSE, Header
 
 ROWS, POSITIONS, FEATURES = 4, 8, 15
 SHAPE = (ROWS, POSITIONS, FEATURES)

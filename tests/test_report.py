@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from models import MLP_SPLIT, mlp, rows
 
 import mpcomp
-from mpcomp.core.message import HEADER_BYTES
+from mpcomp.core.wire import HEADER_BYTES
 
 
 @pytest.fixture

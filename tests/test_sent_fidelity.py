@@ -13,9 +13,9 @@ from methods import COMPRESSORS, FEEDBACK, same_bits
 from models import store_of
 
 from mpcomp import EF21, Identity, Link, Quantize, SameIndices, TensorMeta, TopK
-from mpcomp.core.message import HEADER_BYTES, Header
 from mpcomp.core.step import Step
 from mpcomp.core.traffic import Traffic
+from mpcomp.core.wire import HEADER_BYTES, Header
 from mpcomp.links.boundary import Boundary
 
 METHODS = [*COMPRESSORS, *FEEDBACK]

@@ -25,8 +25,8 @@ from mpcomp.adaptive.gain import gain_of, shrinks
 from mpcomp.adaptive.link_policy import LinkState
 from mpcomp.adaptive.method import Adaptive
 from mpcomp.compressors.identity import Identity
-from mpcomp.core.message import message_bytes
 from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.wire import message_bytes
 
 __all__ = ["Budgeted", "Ladder", "bytes_at", "share_out", "spending"]
 

@@ -21,9 +21,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from mpcomp.core.packing import Payload
 from mpcomp.core.spec import SpecValue
 from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.wire import Payload
 
 __all__ = [
     "Compressor",

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from mpcomp.compressors.base import Compressor
-from mpcomp.core.packing import Payload
 from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.wire import Payload
 
 __all__ = ["Cast"]
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from mpcomp.compressors import bits as bitpack
 from mpcomp.compressors.base import Compressor
-from mpcomp.core.packing import Payload
 from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.wire import Payload
 
 __all__ = ["FixedPoint"]
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from mpcomp.compressors.base import Compressor, Selecting
 from mpcomp.compressors.identity import Identity
 from mpcomp.compressors.indices import decode_indices, encode_indices, index_bytes
-from mpcomp.core.packing import Payload
 from mpcomp.core.spec import shown
 from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.wire import Payload
 
 __all__ = ["SentPositions", "ValuesAt", "check_values"]
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from mpcomp.compressors.base import Selecting, check_keep, num_kept
-from mpcomp.core.packing import Payload
 from mpcomp.core.spec import shown
 from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.wire import Payload
 
 __all__ = ["MultiLevel", "levels"]
 

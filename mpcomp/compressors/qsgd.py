@@ -13,9 +13,9 @@ from mpcomp.compressors import bits as bitpack
 from mpcomp.compressors.base import Compressor
 from mpcomp.compressors.groups import Grouping
 from mpcomp.compressors.quantize import bit_ladder, bits_of
-from mpcomp.core.packing import Payload
 from mpcomp.core.randomness import uniform
 from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.wire import Payload
 
 __all__ = ["QSGD"]
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from mpcomp.compressors.base import Compressor, Selecting, check_keep
 from mpcomp.compressors.gather import ValuesAt, check_values
-from mpcomp.core.packing import Payload
 from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.wire import Payload
 
 __all__ = ["RandomBlock", "RandomK"]
 

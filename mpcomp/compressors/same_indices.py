@@ -10,9 +10,9 @@ from torch import Tensor
 
 from mpcomp.compressors.base import Compressor
 from mpcomp.compressors.gather import ValuesAt, check_values
-from mpcomp.core.packing import Payload
 from mpcomp.core.spec import SpecValue
 from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.wire import Payload
 
 __all__ = ["AtPositions", "SameIndices"]
 

@@ -14,8 +14,8 @@ from mpcomp.compressors import bits
 from mpcomp.compressors.base import Compressor, check_keep
 from mpcomp.compressors.gather import SentPositions, ValuesAt, check_values
 from mpcomp.compressors.indices import nonzero
-from mpcomp.core.packing import Payload
 from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.wire import Payload
 
 __all__ = ["TopK", "kth_largest", "largest_positions"]
 

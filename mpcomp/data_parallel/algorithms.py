@@ -23,8 +23,8 @@ from torch import Tensor
 
 from mpcomp.comm.collectives import Works
 from mpcomp.compressors import Compressor
-from mpcomp.core.packing import packed_length, unpack
 from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.wire import packed_length, unpack
 from mpcomp.data_parallel.base import Draw, Encoded, encode_with
 from mpcomp.data_parallel.item import OF_ERROR, Context, Item, count, shape_for
 from mpcomp.data_parallel.messages import (

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from mpcomp.compressors import Compressor, Selecting
-from mpcomp.core.packing import Payload
 from mpcomp.core.spec import SpecValue
 from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.wire import Payload
 from mpcomp.feedback.kept import Draw
 from mpcomp.feedback.memory import Memory
 

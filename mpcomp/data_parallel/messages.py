@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from mpcomp.compressors import Compressor
-from mpcomp.core.packing import pack_into, packed_length, unpack
 from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.wire import pack_into, packed_length, unpack
 from mpcomp.data_parallel.base import Draw, Encoded
 from mpcomp.data_parallel.item import Context, Item, count, shape_for
 from mpcomp.feedback.base import narrow

@@ -24,9 +24,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mpcomp.compressors import Compressor, Identity
-from mpcomp.core.packing import packed_length, unpack
 from mpcomp.core.randomness import generator_for
 from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.wire import packed_length, unpack
 from mpcomp.data_parallel.base import Encoded, Factored, ReplicaMethod, Setting, encode_with
 from mpcomp.data_parallel.exchange import Exchange
 from mpcomp.data_parallel.item import Item, count, shape_for

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from mpcomp.compressors.base import Compressor
-from mpcomp.core.packing import Payload
 from mpcomp.core.padding import blanked, keep_padded
 from mpcomp.core.step import Key
 from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.wire import Payload
 from mpcomp.feedback.sketch import VectorSketch
 from mpcomp.feedback.slots import SlotStore, StoragePlan
 

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from mpcomp.compressors.base import Compressor, Selecting
 from mpcomp.compressors.identity import Identity, or_dense
-from mpcomp.core.packing import Payload
 from mpcomp.core.padding import blanked
 from mpcomp.core.step import Key, MessageContext
 from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.wire import Payload
 from mpcomp.feedback.base import Feedback, narrow
 from mpcomp.feedback.memory import Sent
 from mpcomp.feedback.state import EndState, SlotState

@@ -18,13 +18,13 @@ from mpcomp.compressors.base import Compressor
 from mpcomp.compressors.identity import Identity, or_dense
 from mpcomp.compressors.same_indices import SameIndices
 from mpcomp.core.checks import check_tensor, nonfinite_error
-from mpcomp.core.message import COMPRESSED, DENSE, Header, frame, message_bytes, unframe
 from mpcomp.core.padding import blanked, padded_positions
 from mpcomp.core.randomness import generator_for
 from mpcomp.core.spec import SpecValue
 from mpcomp.core.step import MessageContext, Probe, SampleIds, Step
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.core.traffic import Meter, Traffic
+from mpcomp.core.wire import COMPRESSED, DENSE, Header, frame, message_bytes, unframe
 from mpcomp.feedback.base import Feedback
 from mpcomp.feedback.ends import Ends
 from mpcomp.feedback.memory import Side

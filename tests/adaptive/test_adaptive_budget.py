@@ -13,7 +13,7 @@ import mpcomp
 from mpcomp import EF21, Adaptive, TensorMeta, TopK
 from mpcomp.adaptive.budget import Ladder, bytes_at, share_out, spending
 from mpcomp.adaptive.gain import gain_of
-from mpcomp.core.message import message_bytes
+from mpcomp.core.wire import message_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*would not shrink")
 

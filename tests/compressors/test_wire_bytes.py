@@ -5,7 +5,7 @@ import torch
 from methods import round_trip
 
 from mpcomp import TensorMeta, parse
-from mpcomp.core.message import HEADER_BYTES
+from mpcomp.core.wire import HEADER_BYTES
 from mpcomp.links.boundary import Link, Step
 
 PROMISED = {

@@ -27,7 +27,7 @@ from torchgpipe.pipeline import Pipeline as GPipeSchedule
 
 import mpcomp
 from mpcomp import SameIndices, TopK
-from mpcomp.core.message import HEADER_BYTES
+from mpcomp.core.wire import HEADER_BYTES
 from mpcomp.engines import local
 from mpcomp.engines.stage_runner import Autocast, StageRunner, frozen_buffers
 

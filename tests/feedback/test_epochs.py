@@ -19,8 +19,8 @@ from models import (
 
 import mpcomp
 from mpcomp import AQSGD, Quantize, TensorMeta
-from mpcomp.core.message import HEADER_BYTES
 from mpcomp.core.step import Step
+from mpcomp.core.wire import HEADER_BYTES
 
 SAMPLES, BATCH, WIDTH = 22, 4, 60
 

@@ -1,4 +1,6 @@
-"""The message of a cut: one flat uint8 buffer, a header and then the payload.
+"""Bytes on the wire: tensors of a known layout in one flat uint8 buffer, behind a header or not.
+
+Gradients between replicas are packed alone. The message of a cut is a header and then the payload.
 
 The header says what a receiver cannot derive: whether the sender saw non-finite values; and
 what it must agree with the receiver about: a checksum over slots and their flags, and the
@@ -19,12 +21,12 @@ uint8 [n] of any n up to the layout's. Both ends know beforehand which of the tw
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from mpcomp.core.packing import Payload, pack_into, packed_length, unpack
 from mpcomp.core.tensor_meta import TensorMeta
 
 __all__ = [
@@ -33,11 +35,15 @@ __all__ = [
     "HEADER_BYTES",
     "LONG_HEADER_BYTES",
     "Header",
+    "Payload",
     "frame",
     "message_bytes",
+    "pack_into",
+    "packed_length",
     "set_status",
     "status_of",
     "unframe",
+    "unpack",
 ]
 
 VERSION = 2
@@ -48,6 +54,44 @@ _STATUS = 2  # position of the byte
 _HEADER = struct.Struct("<BBBBIIf")
 _LENGTH = struct.Struct("<Q")
 _FP32 = struct.Struct("<f")
+
+#: The wire tensors of one message.
+Payload = tuple[Tensor, ...]
+
+
+def _offsets(layout: Sequence[TensorMeta], start: int) -> tuple[list[int], int]:
+    """Where each tensor begins, and where the last one ends."""
+    offsets, end = [], start
+    for part in layout:
+        end += -end % part.dtype.itemsize
+        offsets.append(end)
+        end += part.dense_bytes
+    return offsets, end
+
+
+def packed_length(layout: Sequence[TensorMeta], start: int = 0) -> int:
+    """Where tensors of this layout end that are packed from byte ``start`` on."""
+    return _offsets(layout, start)[1]
+
+
+def pack_into(buffer: Tensor, payload: Payload, start: int = 0) -> int:
+    """Writes the tensors into a uint8 buffer from byte ``start`` on; returns where they end."""
+    offsets, length = _offsets([TensorMeta.of(part) for part in payload], start)
+    end = start
+    for part, offset in zip(payload, offsets, strict=True):
+        buffer[end:offset] = 0  # padding, so that equal payloads are equal messages
+        end = offset + part.numel() * part.element_size()
+        buffer[offset:end].view(part.dtype).copy_(part.reshape(-1))
+    return length
+
+
+def unpack(buffer: Tensor, layout: Sequence[TensorMeta], start: int = 0) -> Payload:
+    """The tensors, as views into the buffer."""
+    offsets, _ = _offsets(layout, start)
+    return tuple(
+        buffer[offset : offset + part.dense_bytes].view(part.dtype).reshape(part.shape)
+        for part, offset in zip(layout, offsets, strict=True)
+    )
 
 
 @dataclass(frozen=True)
