@@ -174,11 +174,11 @@ UNBIASED = [
 ]
 
 
-@pytest.mark.parametrize("compressor", UNBIASED, ids=str)
-def test_unbiased_means_that_the_mean_is_the_tensor(compressor):
-    assert compressor.is_unbiased
+@pytest.mark.parametrize("unbiased", UNBIASED, ids=str)
+def test_unbiased_means_that_the_mean_is_the_tensor(unbiased):
+    assert unbiased.is_unbiased
     x = torch.randn(40)
-    draws = torch.stack([round_trip(compressor, x, seed) for seed in range(1000)])
+    draws = torch.stack([round_trip(unbiased, x, seed) for seed in range(1000)])
     deviation = draws.std(dim=0) / 1000**0.5
     # 6 standard deviations, and the rounding of a scale's end to bf16
     assert ((draws.mean(dim=0) - x).abs() <= 6 * deviation + 1e-5).all()

@@ -100,11 +100,11 @@ def test_a_method_is_a_frozen_value(method):
             setattr(method, field.name, None)
 
 
-@pytest.mark.parametrize("compressor", SELECTING, ids=str)
+@pytest.mark.parametrize("selecting", SELECTING, ids=str)
 @pytest.mark.parametrize("cf", [1, 4, 20.0])
-def test_with_cf_sends_one_element_in_cf(compressor, cf):
-    faster = compressor.with_cf(cf)
-    assert type(faster) is type(compressor) and faster.values == compressor.values
+def test_with_cf_sends_one_element_in_cf(selecting, cf):
+    faster = selecting.with_cf(cf)
+    assert type(faster) is type(selecting) and faster.values == selecting.values
     assert faster.keep == pytest.approx(1 / cf)
     x = torch.randn(4000)
     payload = faster.compress(x, drawn())
@@ -112,13 +112,13 @@ def test_with_cf_sends_one_element_in_cf(compressor, cf):
 
 
 @pytest.mark.parametrize("cf", [1, 4, 20.0])
-@pytest.mark.parametrize("compressor", [Quantize(4, scale=128), QSGD(4, group=100)], ids=str)
-def test_with_cf_sets_the_bits_of_a_quantizer(compressor, cf):
+@pytest.mark.parametrize("quantizer", [Quantize(4, scale=128), QSGD(4, group=100)], ids=str)
+def test_with_cf_sets_the_bits_of_a_quantizer(quantizer, cf):
     """floor(32 / cf), within what can be packed; nothing else is changed."""
-    fewest = 1 if isinstance(compressor, Quantize) else 2
+    fewest = 1 if isinstance(quantizer, Quantize) else 2
     bits = {1: 8, 4: 8, 20.0: fewest}[cf]
-    assert compressor.with_cf(cf) == dataclasses.replace(compressor, bits=bits)
-    assert compressor.with_cf(32 / 5).bits == 5 and compressor.with_cf(32 / 5 + 0.1).bits == 4
+    assert quantizer.with_cf(cf) == dataclasses.replace(quantizer, bits=bits)
+    assert quantizer.with_cf(32 / 5).bits == 5 and quantizer.with_cf(32 / 5 + 0.1).bits == 4
 
 
 def test_with_cf_refuses_a_factor_below_one_and_methods_without_a_ratio():

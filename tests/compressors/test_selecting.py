@@ -13,40 +13,40 @@ def flat_of(x: torch.Tensor) -> torch.Tensor:
     return TensorMeta.of(x).flatten(x).reshape(-1)
 
 
-@pytest.mark.parametrize("compressor", SELECTING, ids=str)
-def test_compress_is_choose_and_take(compressor):
+@pytest.mark.parametrize("selecting", SELECTING, ids=str)
+def test_compress_is_choose_and_take(selecting):
     """Over the whole tensor, which between replicas is one row."""
-    compressor = compressor.over_tensor()
+    selecting = selecting.over_tensor()
     for shape in SHAPES:
         x = torch.randn(shape)
         flat = flat_of(x)
         one, two = drawn(3), drawn(3)
-        positions = compressor.choose(flat, compressor.num_kept(flat.numel()), one)
-        payload = compressor.take(x, positions, one)
-        expected = compressor.compress(x, two)
+        positions = selecting.choose(flat, selecting.num_kept(flat.numel()), one)
+        payload = selecting.take(x, positions, one)
+        expected = selecting.compress(x, two)
         assert all(same_bits(a, b) for a, b in zip(payload, expected, strict=True)), shape
         meta = TensorMeta.of(x)
-        assert torch.equal(compressor.indices(payload, meta, drawn(3)), positions)
+        assert torch.equal(selecting.indices(payload, meta, drawn(3)), positions)
 
 
-@pytest.mark.parametrize("compressor", SELECTING, ids=str)
+@pytest.mark.parametrize("selecting", SELECTING, ids=str)
 @pytest.mark.parametrize("k", [0, 1, 7, 40])
-def test_a_choice_is_of_k_ascending_positions(compressor, k):
-    positions = compressor.choose(torch.randn(40), k, drawn())
+def test_a_choice_is_of_k_ascending_positions(selecting, k):
+    positions = selecting.choose(torch.randn(40), k, drawn())
     assert positions.shape == (k,) and positions.dtype == torch.int64
     assert (positions[1:] > positions[:-1]).all() and ((positions >= 0) & (positions < 40)).all()
 
 
-@pytest.mark.parametrize("compressor", SELECTING, ids=str)
+@pytest.mark.parametrize("selecting", SELECTING, ids=str)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_decoded_values_stand_at_the_positions(compressor, dtype):
+def test_decoded_values_stand_at_the_positions(selecting, dtype):
     x = torch.randn(3, 40).to(dtype)
-    payload, meta = compressor.compress(x, drawn()), TensorMeta.of(x)
-    positions = compressor.indices(payload, meta, drawn())
-    values = compressor.decoded(payload, meta, drawn())
+    payload, meta = selecting.compress(x, drawn()), TensorMeta.of(x)
+    positions = selecting.indices(payload, meta, drawn())
+    values = selecting.decoded(payload, meta, drawn())
     assert values.dtype == dtype
     expected = torch.zeros(120, dtype=dtype).index_copy_(0, positions, values)
-    assert same_bits(round_trip(compressor, x), expected.reshape(3, 40))
+    assert same_bits(round_trip(selecting, x), expected.reshape(3, 40))
 
 
 @pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
@@ -66,14 +66,14 @@ def test_add_to_adds_what_would_be_decoded(compressor, scale, shape):
         assert torch.equal(total, expected)  # in place
 
 
-@pytest.mark.parametrize("compressor", SELECTING, ids=str)
-def test_add_to_believes_the_positions_it_is_given(compressor):
+@pytest.mark.parametrize("selecting", SELECTING, ids=str)
+def test_add_to_believes_the_positions_it_is_given(selecting):
     x = torch.randn(1, 60)
-    meta, payload = TensorMeta.of(x), compressor.compress(x, drawn())
-    positions = compressor.indices(payload, meta, drawn())
+    meta, payload = TensorMeta.of(x), selecting.compress(x, drawn())
+    positions = selecting.indices(payload, meta, drawn())
     with_them, without = torch.ones(60), torch.ones(60)
-    compressor.add_to(with_them, payload, meta, scale=0.5, positions=positions)  # no generator
-    compressor.add_to(without, payload, meta, drawn(), scale=0.5)
+    selecting.add_to(with_them, payload, meta, scale=0.5, positions=positions)  # no generator
+    selecting.add_to(without, payload, meta, drawn(), scale=0.5)
     assert same_bits(with_them, without)
 
 
