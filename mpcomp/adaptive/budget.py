@@ -33,7 +33,7 @@ __all__ = ["Budgeted", "Ladder", "bytes_at", "share_out", "spending"]
 
 @dataclass(frozen=True)
 class Ladder:
-    """What a link would gain and send at each of its CFs, ascending.
+    """Gain and bytes of a link at each of its CFs, ascending.
 
     Attributes:
         gains: of the CFs.
@@ -91,7 +91,7 @@ def spending(gains: Sequence[float], num_bytes: Sequence[float]) -> list[float]:
 
 
 def bytes_at(method: Adaptive, meta: TensorMeta) -> list[float]:
-    """Of a message for a tensor like ``meta``: dense bytes of the tensor, then those at each CF."""
+    """Bytes of a message for a tensor like ``meta``: dense, then at each CF."""
     sizes = [float(meta.dense_bytes)]
     for cf in method.rungs:
         compressor = method.compressor(cf)

@@ -1,4 +1,4 @@
-"""What a step took, for methods that weigh what they send against the time that takes."""
+"""The time of a step, for methods that weigh what they send against it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Clock", "ModelledClock", "WallClock"]
 
 
 class Clock(Protocol):
-    """Says how long each step took."""
+    """A clock of steps."""
 
     def lap(self, traffic_bytes: float, num_messages: int) -> float:
         """Seconds of the step that ends now; NaN where that is not known.

@@ -1,4 +1,4 @@
-"""How much of a tensor a compression ratio keeps: energies, to be summed up over ranks.
+"""The gain of a compression ratio, as energies that are summed up over ranks.
 
 A gain is 1 - rest / base. Sums of both over replicas, then the quotient, so that a replica whose
 gradient is small does not count as much as one whose gradient is large.
@@ -20,7 +20,7 @@ __all__ = ["base_energy", "gain_of", "rest_energy", "shrinks"]
 
 
 def base_energy(x: Tensor, padded: Tensor | None, *, centred: bool) -> Tensor:
-    """What rests are compared with: ||x||^2, or ||x - mean||^2; fp64, 0-d.
+    """The energy that rests are compared with: ||x||^2, or ||x - mean||^2; fp64, 0-d.
 
     Args:
         x: zero where it is padded.

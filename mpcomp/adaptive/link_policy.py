@@ -1,4 +1,4 @@
-"""What an adaptive link has come to, and what it sees of the open step.
+"""The state of an adaptive link, and what it sees of the open step.
 
 A state is on every rank, and equal on all: it changes at the end of a step, by sums over all ranks
 alone. What it *notes* in a step is noted where the link sends, and is zero elsewhere.
@@ -50,7 +50,7 @@ class LinkState(ABC):
     @property
     @abstractmethod
     def _num_rests(self) -> int:
-        """How many CFs may be measured in a step."""
+        """Number of CFs that may be measured in a step."""
 
     @property
     def num_figures(self) -> int:
@@ -69,7 +69,7 @@ class LinkState(ABC):
 
     @property
     def coder(self) -> Compressor | Feedback:
-        """What codes a message of training: the method at `cf`, or `Identity`."""
+        """The coder of a message of training: the method at `cf`, or `Identity`."""
         return self._coder
 
     @property
@@ -136,7 +136,7 @@ class LinkState(ABC):
         """Counts a message of training that was sent while compression was on."""
 
     def figures(self) -> list[float]:
-        """What this rank has noted, to be summed up over all; forgets it (and waits for it)."""
+        """This rank's notes, to be summed up over all; forgets them (and waits for them)."""
         figures = [float(self._base), *map(float, self._rests)]
         self._forget()
         return figures
@@ -169,7 +169,7 @@ class LinkState(ABC):
         """The average gain of each CF, as far as it is known."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What JSON can hold: enough to go on exactly."""
+        """The state as JSON can hold it: enough to go on exactly."""
         return {"cf": None if self.dense else self.cf, "changes": self.changes, "due": self._due}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

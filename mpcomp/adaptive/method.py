@@ -157,7 +157,7 @@ class Adaptive(SpecValue):
 
     @property
     def selects(self) -> bool:  # type: ignore[override]
-        """As ``inner`` does."""
+        """Whether ``inner`` does."""
         return self.inner.selects
 
     @property

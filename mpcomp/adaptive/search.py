@@ -100,7 +100,7 @@ def checked_cfs(cf: Any, *, like: tuple[int, int]) -> tuple[float, float]:
 
 @dataclass
 class _Throughput:
-    """Of one CF: this window's measurements, and when they were made."""
+    """One CF's measurements in this window, and when they were made."""
 
     values: list[float]
     window: int
@@ -201,7 +201,7 @@ class Search:
         return None if self._dense is None else self._dense.median
 
     def branch(self) -> Branch:
-        """What to send, by the averages so far; dense while there are none.
+        """The branch to send by, from the averages so far; dense while there are none.
 
         "candidate" only where it is another CF than the minimum.
         """
@@ -362,7 +362,7 @@ class Search:
         return min(a, b) if best - second <= self.omega * second else None
 
     def state_dict(self) -> dict[str, Any]:
-        """What JSON can hold: enough to go on exactly."""
+        """The state as JSON can hold it: enough to go on exactly."""
         return {
             "rungs": list(self.rungs),
             "window": self.window,

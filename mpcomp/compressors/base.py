@@ -254,7 +254,7 @@ class Selecting(Compressor):
         total.index_copy_(0, positions, total.index_select(0, positions).add_(values))
 
     def num_kept(self, n: int) -> int:
-        """How many elements are sent of a scope of ``n``."""
+        """Number of elements that are sent of a scope of ``n``."""
         return num_kept(self.keep, n)
 
     def over_tensor(self) -> Selecting:
@@ -307,6 +307,6 @@ def check_keep(keep: float) -> None:
 
 
 def num_kept(keep: float, n: int) -> int:
-    """How many of ``n`` elements a selection keeps: max(1, ceil(keep n - 1e-9)), 0 of none."""
+    """Number of elements kept of ``n`` by a selection: max(1, ceil(keep n - 1e-9)), 0 of none."""
     # The 1e-9 takes back the rounding of products such as 0.1 * 30 = 3.0000000000000004.
     return min(n, max(1, -int(-(keep * n - 1e-9) // 1))) if n else 0

@@ -90,7 +90,7 @@ class SentPositions(Selecting):
     """A selection whose positions travel behind its values: (*values, indices)."""
 
     def _values(self, meta: TensorMeta) -> ValuesAt:
-        """How the values of a tensor like ``meta`` are coded: here, one scope."""
+        """The coding of the values of a tensor like ``meta``: here, one scope."""
         return ValuesAt(1, self.num_kept(meta.numel), self.values)
 
     def layout(self, meta: TensorMeta) -> tuple[TensorMeta, ...]:

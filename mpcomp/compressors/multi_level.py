@@ -85,17 +85,17 @@ class MultiLevel(Selecting):
 
     @property
     def summable(self) -> bool:  # type: ignore[override]
-        """As the method itself is."""
+        """Whether the method itself is."""
         return self.first.summable
 
     @property
     def shares_choice(self) -> bool:  # type: ignore[override]
-        """As the method itself does: `decompress` then draws both levels again."""
+        """Whether the method itself does: `decompress` then draws both levels again."""
         return self.first.shares_choice
 
     @property
     def values(self) -> object:  # type: ignore[override]
-        """What codes the values."""
+        """The value compressor of the first level."""
         return self.first.values
 
     @property
@@ -105,12 +105,12 @@ class MultiLevel(Selecting):
 
     @property
     def is_unbiased(self) -> bool:  # type: ignore[override]
-        """As the method itself is."""
+        """Whether the method itself is."""
         return self.first.is_unbiased
 
     @property
     def contractive(self) -> bool:  # type: ignore[override]
-        """As the method itself is."""
+        """Whether the method itself is."""
         return self.first.contractive
 
     @property

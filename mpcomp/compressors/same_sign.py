@@ -78,7 +78,7 @@ class SameSign(SentPositions):
 
     @property
     def values(self) -> MeanValue:  # type: ignore[override]
-        """What codes the values."""
+        """The value compressor: one mean."""
         return MeanValue()
 
     def choose(self, flat: Tensor, k: int, generator: torch.Generator | None = None) -> Tensor:

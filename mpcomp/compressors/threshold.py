@@ -146,7 +146,7 @@ class RedSyncTopK(SentPositions):
 
 @dataclass(frozen=True)
 class _Counts:
-    """What reaches the thresholds that a search of RedSync goes through: (mask, number)."""
+    """The elements that reach the thresholds of a search of RedSync: (mask, number)."""
 
     flat: Tensor
     k: int
@@ -178,7 +178,7 @@ class _Counts:
 
 
 def at_least(flat: Tensor, threshold: float) -> Tensor:
-    """Where magnitudes reach ``threshold``, or either is NaN, the largest of all: bool [n]."""
+    """Mask of magnitudes that reach ``threshold``, or either is NaN, the largest: bool [n]."""
     if not bits.numpy_reads(flat):
         return ~(flat.abs() < threshold)
     mask = torch.empty(flat.shape, dtype=torch.bool)
@@ -192,7 +192,7 @@ def at_least(flat: Tensor, threshold: float) -> Tensor:
 
 
 def count_set(mask: Tensor) -> int:
-    """How many elements of a bool tensor are set."""
+    """Number of elements of a bool tensor that are set."""
     # On a CPU numpy counts bools many times as fast as torch.
     return int(np.count_nonzero(mask.numpy()) if bits.numpy_reads(mask) else mask.sum())
 

@@ -60,7 +60,7 @@ Payload = tuple[Tensor, ...]
 
 
 def _offsets(layout: Sequence[TensorMeta], start: int) -> tuple[list[int], int]:
-    """Where each tensor begins, and where the last one ends."""
+    """The first byte of each tensor, and the end of the last one."""
     offsets, end = [], start
     for part in layout:
         end += -end % part.dtype.itemsize
@@ -70,7 +70,7 @@ def _offsets(layout: Sequence[TensorMeta], start: int) -> tuple[list[int], int]:
 
 
 def packed_length(layout: Sequence[TensorMeta], start: int = 0) -> int:
-    """Where tensors of this layout end that are packed from byte ``start`` on."""
+    """The end of tensors of this layout that are packed from byte ``start`` on."""
     return _offsets(layout, start)[1]
 
 

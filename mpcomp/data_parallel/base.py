@@ -59,7 +59,7 @@ Codec: TypeAlias = Compressor | Factored | None
 
 @dataclass(frozen=True)
 class Setting:
-    """What a method is told of the run, once.
+    """A run, as a method is told of it once.
 
     Attributes:
         num_replicas: replicas that average their gradients.
@@ -120,18 +120,18 @@ class Controller(ABC):
         """
 
     def look(self, name: str, wanted: Tensor, draw: Draw) -> None:  # noqa: B027
-        """Is shown what is to be sent, fp32 [n], where it ``waits``."""
+        """Looks at what is to be sent, fp32 [n], where it ``waits``."""
 
     def looked(self) -> list[float]:
-        """What it has seen, to be summed over all ranks."""
+        """Statistics of what it was shown, to be summed over all ranks."""
         return []
 
     def decide(self, sums: Sequence[float]) -> None:  # noqa: B027
-        """Is given those sums."""
+        """Decides by those sums."""
 
     @abstractmethod
     def codec(self, name: str) -> Codec:
-        """What the parameter is sent with in this step; None sends it as it is."""
+        """The codec of a parameter in this step; None sends it as it is."""
 
     def encode(self, name: str, x: Tensor, draw: Draw) -> Encoded:
         """The message of what is to be sent; called where `codec` is a compressor.
@@ -146,13 +146,13 @@ class Controller(ABC):
         return encode_with(compressor, x, draw)
 
     def observe(self, name: str, wanted: Tensor, gradient: Tensor, draw: Draw) -> None:  # noqa: B027
-        """Is shown what is to be sent and this step's gradient in it, both fp32 [n], on all paths.
+        """Looks at what is to be sent and this step's gradient in it, both fp32 [n], on all paths.
 
         It comes before `encode`, if that is called at all.
         """
 
     def figures(self) -> list[float]:
-        """What it has seen in this step, to be summed over all ranks; of equal length on all."""
+        """Statistics of this step, to be summed over all ranks; of equal length on all."""
         return []
 
     def end(self, sums: Sequence[float], *, finite: bool, traffic_bytes: float) -> None:  # noqa: B027
@@ -165,18 +165,18 @@ class Controller(ABC):
         """
 
     def report(self) -> dict[str, Any]:
-        """What it is at, in plain numbers and words, for a log of every step."""
+        """Its state in plain numbers and words, for a log of every step."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """What JSON can hold: enough to go on exactly."""
+        """The state as JSON can hold it: enough to go on exactly."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027
         """Goes on from what `state_dict` gave."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """What it remembers of parameters, by name."""
+        """Tensors that it remembers of parameters, by name."""
         return {}
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:  # noqa: B027

@@ -30,7 +30,7 @@ __all__ = ["Detector"]
 
 
 class Detector:
-    """Which layers are in a critical phase. The calls of a step, in this order::
+    """The layers in a critical phase. The calls of a step, in this order::
 
         detector.note_lr(lr)                      # where it is known
         detector.is_critical(name)                # for each layer
@@ -116,7 +116,7 @@ class Detector:
         self._lr_fell = False
 
     def state_dict(self) -> dict[str, Any]:
-        """What JSON can hold: enough to go on exactly, between two steps."""
+        """The state as JSON can hold it: enough to go on exactly, between two steps."""
         return {
             "interval": self.interval,
             "span": self.span,

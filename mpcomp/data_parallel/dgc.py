@@ -43,7 +43,7 @@ class _ByStep(Controller):
 
 @dataclass(frozen=True)
 class _Momentum(ReplicaMethod):
-    """What both methods have: a fraction to keep, and the momentum on the replicas' side."""
+    """The settings of both methods: a fraction to keep, and the momentum on the replicas' side."""
 
     keep: float
     momentum: float = 0.9
@@ -59,7 +59,7 @@ class _Momentum(ReplicaMethod):
 
     @abstractmethod
     def codec(self, step: int, name: str, setting: Setting) -> Codec:
-        """What a parameter is sent with in a step."""
+        """The codec of a parameter in a step."""
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         refuse_momentum(self, optimizer)

@@ -38,7 +38,7 @@ class _Seen:
     rest_candidate: Tensor | float = 0.0
 
     def sums(self) -> list[float]:
-        """As numbers (from an accelerator this waits)."""
+        """The energies as numbers (from an accelerator this waits)."""
         return [float(self.wanted), float(self.rest_min), float(self.rest_candidate)]
 
 

@@ -1,4 +1,4 @@
-"""Which way each gradient takes, and whether a method suits a model at all."""
+"""The path of each gradient, and whether a method suits a model at all."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def check_run(
     network: ReplicaNetwork,
     num_replicas: int,
 ) -> None:
-    """What ranks can tell alike before anything is connected.
+    """Checks what ranks can tell alike before anything is connected.
 
     Args:
         parameters: those of the whole model that require gradients, by name.
