@@ -35,20 +35,14 @@ PACKAGE = Path(mpcomp.__file__).parent
 
 #: Where a module asks for a class of another one, still: (module, class). It ends empty.
 KNOWN = {
-    ("mpcomp.adaptive.method", "EF21"),
-    ("mpcomp.adaptive.method", "ErrorFeedback"),
-    ("mpcomp.data_parallel.methods", "ConEF"),
-    ("mpcomp.data_parallel.methods", "EF21"),
-    ("mpcomp.data_parallel.methods", "ErrorFeedback"),
     ("mpcomp.feedback.conef", "QSGD"),
+    ("mpcomp.feedback.plan", "Identity"),
+    ("mpcomp.links.adaptation", "Adaptive"),
     ("mpcomp.links.boundary", "SameIndices"),
     ("mpcomp.links.build", "Adaptive"),
-    ("mpcomp.links.build", "EFMixed"),
     ("mpcomp.links.build", "SameIndices"),
-    ("mpcomp.links.link", "Adaptive"),
     ("mpcomp.links.link", "Identity"),
     ("mpcomp.links.link", "SameIndices"),
-    ("mpcomp.links.tied_weights", "AQSGD"),
     ("mpcomp.links.tied_weights", "Identity"),
 }
 

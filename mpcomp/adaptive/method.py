@@ -11,8 +11,6 @@ from mpcomp.adaptive.search import POLICIES, checked_cfs, ladder
 from mpcomp.compressors.base import Compressor
 from mpcomp.core.spec import SpecValue, shown
 from mpcomp.feedback.base import Feedback
-from mpcomp.feedback.ef21 import EF21
-from mpcomp.feedback.error_feedback import ErrorFeedback
 
 __all__ = ["GAINS", "Adaptive"]
 
@@ -111,12 +109,12 @@ class Adaptive(SpecValue):
 
     def _check_inner(self) -> None:
         inner: Any = self.inner
-        if isinstance(inner, Feedback) and not _adaptable(inner):
+        if isinstance(inner, Feedback) and not inner.adaptable:
             raise TypeError(
                 f"inner={inner}: of feedback methods the ratio may change under ErrorFeedback and "
                 f"EF21 alone; use ef+{inner.inner} or ef21+{inner.inner}"
             )
-        if not (isinstance(inner, Compressor | Feedback) and _adaptable(inner)):
+        if not (isinstance(inner, Compressor | Feedback) and inner.adaptable):
             reuses = isinstance(inner, SpecValue) and inner.reuses_selection
             same = " (with adaptive activations, SameIndices itself may be the gradients' method)"
             raise TypeError(
@@ -184,11 +182,6 @@ class Adaptive(SpecValue):
         if self.bandwidth_mbps is None:
             return None
         return ModelledClock(self.compute_ms, self.bandwidth_mbps, self.latency_ms)
-
-
-def _adaptable(inner: Compressor | Feedback) -> bool:
-    # The classes are for until they say so themselves.
-    return inner.adaptable or type(inner) in (ErrorFeedback, EF21)
 
 
 def _in(value: Any, low: float, high: float) -> bool:

@@ -49,11 +49,11 @@ class SpecValue:
     #: Whether it chooses by itself, while training, how much is compressed.
     adapts: ClassVar[bool] = False
     #: Whether its compressor may be replaced by one of another ratio in the course of a run.
-    adaptable: bool = False
+    adaptable: ClassVar[bool] = False
     #: Whether a slot of its state belongs to a training sample, and not to a row of a microbatch.
     by_sample: ClassVar[bool] = False
     #: Whether it can send gradients between replicas.
-    between_replicas: bool = False
+    between_replicas: ClassVar[bool] = False
 
     def __str__(self) -> str:
         """The spec string: ``parse(str(value)) == value``."""
