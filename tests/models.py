@@ -157,6 +157,7 @@ def num_stored_rows(pipe: Pipeline) -> int:
 
 
 def store_of(end: EndState) -> SlotStore | None:
-    """The rows of the only field that an end keeps; None of an end that keeps none."""
-    (store,) = [field.store for field in end.fields.values()] or [None]
-    return store
+    """The rows of an end's estimate, or of what else it keeps; None of an end that keeps none."""
+    if end.estimate is not None:
+        return end.fields[end.estimate].store
+    return next((field.store for field in end.fields.values()), None)
