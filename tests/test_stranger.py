@@ -103,14 +103,12 @@ def test_its_formula():
     assert TernGrad().wire_bytes(TensorMeta((1000,))) == 4 + 250
 
 
-@pytest.mark.xfail(strict=True, reason="feedback does not ask for contractive yet")
 @pytest.mark.parametrize("feedback", ["ef", "ef21", "aqsgd", "conef"])
 def test_feedback_round_it_would_diverge(feedback):
     with pytest.raises(ValueError, match=r"inner=terngrad: inside feedback it diverges"):
         parse(f"{feedback}+terngrad")
 
 
-@pytest.mark.xfail(strict=True, reason="ConEF does not ask for is_unbiased yet")
 def test_an_error_may_be_kept_by_it():
     """Which takes what is unbiased, however large its error."""
     assert parse("conef:error=terngrad+topk:0.1").error == TernGrad()

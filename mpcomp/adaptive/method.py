@@ -84,6 +84,7 @@ class Adaptive(SpecValue):
     compute_ms: float = 0.0
     spec: ClassVar[str] = "adaptive"
     spec_inner: ClassVar[str | None] = "inner"
+    at_cuts = True
     adapts = True
 
     def __post_init__(self) -> None:

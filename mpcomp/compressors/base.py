@@ -70,6 +70,7 @@ class Compressor(SpecValue, ABC):
                 setattr(cls, name, _once_per_meta(cls.__dict__[name]))
 
     adaptable = True  # as far as `with_cf` has a ratio to set
+    at_cuts = True
     between_replicas = True
     #: Whether it draws so that the mean of what arrives is the tensor: E C(x) = x.
     is_unbiased: bool = False

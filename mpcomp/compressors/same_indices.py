@@ -39,6 +39,7 @@ class SameIndices(SpecValue):
     values: Compressor | None = None
     spec: ClassVar[str] = "same"
     spec_inner: ClassVar[str | None] = "values"
+    at_cuts = True
     reuses_selection = True
 
     def __post_init__(self) -> None:

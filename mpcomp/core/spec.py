@@ -52,6 +52,8 @@ class SpecValue:
     adaptable: ClassVar[bool] = False
     #: Whether a slot of its state belongs to a training sample, and not to a row of a microbatch.
     by_sample: ClassVar[bool] = False
+    #: Whether it can send the tensors of a cut.
+    at_cuts: ClassVar[bool] = False
     #: Whether it can send gradients between replicas.
     between_replicas: ClassVar[bool] = False
 

@@ -1,5 +1,6 @@
 """What is remembered from message to message: formulas, the state behind them, methods of both."""
 
+from mpcomp.core.spec import import_all
 from mpcomp.feedback.base import Feedback
 from mpcomp.feedback.conef import ConEF
 from mpcomp.feedback.ef21 import AQSGD, EF21
@@ -19,3 +20,5 @@ __all__ = [
     "Side",
     "State",
 ]
+
+import_all(__name__, __path__)

@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mpcomp.compressors.base import Compressor
+from mpcomp.compressors.base import Compressor, check_contractive
 from mpcomp.core.spec import SpecValue, shown
 from mpcomp.core.step import Key, MessageContext, SampleIds
 from mpcomp.feedback.memory import Memory, State
@@ -49,12 +49,9 @@ class Feedback(SpecValue, Memory, ABC):
     cap_bytes: int | None = None
     eval: str = "compressed"
     spec_inner: ClassVar[str | None] = "inner"
-    #: Whether the inner compressor may change in the course of a run (`Adaptive`).
     adaptable: ClassVar[bool] = True
-    #: Whether it has a place between replicas, where a slot is a parameter.
+    at_cuts: ClassVar[bool] = True
     between_replicas: ClassVar[bool] = True
-    #: Whether there is one selection a message, which `SameIndices` can reuse.
-    one_selection: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         self.check()
@@ -72,14 +69,14 @@ class Feedback(SpecValue, Memory, ABC):
                 f"inner={shown(inner)}: {type(self).__name__} goes round a compressor such as "
                 "TopK(0.1) or Quantize(4); one feedback method a link"
             )
-        if getattr(inner, "unbiased", False):
-            raise ValueError(
-                f"inner={inner}: unbiased=True inside feedback diverges, as its error is larger "
-                "than the tensor; leave it out"
-            )
+        check_contractive(inner, "inside feedback")
         if self.eval not in _EVALS:
             raise ValueError(f"eval={self.eval!r}: evaluation is {' or '.join(_EVALS)}")
         self.storage_plan  # noqa: B018  (raises for a bad storage or cap)
+
+    @property
+    def selects(self) -> bool:  # type: ignore[override]
+        return len(self.coders) == 1 and self.inner.selects
 
     @property
     def storage_plan(self) -> StoragePlan:

@@ -28,7 +28,6 @@ from typing import ClassVar
 from torch import Tensor
 
 from mpcomp.compressors.base import Compressor
-from mpcomp.compressors.qsgd import QSGD
 from mpcomp.core.spec import shown
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.feedback.base import Feedback
@@ -119,7 +118,7 @@ class ConEF(Feedback):
                 f"error={shown(self.error)}: expected an unbiased compressor such as QSGD(8), or "
                 "None for a count sketch"
             )
-        elif not _is_unbiased(self.error):
+        elif not self.error.is_unbiased:
             raise ValueError(
                 f"error={self.error}: what it loses is not zero on average, and would add up; use "
                 "QSGD(8), Quantize(8, rounding='stochastic'), or None for a count sketch"
@@ -200,12 +199,6 @@ class ConEF(Feedback):
     def dense(self, x: Tensor, state: State) -> None:
         for name in self._errors:
             state.clear(name)
-
-
-def _is_unbiased(compressor: Compressor) -> bool:
-    stochastic = getattr(compressor, "rounding", None) == "stochastic"
-    unbiased = bool(getattr(compressor, "unbiased", False))
-    return isinstance(compressor, QSGD) or stochastic or unbiased
 
 
 def _least(rest: float) -> float:

@@ -99,7 +99,6 @@ class EFMixed(ErrorFeedback):
     spec: ClassVar[str] = "efmixed"
     adaptable: ClassVar[bool] = False
     between_replicas: ClassVar[bool] = False
-    one_selection: ClassVar[bool] = False
 
     def check(self) -> None:
         super().check()

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -124,8 +124,6 @@ class Memory:
 
     #: Whether state is kept in units of learning rate times gradient.
     lr_scaled: bool = False
-    #: Whether a slot belongs to a training sample, and not to a row of a microbatch.
-    by_sample: ClassVar[bool] = False
 
     @property
     def storage_plan(self) -> StoragePlan:

@@ -36,12 +36,14 @@ class Plan(ABC):
         layout: of the payload.
         check: a number that is equal at both ends as long as they agree about slots.
         dense: whether the tensor goes as it is.
+        variable: whether the message may end before the layout does, known once it is coded.
     """
 
     meta: TensorMeta
     layout: tuple[TensorMeta, ...]
     check: int = 0
     dense: bool = False
+    variable: bool = False
 
     @abstractmethod
     def encode(self, x: Tensor) -> Payload:
@@ -81,7 +83,8 @@ class PlainPlan(Plan):
     ) -> None:
         self.meta = meta
         self.layout = coder.layout(meta)
-        self.dense = isinstance(coder, Identity)
+        self.dense = coder.sends_dense
+        self.variable = coder.variable_length
         self._coder = coder
         self._context = context
         self._all_padded = padded
@@ -230,6 +233,8 @@ class MemoryPlan(Plan):
             coder = or_dense(coder, meta)
             start = len(self._wires)
             self._wires += coder.layout(meta)
+            assert not self.variable, "only the last part of a message may vary in length"
+            self.variable = coder.variable_length
             name = "first" if first else str(i) if self._end.estimate is None else "later"
             parts.append(_Part(name, coder, meta, slice(start, len(self._wires))))
         state = self._end.open(

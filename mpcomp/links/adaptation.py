@@ -33,9 +33,10 @@ Metas = Sequence[Sequence[TensorMeta]]
 
 def state_of(method: SpecValue) -> LinkState | None:
     """The state that a link begins with; None where its ratio is fixed."""
-    if not isinstance(method, Adaptive):
+    if not method.adapts:
         return None
-    return Searching(method) if method.budget is None else Budgeted(method)
+    adaptive: Any = method
+    return Searching(adaptive) if adaptive.budget is None else Budgeted(adaptive)
 
 
 def state_of_link(link: Link) -> LinkState:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mpcomp.compressors.same_indices import SameIndices
 from mpcomp.core.step import Step
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.feedback.memory import Side
@@ -27,7 +26,7 @@ class Boundary:
         self.grad = grad
         #: Whether the open step broke off here, so that it must not be stored.
         self.failed = False
-        self._shares = isinstance(grad.method, SameIndices)
+        self._shares = grad.method.reuses_selection
         # Positions that each side's activation message carried, by (step, microbatch).
         self._sent: dict[tuple[int, int], Tensor | None] = {}
         self._received: dict[tuple[int, int], Tensor | None] = {}

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mpcomp.adaptive.method import Adaptive
-from mpcomp.compressors import Compressor, Identity, SameIndices, Selecting
+from mpcomp.compressors import Identity
 from mpcomp.core.spec import SpecValue, closest, parse
 from mpcomp.feedback import Feedback
 from mpcomp.links.adaptation import state_of
@@ -103,30 +102,31 @@ def method_of(argument: str, value: MethodLike) -> SpecValue:
         return Identity()
     if isinstance(value, str):
         value = parse(value)
-    if isinstance(value, SameIndices) and argument != "grad_comp":
+    if isinstance(value, SpecValue) and value.reuses_selection and argument != "grad_comp":
         raise ValueError(
-            f"{argument}=SameIndices(): it reuses the activation's selection, so it is for "
-            "grad_comp"
+            f"{argument}={type(value).__name__}(): it reuses the activation's selection, so it is "
+            "for grad_comp"
         )
-    if isinstance(value, Adaptive):
-        _check_adaptive(argument, value)
-        method_of(argument, value.inner)
-        return value
-    if not isinstance(value, Compressor | Feedback | SameIndices):
+    if not (isinstance(value, SpecValue) and value.at_cuts):
         raise TypeError(
             f"{argument}={value!r}: expected a compressor such as TopK(0.1), a feedback method "
             "round one, a spec string such as 'topk:0.1', or None"
         )
+    if value.adapts:
+        inner = _check_adaptive(argument, value)
+        method_of(argument, inner)
+        return value
     if isinstance(value, Feedback):
         value.check_cut()
-    if argument == "act_comp" and isinstance(value, Feedback) and value.lr_scaled:
-        raise ValueError(
-            f"act_comp={value}: lr_scaled is for gradients; activations have no learning rate"
-        )
+        if argument == "act_comp" and value.lr_scaled:
+            raise ValueError(
+                f"act_comp={value}: lr_scaled is for gradients; activations have no learning rate"
+            )
     return value
 
 
-def _check_adaptive(argument: str, value: Adaptive) -> None:
+def _check_adaptive(argument: str, value: Any) -> SpecValue:
+    """The method whose ratio is chosen."""
     if argument == "tie_comp":
         raise ValueError(
             f"tie_comp={value}: adaptive ratios are for cuts; give a tie a fixed one, such as "
@@ -137,16 +137,14 @@ def _check_adaptive(argument: str, value: Adaptive) -> None:
             f"grad_comp={value}: the loss of a step does not depend on what happens to its "
             "gradients, so gain=loss is for activations; use gain=energy"
         )
+    inner: SpecValue = value.inner
+    return inner
 
 
 def _check_pair(boundary: int, act: SpecValue, grad: SpecValue) -> None:
-    if not isinstance(grad, SameIndices):
-        return
-    selecting = act.inner if isinstance(act, Adaptive) else act
-    selecting = selecting.inner if isinstance(selecting, Feedback) else selecting
-    if not isinstance(selecting, Selecting) or not getattr(act, "one_selection", True):
+    if grad.reuses_selection and not act.selects:
         raise ValueError(
-            f"grad_comp=SameIndices() at boundary {boundary} with act_comp={act}: there must be "
-            "one selection to reuse; use act_comp=TopK(...), RandomK(...) or RandomBlock(...), "
-            "also inside ef, ef21 or aqsgd"
+            f"grad_comp={type(grad).__name__}() at boundary {boundary} with act_comp={act}: there "
+            "must be one selection to reuse; use act_comp=TopK(...), RandomK(...) or "
+            "RandomBlock(...), also inside ef, ef21 or aqsgd"
         )

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from mpcomp.compressors.base import Compressor
 from mpcomp.compressors.identity import Identity, or_dense
-from mpcomp.compressors.same_indices import SameIndices
 from mpcomp.core.checks import check_tensor, nonfinite_error
 from mpcomp.core.padding import blanked, padded_positions
 from mpcomp.core.randomness import generator_for
@@ -24,7 +23,16 @@ from mpcomp.core.spec import SpecValue
 from mpcomp.core.step import MessageContext, Probe, SampleIds, Step
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.core.traffic import Meter, Traffic
-from mpcomp.core.wire import COMPRESSED, DENSE, Header, frame, message_bytes, unframe
+from mpcomp.core.wire import (
+    COMPRESSED,
+    DENSE,
+    Header,
+    frame,
+    message_bytes,
+    set_status,
+    status_of,
+    unframe,
+)
 from mpcomp.feedback.base import Feedback
 from mpcomp.feedback.ends import Ends
 from mpcomp.feedback.memory import Side
@@ -175,9 +183,9 @@ class Link:
         payload = plan.encode(x)
         if self.adaptive is not None:
             self._measure(x, plan, step, microbatch)
-        message = frame(self._header(plan, step), payload)
+        message = frame(self._header(plan, step), payload, variable=plan.variable)
         if status is not None:
-            message[2] = status
+            set_status(message, status)
         if self.adaptive is not None and step.train and self.enabled(step):
             self.adaptive.note_message(message.numel(), meta)
         traffic = self._traffic(step)
@@ -203,13 +211,13 @@ class Link:
         """
         begin = time.perf_counter()
         plan = self._plan(Side.RECEIVER, meta, step, microbatch, message.device, positions)
-        payload = unframe(message, plan.layout)
+        payload = unframe(message, plan.layout, variable=plan.variable)
         if message.device.type == "cpu":  # elsewhere reading the header would stall the device
             self._check_header(Header.of(message), plan, step, microbatch)
         x = plan.decode(payload)
         if message.device.type != "cpu":
-            x.masked_fill_(message[2].bool(), torch.nan)
-        elif message[2]:
+            x.masked_fill_(status_of(message).bool(), torch.nan)
+        elif status_of(message):
             x.fill_(torch.nan)
         self._traffic(step).seconds += time.perf_counter() - begin
         return x
@@ -221,7 +229,7 @@ class Link:
 
         Only positions that count are compared, given the number of the microbatch.
         """
-        if self.enabled(step) and not isinstance(self.method, Identity):
+        if self.enabled(step) and not self.method.sends_dense:
             meta = TensorMeta.of(x)  # memory order, which spares a transposition
             arrived = meta.flatten(arrived.to(x.device))
             valid = None if microbatch is None else step.valid_of(microbatch)
@@ -231,13 +239,13 @@ class Link:
 
     def compare_sent(self, x: Tensor, message: Tensor, step: Step, microbatch: int) -> None:
         """As `compare`, where ``x`` was just encoded here but arrives elsewhere."""
-        if self.enabled(step) and not isinstance(self.method, Identity):
+        if self.enabled(step) and not self.method.sends_dense:
             self.compare(x, self.arrived(message, step, microbatch), step, microbatch)
 
     def arrived(self, message: Tensor, step: Step, microbatch: int) -> Tensor:
         """What the other end makes of a message that was encoded here in this step."""
         plan = self._planned(Side.SENDER, step, microbatch)
-        return plan.arrived(unframe(message, plan.layout))
+        return plan.arrived(unframe(message, plan.layout, variable=plan.variable))
 
     def message_bytes(
         self,
@@ -247,7 +255,9 @@ class Link:
         device: torch.device,
         positions: Tensor | None = None,
     ) -> int:
-        """Length of the message for a tensor like ``meta``, known before there is one.
+        """Length of the message for a tensor like ``meta``, the most where it varies.
+
+        It is known before there is one.
 
         Args:
             meta: what will be received.
@@ -257,12 +267,12 @@ class Link:
             positions: for SameIndices, as in `encode`.
         """
         plan = self._plan(Side.RECEIVER, meta, step, microbatch, device, positions)
-        return message_bytes(plan.layout)
+        return message_bytes(plan.layout, variable=plan.variable)
 
     def carried(self, side: Side, message: Tensor, step: Step, microbatch: int) -> Tensor | None:
         """Positions of the elements in a message, for SameIndices; None if it is dense."""
         plan = self._planned(side, step, microbatch)
-        return plan.positions(unframe(message, plan.layout))
+        return plan.positions(unframe(message, plan.layout, variable=plan.variable))
 
     def found_nonfinite(self, train: bool = True) -> bool:
         """Whether training (or evaluation) saw a non-finite tensor here since the last call.
@@ -377,10 +387,11 @@ class Link:
         if self.adaptive is not None:
             probe = self._probe(step)
             return self.adaptive.coder if probe is None else self.adaptive.compressor(probe.cf)
-        if isinstance(self.method, SameIndices):
-            return Identity() if positions is None else self.method.at(positions)
-        assert isinstance(self.method, Compressor | Feedback)
-        return self.method
+        method: Any = self.method
+        if method.reuses_selection:
+            method = Identity() if positions is None else method.at(positions)
+        assert isinstance(method, Compressor | Feedback)
+        return method
 
     def _probe(self, step: Step) -> Probe | None:
         """What a pass that measures this link by its losses tells it."""

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 import stages as staging
 from mpcomp.comm.channels import Channel
-from mpcomp.compressors import Identity
 from mpcomp.core.spec import SpecValue
 from mpcomp.core.step import Step
 from mpcomp.core.tensor_meta import TensorMeta
@@ -206,7 +205,7 @@ def ties_of(
     Raises:
         ValueError: more than two stages share a parameter, or a method that has no place here.
     """
-    if getattr(method, "by_sample", False):
+    if method.by_sample:
         raise ValueError(f"tie_comp={method}: a weight's gradient belongs to no sample; use ef+...")
     ties: list[Tie] = []
     for copies in staging.ties(cut):
@@ -230,7 +229,7 @@ def ties_of(
             for i, direction in enumerate(DIRECTIONS)
         )
         ties.append(Tie(copies, (first, last)))
-    if not ties and not isinstance(method, Identity):
+    if not ties and not method.sends_dense:
         raise ValueError(
             f"tie_comp={method}: no two stages share a parameter here, so there is nothing to "
             "compress; leave it out"

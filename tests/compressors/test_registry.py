@@ -34,7 +34,7 @@ def test_every_method_is_exported():
         assert cls.__name__ in mpcomp.__all__
 
 
-ROOMS = ["compressors"]  # the folders of methods
+ROOMS = ["compressors", "feedback", "data_parallel"]  # the folders of methods
 
 HALF = """
 from dataclasses import dataclass
