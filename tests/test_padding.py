@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 from methods import COMPRESSORS, FEEDBACK, same_bits
+from models import store_of
 
 from mpcomp import (
     AQSGD,
@@ -82,7 +83,7 @@ def rows_of(link: Link, role: str, step: Step, microbatch: int = 0) -> torch.Ten
         keys = step.ids_of(microbatch)
     else:
         keys = [(microbatch, row) for row in range(ROWS)]
-    return link.ends[role].store.read(keys).reshape(SHAPE)
+    return store_of(link.ends[role]).read(keys).reshape(SHAPE)
 
 
 def state_of(link: Link) -> dict:
