@@ -1,34 +1,26 @@
-"""What studies of runs on replicas have in common: every process is one."""
+"""Runs on replicas, every process being one, and what a study keeps of them."""
 
 from __future__ import annotations
 
 import statistics
-from typing import Any
 
-from recipes.paired_runs import Line
+from recipes.config import RunConfig
 from recipes.ranks import Ranks
 from recipes.replica_log import PARTS
-from recipes.summary import Summary
-from recipes.training import Trainer
+from recipes.study import Line, reached, trainer_of
 
 
-def check_replicas(ranks: Ranks) -> None:
-    """Raises ValueError for one process alone."""
-    if ranks.size < 2:
-        raise ValueError(
-            "every process is a replica; start this with torchrun --nproc-per-node 4, or pass "
-            "--table"
-        )
-
-
-def of_replicas(trainer: Trainer[Any], summary: Summary) -> Line:
-    """Times, bytes and memory of the exchange between replicas, of a run that has ended."""
+def train_on_replicas(config: RunConfig, settings: Line, ranks: Ranks) -> Line:
+    """Trains one run; its line has the times, bytes and memory of the exchange."""
+    trainer = trainer_of(config, ranks)
+    summary = trainer.fit(progress=False)
     steps = trainer.replica_log.new_steps()
     every = max(1, len(steps) // 50)
     parts = [epoch["replicas"] for epoch in summary.history]
     exchange = trainer.pipe.engine.exchange
     assert exchange is not None  # there are replicas
     return {
+        **reached(summary),
         # Without evaluations; the median, as the first epoch also warms up.
         "step_s": statistics.median(sum(one[part] for part in PARTS) for one in parts)
         / trainer.steps_per_epoch,

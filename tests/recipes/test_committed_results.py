@@ -52,7 +52,11 @@ def check(name: str, text: str) -> None:
     assert text == path.read_text()
 
 
-@pytest.mark.parametrize("path", sorted(RESULTS.glob("*stud*.jsonl")) + [RESULTS / "conef_rates.jsonl"], ids=lambda path: path.stem)  # fmt: skip
+def studies():
+    return [*sorted(RESULTS.glob("*_study*.jsonl")), RESULTS / "conef_rates.jsonl"]
+
+
+@pytest.mark.parametrize("path", studies(), ids=lambda path: path.stem)
 def test_tables_of_studies(path, capsys):
     (main,) = {main for name, main in STUDIES.items() if path.name.startswith(name)}
     main(["--table", "--out", str(path)])
