@@ -4,7 +4,6 @@ import contextlib
 import json
 import subprocess
 import threading
-import time
 
 import pytest
 
