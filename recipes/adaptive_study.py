@@ -30,12 +30,10 @@ from recipes.study import (
     Runs,
     Study,
     given,
-    own_settings,
-    reached,
     run_study,
     study_parser,
-    trainer_of,
 )
+from recipes.study_runs import own_settings, reached, trainer_of
 from recipes.study_table import Results, Run, spread
 from recipes.text_config import TextConfig
 

@@ -12,9 +12,9 @@ import argparse
 from collections.abc import Sequence
 from typing import Final
 
+from recipes.cifar10 import load_data, run
 from recipes.cut_grid import Row, chosen_options, grid_parser, order_of_runs, shared_settings
 from recipes.image_config import MODELS, ImageConfig
-from recipes.image_training import run
 from recipes.metric import ACCURACY
 from recipes.ranks import Ranks
 from recipes.study import Line, Runs, Study, data_of, run_study
@@ -95,7 +95,7 @@ def configuration(options: argparse.Namespace, row: str, seed: int) -> ImageConf
 
 def train(config: ImageConfig, settings: Line, ranks: Ranks) -> Line:
     """Trains one run; its line is its summary."""
-    return run(config, dataset=data_of(config, ranks), progress=False).to_json()
+    return run(config, dataset=data_of(config, load_data, ranks), progress=False).to_json()
 
 
 def _harm(number: int, row: str, *, severe: bool) -> Claim:

@@ -20,8 +20,8 @@ from tabulate import tabulate
 
 from recipes.image_config import MODELS, ImageConfig
 from recipes.metric import ACCURACY
-from recipes.replica_runs import train_on_replicas
-from recipes.study import Line, Runs, Study, given, own_settings, run_study, study_parser
+from recipes.study import Line, Runs, Study, given, run_study, study_parser
+from recipes.study_runs import own_settings, train_on_replicas
 from recipes.study_table import Results, Run, spread
 
 

@@ -22,33 +22,23 @@ from contextlib import closing
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any, Final, Generic, TypeAlias
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 from tqdm import tqdm
 
-from recipes import image_training, text_training
 from recipes.config import PRECISIONS, AnyConfig, RunConfig, check_at_least
-from recipes.image_config import ImageConfig
 from recipes.metric import ACCURACY, PERPLEXITY
 from recipes.ranks import Ranks, joined
 from recipes.run_folder import append_json_line, read_json_lines
-from recipes.summary import Summary
-from recipes.text_config import TextConfig
-from recipes.training import Trainer
+
+AnyData = TypeVar("AnyData")
 
 Line: TypeAlias = dict[str, Any]
 #: Row and seed, in the order in which they are to be run -> what is trained.
 Runs: TypeAlias = Mapping[tuple[str, int], AnyConfig]
 
-# What decides which data a run needs; runs of one process that agree in these share them.
-_DATA_OPTIONS: Final = {
-    ImageConfig: ("data", "train_limit", "test_limit"),
-    TextConfig: (
-        *("data", "part", "train_limit", "model", "tokenizer", "vocab_size", "seq_len"),
-        *("eval_split", "eval_limit"),
-    ),
-}
+# Of this process, which its runs share.
 _loaded: dict[Hashable, Any] = {}
 
 
@@ -263,47 +253,10 @@ def _shown(line: Line) -> str:
     return f"{', '.join(metrics)}, {saved:.1f} x fewer bytes, {line['seconds']:.0f} s"
 
 
-# -- what most studies train ---------------------------------------------------------------------
-
-
-def data_of(config: RunConfig, ranks: Ranks) -> Any:
-    """The data of a run, which are loaded unless an earlier run of this process has done so."""
-    key = (type(config), *(getattr(config, name) for name in _DATA_OPTIONS[type(config)]))
+def data_of(config: AnyConfig, load: Callable[[AnyConfig], AnyData], ranks: Ranks) -> AnyData:
+    """What ``load`` makes of a configuration, unless an earlier run of this process needed it."""
+    key = (type(config), *(getattr(config, name) for name in config.data_options))
     if key not in _loaded:
-        _loaded[key] = ranks.together(
-            lambda: (
-                image_training.load_data(config)
-                if isinstance(config, ImageConfig)
-                else text_training.load_data(_text(config))
-            )
-        )
-    return _loaded[key]
-
-
-def trainer_of(config: RunConfig, ranks: Ranks) -> Trainer[Any]:
-    """The trainer of a run on images or on text, with its data."""
-    if isinstance(config, ImageConfig):
-        return image_training.ImageTrainer(config, data_of(config, ranks), ranks)
-    return text_training.TextTrainer(_text(config), data_of(config, ranks), ranks)
-
-
-def _text(config: RunConfig) -> TextConfig:
-    assert isinstance(config, TextConfig)
-    return config
-
-
-def reached(summary: Summary) -> Line:
-    """The metric as trained, the loss, the time, and the bytes of a run that has ended."""
-    return {
-        summary.metric.name: summary.on,
-        "loss": summary.loss,
-        "seconds": summary.seconds,
-        "steps": summary.steps,
-        "wire_bytes": summary.wire_bytes,
-        "dense_bytes": summary.dense_bytes,
-    }
-
-
-def own_settings(config: RunConfig, options: argparse.Namespace) -> Line:
-    """The whole configuration of a run, its data by name."""
-    return {**config.to_json(), "data": Path(config.data).name}
+        _loaded[key] = ranks.together(lambda: load(config))
+    data: AnyData = _loaded[key]
+    return data

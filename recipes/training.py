@@ -1,7 +1,7 @@
 """Trains a compressed pipeline: epochs, both evaluations, checkpoints, resumption, a run folder.
 
-What is trained on, and how a batch of it is taken, is a subclass's: `recipes.image_training`,
-`recipes.text_training`.
+What is trained on, and how a batch of it is taken, is a subclass's: `recipes.cifar10`,
+`recipes.wikitext`.
 """
 
 from __future__ import annotations

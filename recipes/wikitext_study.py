@@ -31,8 +31,8 @@ from recipes.study_table import Results, render
 from recipes.summary import History
 from recipes.text_config import TextConfig
 from recipes.text_model import make_model
-from recipes.text_training import TextData, TextTrainer
 from recipes.tokens import Blocks
+from recipes.wikitext import TextData, TextTrainer, load_data
 from recipes.wikitext_claims import TABLE
 
 # Quantization fwA-bwB: A bits forward, B bits backward, one scale a tensor, or one a channel where
@@ -145,7 +145,7 @@ def identity(config: TextConfig) -> str:
 
 def train(config: TextConfig, settings: Line, ranks: Ranks) -> Line:
     """Trains one run on some of the blocks."""
-    text = some_blocks(data_of(config, ranks), settings["train_blocks"])
+    text = some_blocks(data_of(config, load_data, ranks), settings["train_blocks"])
     return outcome_of(StudyTrainer(config, text))
 
 

@@ -23,8 +23,8 @@ from mpcomp.data_parallel.base import ReplicaMethod
 from mpcomp.data_parallel.methods import replica_method_of
 from recipes import data
 from recipes.bench import workers
+from recipes.data import Loader, loaders_of
 from recipes.image_config import ImageConfig
-from recipes.loader import Loader, loaders_of
 from recipes.tokens import TokenLoader
 
 REFERENCE: Final = "torch fp32"

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from recipes import data
 from recipes.bench.replica_variants import Job, Variant, open_variant
 from recipes.bench.workers import Begin
-from recipes.loader import loaders_of
+from recipes.data import loaders_of
 
 TEST_BATCH: Final = 128
 

@@ -11,8 +11,8 @@ from recipes import wikitext_study
 from recipes.cut_grid import order_of_runs
 from recipes.run_folder import read_json_lines
 from recipes.study_table import Results, render
-from recipes.text_training import TextData, load_data, run
 from recipes.tokens import Blocks, tokenizer_of
+from recipes.wikitext import TextData, load_data, run
 from recipes.wikitext_claims import TABLE
 
 WORDS = ["the", "a", "cut", "stage", "link", "model", "sends", "learns", "large", "small", "slow"]
