@@ -1,4 +1,4 @@
-"""What the memory of error feedback is worth: ConEF on replicas, with sketches of several sizes.
+"""The worth of error feedback's memory: ConEF on replicas, with sketches of several sizes.
 
     torchrun --nproc-per-node 4 -m recipes.conef_study --groups images --images digits --seeds 5
     torchrun --nproc-per-node 4 -m recipes.conef_study --groups lstm adam --seeds 5
@@ -47,7 +47,7 @@ METHODS: Final[Mapping[str, str]] = {
 
 
 class Group(NamedTuple):
-    """What one table is about.
+    """The rows and settings of one table.
 
     Attributes:
         metric: its runs are judged by.

@@ -219,7 +219,7 @@ class RunConfig:
 
     @property
     def replica_momentum(self) -> float:
-        """That of a method that has the momentum on each replica; 0 of others."""
+        """The momentum of a method that has it on each replica; 0 of others."""
         return float(getattr(replica_method_of(self.dp_comp), "momentum", 0.0))
 
     @property

@@ -25,7 +25,7 @@ FREE_OPTIONS: Final = (
 
 
 class Row(NamedTuple):
-    """What is special about a row.
+    """The methods of a row.
 
     Attributes:
         act: method of activations.
@@ -70,7 +70,7 @@ def chosen_options(
 
 
 def shared_settings(config: RunConfig, options: argparse.Namespace) -> Line:
-    """What all runs of one results file share; the warm-up is that of the rows that have one."""
+    """Settings of all runs of one results file; the warm-up is that of the rows that have one."""
     shared = {name: value for name, value in config.to_json().items() if name not in FREE_OPTIONS}
     return {**shared, "warmup_epochs": options.warmup_epochs}
 

@@ -1,4 +1,4 @@
-"""What a training run on images is told."""
+"""The options of a training run on images."""
 
 from __future__ import annotations
 

@@ -254,7 +254,7 @@ def _shown(line: Line) -> str:
 
 
 def data_of(config: AnyConfig, load: Callable[[AnyConfig], AnyData], ranks: Ranks) -> AnyData:
-    """What ``load`` makes of a configuration, unless an earlier run of this process needed it."""
+    """The data of a run: from ``load``, unless an earlier run of this process had the same."""
     key = (type(config), *(getattr(config, name) for name in config.data_options))
     if key not in _loaded:
         _loaded[key] = ranks.together(lambda: load(config))

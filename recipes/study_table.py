@@ -125,7 +125,7 @@ class Claim:
 
     @property
     def formula(self) -> str:
-        """What is measured and claimed, for the table."""
+        """The measured difference and the claim, for the table."""
         first = f"({self.first}{AT[self.first_at]})"
         second = f"({self.second}{AT[self.second_at]})"
         return f"{first} − {second} {'>' if self.above else '<'} {self.bound:g}"

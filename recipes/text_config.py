@@ -1,4 +1,4 @@
-"""What a training run on text is told."""
+"""The options of a training run on text."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def split_of(config: TextConfig, chosen: Any) -> str:
 
 
 def _new_config(config: TextConfig) -> Any:
-    """That of a model with random weights."""
+    """The configuration of a model with random weights."""
     from transformers import GPT2Config
 
     if config.model != LSTM:
@@ -104,7 +104,7 @@ def _with_adapters(model: nn.Module, rank: int) -> nn.Module:
 
 
 def _load(source: Any, name: str, *, weights: bool = False) -> Any:
-    """What one of transformers' Auto classes loads from the hub, a folder or a GGUF file."""
+    """The object that an Auto class of transformers loads from the hub, a folder or a GGUF file."""
     fix = "pass --model a folder that save_pretrained has written, or tiny, which needs no download"
     where, options = source_of(name, fix, weights=weights)
     try:

@@ -131,11 +131,11 @@ class Trainer(ABC, Generic[AnyConfig]):
         return {}
 
     def shown(self) -> dict[str, str]:
-        """What else the progress bar shows."""
+        """Further numbers that the progress bar shows."""
         return {}
 
     def notes(self) -> list[str]:
-        """What is worth knowing before the run, a line each."""
+        """Sentences worth reading before the run, a line each."""
         return []
 
     def finish(self, folder: RunFolder) -> None:

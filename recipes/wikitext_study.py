@@ -125,7 +125,7 @@ def configuration(options: argparse.Namespace, row: str, seed: int) -> TextConfi
 
 
 def settings(config: TextConfig, options: argparse.Namespace) -> Line:
-    """What all runs of one results file share; the model by its weights, wherever it lies."""
+    """Settings that all runs of one file share; the model by its weights, wherever it lies."""
     shared = shared_settings(config, options)
     for name in ("tokenizer", "tie", "lora", "momentum", "hidden"):
         del shared[name]

@@ -1,4 +1,4 @@
-"""What the local engine costs over torchgpipe alone, measured side by side in one process.
+"""The cost of the local engine over torchgpipe alone, measured side by side in one process.
 
     python -m recipes.bench.local_overhead --width 64 --batch 32 --repeats 20
 

@@ -114,7 +114,7 @@ def summarise(turns: Sequence[Record], reference: str = REFERENCE) -> list[dict[
 
 
 def dense_figures(turns: Sequence[Record], reference: str = REFERENCE) -> dict[str, Any]:
-    """What the dense step consists of: medians and quartiles over the repetitions."""
+    """Parts of the dense step: medians and quartiles over the repetitions."""
     limited = by_variant(turn for turn in turns if turn["limited"])[reference]
     unlimited = by_variant(turn for turn in turns if not turn["limited"])
     alone, free = unlimited[ALONE], unlimited[reference]
@@ -154,7 +154,7 @@ def summarise_trainings(trainings: Sequence[Record]) -> list[dict[str, Any]]:
 
 
 def host_bytes(turn: Record) -> float | None:
-    """What one host sent in a step, on average, in bytes; None where it is not counted."""
+    """Bytes that one host sent in a step, on average; None where they are not counted."""
     sent = [host["tx_bytes"] for host in turn["interfaces"]]
     return statistics.mean(sent) / turn["steps"] if sent else None
 
@@ -205,7 +205,7 @@ def rate_text(result: Record) -> str:
 
 
 def dense_lines(dense: Record) -> list[str]:
-    """What `dense_figures` found, in words."""
+    """The `dense_figures` in words."""
     share = dense["communication_share"]
     lines = [
         f"dense step {text(dense['seconds'], 1e3, '.0f')} ms, "

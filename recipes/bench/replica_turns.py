@@ -1,4 +1,4 @@
-"""What `recipes.bench.slow_replicas` lets the replicas do: turns side by side, and trainings."""
+"""Turns of `recipes.bench.slow_replicas`: methods side by side, and trainings."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Replicas(Workers):
 
 
 def told_of(options: argparse.Namespace, hang_after_s: float | None = None) -> dict[str, Any]:
-    """What the replicas of `recipes.bench.slow_replicas` are told; see its `Job`."""
+    """The fields of the `Job` of `recipes.bench.slow_replicas`."""
     data = ("data", "train_limit", "test_limit")
     same = (*data, "model", "width", "batch", "lr", "momentum", "latency_ms", "path")
     chosen = {name: getattr(options, name) for name in same}

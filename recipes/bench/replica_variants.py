@@ -44,7 +44,7 @@ TOTALS: Final = ("wire_bytes", "floats", "encode_s", "wait_s", "decode_s")
 
 @dataclass(frozen=True, kw_only=True)
 class Job(workers.Job):
-    """What all replicas train, and on what."""
+    """The model and the images that all replicas train on."""
 
     data: str
     train_limit: int | None

@@ -35,7 +35,7 @@ TOTALS: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class Job(workers.Job):
-    """What all ranks train, and on what."""
+    """The model and the text that all ranks train on."""
 
     #: File with what `save_tokens` was given.
     tokens: str
@@ -163,7 +163,7 @@ def _pair(ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _reporting(handle: ShardedGradients) -> Callable[[], Mapping[str, Any]]:
-    """What a handle reports, with that of gathered parameters beside it where mpcomp gathers."""
+    """A handle's report, with that of gathered parameters beside it where mpcomp gathers."""
     gathers = handle.exchange.param_comp is not None
 
     def report() -> Mapping[str, Any]:

@@ -41,7 +41,7 @@ NOTICE_S: Final = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What all workers are told alike, and the rank; a bench's own has more fields."""
+    """The rank of a worker, and what all are told alike; a bench's own has more fields."""
 
     rank: int
     size: int
@@ -188,7 +188,7 @@ def bench_parser(module: str, description: str | None) -> argparse.ArgumentParse
 
 
 def too_small(options: argparse.Namespace, names: Sequence[str]) -> str | None:
-    """What is wrong with those of the options that must be at least 1."""
+    """A complaint about an option that must be at least 1; None if there is none."""
     for name in (*names, "threads"):
         if getattr(options, name) is not None and getattr(options, name) < 1:
             return f"{name} is {getattr(options, name)}; pass at least 1"
@@ -214,7 +214,7 @@ def num_cores() -> int:
 
 
 def machine() -> dict[str, Any]:
-    """What a reader of measurements must know about this machine and its software."""
+    """Facts about this machine and its software that a reader of measurements needs."""
     return {
         "cores": num_cores(),
         "kernel": platform.release(),
