@@ -1,4 +1,4 @@
-"""What adaptive cuts have sent with: the compression factor of each step, as a file and a picture.
+"""A log of adaptive cuts: the compression factor of each step, as a file and a picture.
 
 One line a step in the run folder, and of it a PNG with one line per boundary and direction.
 """

@@ -7,40 +7,35 @@
 All rows but the last few send the same share of the dense bytes: Top-k (``--budget``) or numbers
 with few bits, the same everywhere, more for activations or for gradients, for the first cuts or for
 the last; and `mpcomp.Adaptive` with that budget, by its two energies and by the loss. GraVAC's rule
-has no budget: its rows are to be held against the uniform ones of half and of twice the bytes. Each
-finished (row, seed) is one line of the results file; those are skipped when the command is given
-again.
+has no budget: its rows are to be held against the uniform ones of half and of twice the bytes.
+`recipes.study` runs it.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from tabulate import tabulate
 
 import mpcomp
-from recipes.config import RunConfig, check_at_least
+from recipes.config import RunConfig
 from recipes.image_config import ImageConfig
 from recipes.metric import ACCURACY, PERPLEXITY, Metric
-from recipes.paired_runs import (
-    Found,
+from recipes.ranks import Ranks
+from recipes.study import (
     Line,
-    add_common,
-    by_row,
-    paired,
-    print_tables,
-    run_missing,
-    spread,
+    Runs,
+    Study,
+    given,
+    run_study,
+    study_parser,
 )
-from recipes.ranks import joined
-from recipes.summary import Summary
+from recipes.study_runs import own_settings, reached, trainer_of
+from recipes.study_table import Results, Run, spread
 from recipes.text_config import TextConfig
-from recipes.training import Trainer
 
 DENSE: Final = "dense"
 UNIFORM: Final = "uniform"
@@ -179,34 +174,15 @@ def _shares(weights: Sequence[float], factor: float) -> list[float]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs what is missing, then prints the tables; `--table` prints only."""
-    with joined() as ranks:
-        if ranks.size > 1:
-            raise ValueError("the study trains each run in one process; start it without torchrun")
-        options = _parse(argv)
-        if not options.table:
-            check_at_least("seeds", options.seeds, 1)
-            configs = {
-                (f"{group}: {row}", seed): configuration(options, group, row, seed)
-                for group in options.groups
-                for seed in range(options.seeds)
-                for row in options.rows
-                if row in rows_of(GROUPS[group], options.budget)
-            }
-            run_missing(configs, options.out, ranks, of_cuts)
-        print_tables(options.out, ranks, render)
+    study = Study(parse=_parse, runs=runs, train=train, settings=own_settings, render=render)
+    run_study(study, argv)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m recipes.adaptive_study",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    rows = rows_of(GROUPS["text"], 0.05)
+    parser = study_parser("adaptive_study", __doc__, rows, seeds=5)
     add = parser.add_argument
-    add_common(parser, Path("runs/adaptive_study.jsonl"))
     add("--groups", nargs="+", choices=GROUPS, default=list(GROUPS))
-    names = list(rows_of(GROUPS["text"], 0.05))
-    add("--rows", nargs="+", choices=names, default=names, metavar="ROW", help="; ".join(names))
     add("--budget", type=float, default=0.05, help="share of the dense bytes (default %(default)s)")
     add("--images", default=ImageConfig.data, help="hub name, folder of parquet files, or digits")
     add("--text", default=TextConfig.data, help="hub name, folder, text files, or python-docs")
@@ -218,16 +194,24 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def runs(options: argparse.Namespace, num_processes: int) -> Runs[RunConfig]:
+    """Group by group, all rows of a seed before the next."""
+    return {
+        (f"{group}: {row}", seed): configuration(options, group, row, seed)
+        for group in options.groups
+        for seed in range(options.seeds)
+        for row in options.rows
+        if row in rows_of(GROUPS[group], options.budget)
+    }
+
+
 def configuration(options: argparse.Namespace, group: str, row: str, seed: int) -> RunConfig:
     """The run of one row of a group and seed."""
     of_group = GROUPS[group]
     config = ImageConfig if of_group.metric is ACCURACY else TextConfig
-    known = {field.name for field in dataclasses.fields(config)}
-    names = ("epochs", "batch_size", "train_limit", "test_limit", "eval_limit")
-    given = {n: getattr(options, n) for n in names if n in known and getattr(options, n)}
     act, grad = rows_of(of_group, options.budget)[row]
-    chosen: dict[str, Any] = {**of_group.settings, **given, "act": act, "grad": grad, "seed": seed}
-    chosen |= {"device": options.device, "threads": options.threads, "eval_every": chosen["epochs"]}
+    chosen: dict[str, Any] = {**of_group.settings, **given(options, config)}
+    chosen |= {"act": act, "grad": grad, "seed": seed, "eval_every": chosen["epochs"]}
     chosen["precision"] = "fp32" if options.precision == "auto" else options.precision
     if config is ImageConfig:
         chosen |= {"data": options.images, "schedule_epochs": chosen["epochs"]}
@@ -236,13 +220,16 @@ def configuration(options: argparse.Namespace, group: str, row: str, seed: int) 
     return config(**chosen)
 
 
-def of_cuts(trainer: Trainer[Any], summary: Summary) -> Line:
-    """Bytes and ratios of the cuts, and quality without them, of a run that has ended."""
+def train(config: RunConfig, settings: Line, ranks: Ranks) -> Line:
+    """Trains one run; its line has the bytes and ratios of the cuts, and quality without them."""
+    trainer = trainer_of(config, ranks)
+    summary = trainer.fit(progress=False)
     links = [link for boundary in trainer.pipe.boundaries for link in boundary.links]
     sent = [link.meter.train for link in links]
     history = trainer.pipe.adaptive_history
     every = max(1, len(history) // 40)
     return {
+        **reached(summary),
         "off": summary.off,
         # Of the cuts alone: what copies of a tied weight exchange is dense in all rows.
         "wire_ratio": sum(t.wire_bytes for t in sent) / sum(t.dense_bytes for t in sent),
@@ -253,38 +240,28 @@ def of_cuts(trainer: Trainer[Any], summary: Summary) -> Line:
 
 def render(lines: Sequence[Line]) -> str:
     """The tables of all groups that have results."""
-    found = by_row(lines)
-    return "\n\n".join(text for group in GROUPS if (text := _group_table(group, found)))
+    results = Results.of(lines)
+    return "\n\n".join(text for group in GROUPS if (text := _group_table(group, results)))
 
 
-def _group_table(group: str, found: Found) -> str:
-    metric = GROUPS[group].metric
-    names = [name for name in found if name.startswith(f"{group}: ")]
-    table = []
-    for name in names:
-        runs = [line for line in found[name].values() if "diverged" not in line]
-        if not runs:
-            table.append([name.partition(": ")[2], 0])
-            continue
-        same = name == f"{group}: {UNIFORM}"
-        table.append(
-            [
-                *(name.partition(": ")[2], len(runs)),
-                spread([metric.scale * line[metric.name] for line in runs]),
-                ""
-                if same
-                else paired(
-                    found, name, f"{group}: {UNIFORM}", metric.name, percent=90, scale=metric.scale
-                ),
-                spread([metric.scale * line["off"] for line in runs]),
-                f"{statistics.mean(line['wire_ratio'] for line in runs):.4f}",
-            ]
-        )
-    if not table:
+def _group_table(group: str, results: Results) -> str:
+    metric, prefix = GROUPS[group].metric, f"{group}: "
+    names = {row: row.removeprefix(prefix) for row in results.runs if row.startswith(prefix)}
+    if not names:
         return ""
+
+    def cells(row: str, runs: Sequence[Run]) -> list[str]:
+        uniform = prefix + UNIFORM
+        return [
+            spread([metric.scale * run[metric.name] for run in runs], between="+-"),
+            "" if row == uniform else results.paired(row, uniform, metric, percent=90),
+            spread([metric.scale * run["off"] for run in runs], between="+-"),
+            f"{statistics.mean(run['wire_ratio'] for run in runs):.4f}",
+        ]
+
     shown = f"{metric.name} {metric.unit}".rstrip()
     headers = ("row", "n", shown, "less uniform", f"{shown}, off", "bytes ÷ dense")
-    text = tabulate(table, headers, disable_numparse=[2, 3, 4, 5])
+    text = tabulate(results.table(names, cells), headers, disable_numparse=[2, 3, 4, 5])
     return f"{group}\n{text}\nDifferences are paired by seed, +- half the interval of 90 %."
 
 

@@ -18,13 +18,24 @@ Defaults are those of Rudakov et al. for CIFAR-10 (`ImageConfig`), with smaller 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import stages
+from recipes import data
 from recipes.command import Parser, Recipe, run_recipe
-from recipes.data import Dataset
-from recipes.image_config import MODELS, ImageConfig
-from recipes.image_training import ImageTrainer, load_data
+from recipes.data import Dataset, loaders_of
+from recipes.image_config import MODELS, WIDE_SIZES, ImageConfig
+from recipes.metric import ACCURACY
+from recipes.optimizers import make_optimizer, milestone_rate, warm_up
+from recipes.ranks import Ranks
+from recipes.summary import Summary
+from recipes.training import Trainer
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -69,6 +80,138 @@ def _configure(chosen: Mapping[str, Any]) -> ImageConfig:
 
 def _describe(dataset: Dataset) -> str:
     return f"{len(dataset.train)} training images, {len(dataset.test)} test images"
+
+
+def run(
+    config: ImageConfig, *, dataset: data.Dataset | None = None, progress: bool = True
+) -> Summary:
+    """One training run that leaves no files; `ImageTrainer` is for runs with a folder.
+
+    Args:
+        dataset: the images, where they are loaded already.
+
+    Raises:
+        ValueError: an option does not fit the data, the model or the machine.
+    """
+    return ImageTrainer(config, dataset or load_data(config)).fit(progress=progress)
+
+
+def load_data(config: ImageConfig) -> data.Dataset:
+    """The images that a configuration names."""
+    return data.load(config.data, train_limit=config.train_limit, test_limit=config.test_limit)
+
+
+class ImageTrainer(Trainer[ImageConfig]):
+    """The trainer of an image classifier."""
+
+    metric = ACCURACY
+
+    def __init__(
+        self, config: ImageConfig, dataset: data.Dataset, ranks: Ranks | None = None
+    ) -> None:
+        super().__init__(config, ranks)
+        train_loader, test_loader = loaders_of(config, dataset, self.device)
+        self.loss = LossWithAccuracy()
+        self.cut(_model(config, dataset.num_classes), len(train_loader), loss_fn=self.loss)
+        self.train_loader, self.test_loader = train_loader.of(self.pipe), test_loader.of(self.pipe)
+        self.optimizer = make_optimizer(config, self.pipe.parameters(), decay_all=True)
+        self.pipe.follow_lr(self.optimizer)
+        schedules = torch.optim.lr_scheduler
+        self.scheduler = (
+            schedules.LambdaLR(self.optimizer, self._rate)
+            if self._by_steps
+            else schedules.CosineAnnealingLR(self.optimizer, T_max=config.schedule_epochs)
+        )
+
+    def start_epoch(self) -> None:
+        """Accuracy is counted anew."""
+        self.loss.reset()
+
+    def batches(self, epoch: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """(x, y, ids)."""
+        return self.train_loader.epoch(epoch)
+
+    def forward_backward(self, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        """The mean loss over the images."""
+        x, y, ids = batch
+        return self.pipe.forward_backward(x, y, sample_ids=ids)
+
+    def end_step(self) -> None:
+        """A schedule with a warm-up or milestones goes by steps of the optimizer."""
+        if self._by_steps:
+            self.scheduler.step()
+
+    def judge(self) -> float:
+        """Accuracy on all test images."""
+        mean: float = self.pipe.evaluate(self.test_loader, accuracy)
+        return mean
+
+    def end_epoch(self) -> dict[str, Any]:
+        """The cosine alone goes by epochs."""
+        if not self._by_steps:
+            self.scheduler.step()
+        counts = self.pipe.collect((int(self.loss.num_right), self.loss.num_seen))
+        right, seen = zip(*counts, strict=True)
+        return {"train_accuracy": sum(right) / sum(seen)}
+
+    def shown(self) -> dict[str, str]:
+        """Accuracy in training, on the rank with the last stage."""
+        if not self.loss.num_seen:
+            return {}
+        return {"accuracy": f"{self.loss.num_right / self.loss.num_seen:.3f}"}
+
+    @property
+    def _by_steps(self) -> bool:
+        return bool(self.config.lr_warmup_epochs or self.config.lr_milestones)
+
+    def _rate(self, step: int) -> float:
+        """The learning rate of a step (from 0), as a part of the highest.
+
+        After the warm-up it goes by epochs: by the milestones, or by the cosine, which ends when
+        it would without one.
+        """
+        warmup = self.config.lr_warmup_epochs
+        if step < warmup * self.steps_per_epoch:
+            return warm_up(self.config, step, warmup * self.steps_per_epoch)
+        if self.config.lr_milestones:
+            return milestone_rate(self.config, step // self.steps_per_epoch)
+        part = (step // self.steps_per_epoch - warmup) / (self.config.schedule_epochs - warmup)
+        return (1.0 + math.cos(math.pi * part)) / 2.0
+
+
+class LossWithAccuracy:
+    """Cross-entropy that also counts how many of the training images were right."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Starts the count anew."""
+        self.num_right: Tensor | int = 0
+        self.num_seen = 0
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        """[b, classes] and [b] to the mean loss."""
+        self.num_right = self.num_right + (output.detach().argmax(1) == target).sum()
+        self.num_seen += len(target)
+        return F.cross_entropy(output, target)
+
+
+def accuracy(output: Tensor, target: Tensor) -> Tensor:
+    """The fraction of a batch that is right; [b, classes] and [b]."""
+    return (output.argmax(1) == target).double().mean()
+
+
+def _model(config: ImageConfig, num_classes: int) -> torch.nn.Module:
+    """The freshly initialised model, a function of the seed alone."""
+    make: Callable[..., torch.nn.Module] = getattr(stages, config.model)
+    sizes = {name: getattr(config, name) for name in WIDE_SIZES if getattr(config, name)}
+    with torch.random.fork_rng(devices=[]):  # leave the caller's random state alone
+        torch.manual_seed(config.seed)
+        model = make(num_classes=num_classes, width=config.width, **sizes)
+    if config.channels_last:
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return model
 
 
 if __name__ == "__main__":

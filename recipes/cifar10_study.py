@@ -3,23 +3,22 @@
     python -m recipes.cifar10_study --data FOLDER --epochs 3 --train-limit 10000 --seeds 3
     python -m recipes.cifar10_study --table
 
-Each finished (row, seed) is one line of the results file; those are skipped when the command is
-given again. Full size: ``--width 64 --epochs 100 --device cuda --workers 1``.
+`recipes.study` runs it. Full size: ``--width 64 --epochs 100 --device cuda --workers 1``.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
-from recipes.data import Dataset
+from recipes.cifar10 import load_data, run
+from recipes.cut_grid import Row, chosen_options, grid_parser, order_of_runs, shared_settings
 from recipes.image_config import MODELS, ImageConfig
-from recipes.image_training import load_data, run
 from recipes.metric import ACCURACY
-from recipes.study import Row, Study, chosen_options, line_of, run_study, study_parser
-from recipes.study import shared_settings as settings
-from recipes.study_table import Claim, Column, Table
+from recipes.ranks import Ranks
+from recipes.study import Line, Runs, Study, data_of, run_study
+from recipes.study_table import Claim, Column, Results, Table, render
 
 # Quantization fwA-bwB: A bits forward, B bits backward. As in the paper, methods with memory start
 # from an uncompressed warm-up (there 10 to 20 of 100 epochs), and AQ-SGD remembers activations
@@ -49,25 +48,23 @@ ROWS: Final[dict[str, Row]] = {
 SEVERE_POINTS: Final = 3.0
 NEAR_POINTS: Final = 1.0
 
-_dataset: Dataset | None = None  # of this worker process, loaded once for all its runs
-
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs what is missing, then prints the table; `--table` prints only."""
     study = Study(
-        name="cifar10_study",
-        rows=ROWS,
-        config=configuration,
-        settings=settings,
-        train_one=train_one,
-        table=TABLE,
+        parse=parse_args,
+        runs=runs,
+        train=train,
+        settings=shared_settings,
+        same_settings=True,
+        render=lambda lines: render(Results.of(lines, order=list(ROWS)), TABLE),
     )
-    run_study(study, lambda: parse_args(argv))
+    run_study(study, argv)
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of the study."""
-    parser = study_parser("cifar10_study", __doc__, ROWS)
+    parser = grid_parser("cifar10_study", __doc__, ROWS)
     parser.set_defaults(
         epochs=3,
         batch_size=ImageConfig.batch_size,
@@ -85,20 +82,20 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def runs(options: argparse.Namespace, num_processes: int) -> Runs[ImageConfig]:
+    """All rows of a seed before the next."""
+    order = order_of_runs(options.rows, (), options.seeds)
+    return {(row, seed): configuration(options, row, seed) for row, seed in order}
+
+
 def configuration(options: argparse.Namespace, row: str, seed: int) -> ImageConfig:
     """The run of one row and seed."""
     return ImageConfig(**chosen_options(options, ImageConfig, ROWS[row], seed))
 
 
-def train_one(row: str, config: ImageConfig, shared: dict[str, Any]) -> dict[str, Any]:
-    """Trains one (row, seed) and gives its line of the results file, with the shared settings."""
-    global _dataset
-    if _dataset is None:
-        _dataset = load_data(config)
-    dataset = _dataset
-    return line_of(
-        row, config, shared, lambda: run(config, dataset=dataset, progress=False).to_json()
-    )
+def train(config: ImageConfig, settings: Line, ranks: Ranks) -> Line:
+    """Trains one run; its line is its summary."""
+    return run(config, dataset=data_of(config, load_data, ranks), progress=False).to_json()
 
 
 def _harm(number: int, row: str, *, severe: bool) -> Claim:

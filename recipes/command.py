@@ -103,7 +103,7 @@ class Parser(argparse.ArgumentParser):
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe(Generic[AnyConfig, AnyData]):
-    """What a recipe trains, and on what.
+    """A recipe: its trainer, its data, and its options.
 
     Attributes:
         parser: with its own options and the common ones.

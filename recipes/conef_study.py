@@ -1,4 +1,4 @@
-"""What the memory of error feedback is worth: ConEF on replicas, with sketches of several sizes.
+"""The worth of error feedback's memory: ConEF on replicas, with sketches of several sizes.
 
     torchrun --nproc-per-node 4 -m recipes.conef_study --groups images --images digits --seeds 5
     torchrun --nproc-per-node 4 -m recipes.conef_study --groups lstm adam --seeds 5
@@ -7,9 +7,8 @@
 Every process is a replica. The rows are those of Li et al.: dense SGD; a random block of 10 % of
 each gradient, unbiased (rbSGD), with error feedback (EF), and with error feedback whose memory is
 60, 80 and 90 % smaller (ConEF) or as large (partial EF); once more with Adam, which the theory says
-nothing of. Runs of one seed have the same data, order and first weights, and are compared as pairs.
-Each finished (row, seed) is one line of the results file; those are skipped when the command is
-given again.
+nothing of. Runs of one seed have the same data, order and first weights, and are compared as pairs;
+`recipes.study` runs it.
 
 Options for the training are for all groups of a command; where one is not given, each group has its
 own (`GROUPS`). The authors' sizes are those of `recipes.cifar10` and `recipes.wikitext` (there).
@@ -18,29 +17,18 @@ own (`GROUPS`). The authors' sizes are those of `recipes.cifar10` and `recipes.w
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from tabulate import tabulate
 
-from recipes.config import RunConfig, check_at_least
+from recipes.config import RunConfig
 from recipes.image_config import MODELS, ImageConfig
 from recipes.metric import ACCURACY, PERPLEXITY, Metric
-from recipes.paired_runs import (
-    Found,
-    Line,
-    add_common,
-    by_row,
-    paired,
-    print_tables,
-    run_missing,
-    spread,
-)
-from recipes.ranks import joined
-from recipes.replica_runs import check_replicas, of_replicas
+from recipes.study import Line, Runs, Study, given, run_study, study_parser
+from recipes.study_runs import own_settings, train_on_replicas
+from recipes.study_table import Results, Run, spread
 from recipes.text_config import TextConfig
 
 DENSE: Final = "dense"
@@ -59,7 +47,7 @@ METHODS: Final[Mapping[str, str]] = {
 
 
 class Group(NamedTuple):
-    """What one table is about.
+    """The rows and settings of one table.
 
     Attributes:
         metric: its runs are judged by.
@@ -105,43 +93,24 @@ GROUPS: Final[Mapping[str, Group]] = {
     ),
 }
 
-#: Options of the command line that go into a configuration, if it has one of that name.
-_TRAINING: Final = (
-    *("epochs", "batch_size", "lr", "lr_milestones", "lr_factor", "clip", "train_limit"),
-    *("momentum", "width", "depth", "widen", "test_limit"),
-    *("hidden", "seq_len", "vocab_size", "eval_limit"),
-)
-
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs what is missing, then prints the tables; `--table` prints only."""
-    with joined() as ranks:
-        options = _parse(argv)
-        if not options.table:
-            check_replicas(ranks)
-            check_at_least("seeds", options.seeds, 1)
-            configs = {
-                (f"{group}: {row}", seed): configuration(options, group, row, seed, ranks.size)
-                for group in options.groups
-                for seed in range(options.seeds)
-                for row in GROUPS[group].rows
-                if row in options.rows
-            }
-            run_missing(configs, options.out, ranks, of_replicas)
-        print_tables(options.out, ranks, render)
+    study = Study(
+        parse=_parse,
+        runs=runs,
+        train=train_on_replicas,
+        settings=own_settings,
+        on_replicas=True,
+        render=render,
+    )
+    run_study(study, argv)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m recipes.conef_study",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = study_parser("conef_study", __doc__, METHODS, seeds=5)
     add = parser.add_argument
-    add_common(parser, Path("runs/conef_study.jsonl"))
-    rows = "; ".join(METHODS).replace("%", "%%")
     add("--groups", nargs="+", choices=GROUPS, default=list(GROUPS))
-    add("--rows", nargs="+", choices=METHODS, default=list(METHODS), metavar="ROW", help=rows)
     add("--images", default=ImageConfig.data, help="hub name, folder of parquet files, or digits")
     add("--text", default=TextConfig.data, help="hub name, folder, text files, or python-docs")
     add("--model", choices=MODELS, help="of the images (default resnet18)")
@@ -164,29 +133,34 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def runs(options: argparse.Namespace, num_replicas: int) -> Runs[RunConfig]:
+    """Group by group, all rows of a seed before the next."""
+    return {
+        (f"{group}: {row}", seed): configuration(options, group, row, seed, num_replicas)
+        for group in options.groups
+        for seed in range(options.seeds)
+        for row in GROUPS[group].rows
+        if row in options.rows
+    }
+
+
 def configuration(
     options: argparse.Namespace, group: str, row: str, seed: int, replicas: int
 ) -> RunConfig:
     """The run of one row of a group and seed."""
-    config = ImageConfig if GROUPS[group].metric is ACCURACY else TextConfig
-    known = {field.name for field in dataclasses.fields(config)}
-    given: dict[str, Any] = {
-        name: value
-        for name in _TRAINING
-        if name in known and (value := getattr(options, name)) is not None
-    }
+    on_images = GROUPS[group].metric is ACCURACY
+    config = ImageConfig if on_images else TextConfig
+    said = given(options, config)
+    if options.precision == "auto":
+        del said["precision"]  # each group has its own
+    if not on_images:
+        said.pop("model", None)
     if group != "lstm":
-        given.pop("hidden", None)
-    if "lr_milestones" in given:
-        given["lr_milestones"] = tuple(given["lr_milestones"])
-    chosen: dict[str, Any] = {**GROUPS[group].settings, **given}
-    chosen |= {"device": options.device, "threads": options.threads, "eval_every": chosen["epochs"]}
-    if options.precision != "auto":
-        chosen["precision"] = options.precision
-    if config is ImageConfig:
+        said.pop("hidden", None)
+    chosen: dict[str, Any] = {**GROUPS[group].settings, **said}
+    chosen["eval_every"] = chosen["epochs"]
+    if on_images:
         chosen |= {"data": options.images, "schedule_epochs": chosen["epochs"]}
-        if options.model:
-            chosen["model"] = options.model
     else:
         chosen |= {"data": options.text, "tokenizer": "bpe"}
     chosen |= {"split": "1", "chunks": 1, "act": ("none",), "grad": ("none",)}
@@ -195,45 +169,34 @@ def configuration(
 
 def render(lines: Sequence[Line]) -> str:
     """The tables of all groups that have results."""
-    found = by_row(lines)
-    return "\n\n".join(text for group in GROUPS if (text := _group_table(group, found)))
+    results = Results.of(lines)
+    return "\n\n".join(text for group in GROUPS if (text := _group_table(group, results)))
 
 
-def _group_table(group: str, found: Found) -> str:
+def _group_table(group: str, results: Results) -> str:
     metric, rows, _ = GROUPS[group]
-    names = {row: f"{group}: {row}" for row in rows if f"{group}: {row}" in found}
+    names = {f"{group}: {row}": row for row in rows if f"{group}: {row}" in results.runs}
     if not names:
         return ""
-    whole = _memory(found, f"{group}: {EF}")
-    table = []
-    for row, name in names.items():
-        runs = [line for line in found[name].values() if "diverged" not in line]
-        diverged = len(found[name]) - len(runs)
-        label = f"{row} ({diverged} diverged)" if diverged else row
-        if not runs:
-            table.append([label, 0])
-            continue
-        held = _memory(found, name)
+    whole = _memory(results.of_row(f"{group}: {EF}"))
+
+    def cells(name: str, runs: Sequence[Run]) -> list[Any]:
+        row, held = names[name], _memory(runs)
+        assert held is not None
         differences = [
-            ""
-            if row == other
-            else paired(
-                found, name, f"{group}: {other}", metric.name, percent=90, scale=metric.scale
-            )
+            "" if row == other else results.paired(name, f"{group}: {other}", metric, percent=90)
             for other in (EF, DENSE)
         ]
-        steps = [line["replicas"]["wire_bytes"] / line["steps"] for line in runs]
-        table.append(
-            [
-                *(label, len(runs), spread([metric.scale * line[metric.name] for line in runs])),
-                *differences,
-                1e3 * statistics.median(line["step_s"] for line in runs),
-                None if held is None else held / 1e6,
-                None if held is None or whole is None or row == DENSE else (whole - held) / 1e6,
-                statistics.mean(steps) / 1e3,
-                METHODS[row],
-            ]
-        )
+        return [
+            spread([metric.scale * run[metric.name] for run in runs], between="+-"),
+            *differences,
+            1e3 * statistics.median(run["step_s"] for run in runs),
+            held / 1e6,
+            None if whole is None or row == DENSE else (whole - held) / 1e6,
+            statistics.mean(run["replicas"]["wire_bytes"] / run["steps"] for run in runs) / 1e3,
+            METHODS[row],
+        ]
+
     headers = (
         *("row", "n", f"{metric.name} {metric.unit}".rstrip(), "less EF", "less dense"),
         *("ms a step", "error MB", "saved MB", "kB a step", "method"),
@@ -243,14 +206,14 @@ def _group_table(group: str, found: Found) -> str:
         "evaluations; memory and bytes are those of one replica."
     )
     formats = ("", "d", "", "", "", ".1f", ".3f", ".3f", ".1f")
+    table = results.table(names, cells)
     text = tabulate(table, headers, floatfmt=formats, disable_numparse=[2, 3, 4])
     return f"{group}\n{text}\n{notes}"
 
 
-def _memory(found: Found, name: str) -> float | None:
-    """Bytes that errors take on a replica, of a row; None where no run of it has ended."""
-    held = [line["memory_bytes"] for line in found.get(name, {}).values() if "diverged" not in line]
-    return statistics.mean(held) if held else None
+def _memory(runs: Sequence[Run]) -> float | None:
+    """Bytes that errors take on a replica; None where no run has ended."""
+    return statistics.mean(run["memory_bytes"] for run in runs) if runs else None
 
 
 if __name__ == "__main__":

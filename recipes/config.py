@@ -1,4 +1,7 @@
-"""What every training run is told: one frozen value, checked when made, kept in the run folder."""
+"""The options of every training run: one frozen value, checked when made, kept in the run folder.
+
+And what is drawn from its seed: a generator of its own for each purpose.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar, Final, TypeVar
+
+import numpy as np
+import torch
 
 import mpcomp
 from mpcomp.data_parallel.methods import param_comp_of, replica_method_of
@@ -34,6 +40,7 @@ class RunConfig:
     """
 
     sample: ClassVar[str]  # what a batch has several of, in words
+    data_options: ClassVar[tuple[str, ...]]  # those that decide which data it needs
     at_least_0: ClassVar[tuple[str, ...]] = (
         "warmup_steps",
         "warmup_epochs",
@@ -212,7 +219,7 @@ class RunConfig:
 
     @property
     def replica_momentum(self) -> float:
-        """That of a method that has the momentum on each replica; 0 of others."""
+        """The momentum of a method that has it on each replica; 0 of others."""
         return float(getattr(replica_method_of(self.dp_comp), "momentum", 0.0))
 
     @property
@@ -279,3 +286,10 @@ def check_at_least(name: str, value: float | None, least: float) -> None:
     """Raises ValueError for a number that is too small, or none."""
     if value is not None and not value >= least:
         raise ValueError(f"{name} is {value}; pass at least {least}")
+
+
+def seeded(*key: int) -> torch.Generator:
+    """A generator of its own for each key, unrelated for neighbouring keys."""
+    # SeedSequence counts trailing zeros as absent; the length keeps (1,) and (1, 0) apart.
+    state = np.random.SeedSequence([len(key), *key]).generate_state(1, np.uint64)
+    return torch.Generator().manual_seed(int(state[0]))

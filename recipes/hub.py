@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """What a recipe needs of a data set, and what it can suggest where that is not there."""
+    """The columns and splits of a data set, and what a recipe suggests where it is not there."""
 
     columns: tuple[str, ...]
     splits: tuple[str, ...]
@@ -98,7 +98,7 @@ def _answers(name: str, kind: str) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in one line."""
+    """The first line of an error's message."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 

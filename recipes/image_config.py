@@ -1,4 +1,4 @@
-"""What a training run on images is told."""
+"""The options of a training run on images."""
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ class ImageConfig(RunConfig):
     """
 
     sample: ClassVar[str] = "image"
+    data_options: ClassVar[tuple[str, ...]] = ("data", "train_limit", "test_limit")
     at_least_0: ClassVar[tuple[str, ...]] = (*RunConfig.at_least_0, "crop_padding", "aug_seeds")
     at_least_1: ClassVar[tuple[str, ...]] = (
         *(*RunConfig.at_least_1, "width", *WIDE_SIZES, "schedule_epochs", "test_limit"),

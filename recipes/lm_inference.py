@@ -1,4 +1,4 @@
-"""What compression at the cuts costs a pretrained language model that never trained with it.
+"""The cost of compression at the cuts to a pretrained language model that never trained with it.
 
     python -m recipes.lm_inference --model FOLDER --data FOLDER --split 3 --eval-limit 16
     python -m recipes.lm_inference --model model.gguf --data python-docs --methods quant:8 topk:0.1
@@ -94,7 +94,7 @@ def _parser() -> Parser:
 
 
 def settings_of(config: TextConfig) -> dict[str, Any]:
-    """What all rows of one results file share."""
+    """Settings that all rows of one results file share."""
     names = ("split", "eval_split", "eval_limit", "seq_len", "batch_size", "seed")
     return {
         "model": Path(config.model).name,
@@ -130,7 +130,7 @@ def _finished(out: Path, here: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def methods_of(specs: Sequence[str]) -> list[mpcomp.Compressor]:
-    """What is to be evaluated: no compression first, then each method once.
+    """The methods to evaluate: no compression first, then each method once.
 
     Raises:
         ValueError: a spec that is none, or whose method does something in training only.
@@ -242,7 +242,7 @@ def _load(config: TextConfig) -> _Loaded:
 
 
 def _plain_logits(loaded: _Loaded, batch: Mapping[str, Tensor]) -> Tensor:
-    """What the model in one piece says to a batch, [b, s, vocabulary] on the CPU."""
+    """Logits of the model in one piece for a batch, [b, s, vocabulary] on the CPU."""
     device = loaded.devices[0]
     inputs = {name: value.to(device) for name, value in batch.items() if name != "labels"}
     with torch.no_grad():
@@ -298,7 +298,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def notes(rows: Sequence[Mapping[str, Any]]) -> str:
-    """What the table is of, and what its first row was compared with."""
+    """The text below the table: its subject, and what its first row was compared with."""
     first = rows[0]
     settings = first["settings"]
     after = ", ".join(cut["after"] for cut in first["cuts"])

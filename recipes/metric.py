@@ -1,4 +1,4 @@
-"""What a model is judged by: its name in files, and how tables and plots show it."""
+"""The number that a model is judged by: its name in files, and how tables and plots show it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a run takes place: how its model is cut, on which processes and devices, in which dtype."""
+"""The placement of a run: how its model is cut, on which processes and devices, in which dtype."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a pretrained model lies: on the hub, in a folder, or in a GGUF file."""
+"""Sources of a pretrained model: on the hub, in a folder, or in a GGUF file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GGUF_PACKAGES: Final = ("gguf", "accelerate")
 
 
 def source_of(name: str, fix: str, *, weights: bool = False) -> tuple[str, Mapping[str, Any]]:
-    """What `from_pretrained` of transformers' Auto classes takes: a source, and keywords.
+    """The source and keywords that `from_pretrained` of transformers' Auto classes takes.
 
     Args:
         name: hub name, folder as `save_pretrained` writes it, GGUF file, or folder with one. A

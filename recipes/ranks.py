@@ -59,13 +59,13 @@ class Ranks:
         return self.local_rank == 0
 
     def gather(self, value: Any) -> list[Any]:
-        """What JSON can hold, from every rank, by rank; every rank calls it."""
+        """A value that JSON can hold, of every rank, by rank; every rank calls it."""
         if self.world is None:
             return [value]
         return exchange(self.world, f"recipe/{next(self._turns)}", value)
 
     def together(self, work: Callable[[], T]) -> T:
-        """What ``work`` returns here; every rank calls it, and does in it what is its own.
+        """The result of ``work`` here; every rank calls it, and does in it what is its own.
 
         Raises:
             ValueError: it did so on some rank; with the same message on all.

@@ -1,4 +1,4 @@
-"""What replicas exchange in a run: floats and bytes of each step, gains, and where time goes."""
+"""A log of what replicas exchange: floats and bytes of each step, gains, and where time goes."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class ReplicaLog:
             self._before = (totals.encode_s, totals.wait_s, totals.decode_s)
 
     def end_epoch(self) -> dict[str, Any]:
-        """What an epoch's entry of the history holds of replicas: totals, and this epoch's time.
+        """The part of replicas in an epoch's entry of the history: totals, and this epoch's time.
 
         ``scaling_efficiency`` is T_N / (N T_1), T in samples a second: the time that one replica
         would have taken for its part of the data (data and compute), over that of the epoch.
@@ -104,7 +104,7 @@ def append_steps(path: Path, steps: Sequence[Mapping[str, Any]]) -> None:
 
 
 def read_steps(path: Path) -> list[dict[str, Any]]:
-    """What `append_steps` wrote."""
+    """The entries that `append_steps` wrote."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text().splitlines()]

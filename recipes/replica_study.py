@@ -3,35 +3,26 @@
     torchrun --nproc-per-node 4 -m recipes.replica_study --data FOLDER --seeds 5
     python -m recipes.replica_study --table
 
-Every process is a replica. Each finished (row, seed) is one line of the results file; those are
-skipped when the command is given again. A row differs from the row it is compared with in what
-its name says, and in nothing else; of each seed both have the same data, order and first weights.
+Every process is a replica; `recipes.study` runs it. A row differs from the row it is compared with
+in what its name says, and in nothing else; of each seed both have the same data, order and first
+weights.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from tabulate import tabulate
 
 from recipes.image_config import MODELS, ImageConfig
-from recipes.paired_runs import (
-    Line,
-    add_common,
-    by_row,
-    paired,
-    print_tables,
-    run_missing,
-    spread,
-)
-from recipes.ranks import joined
-from recipes.replica_runs import check_replicas, of_replicas
+from recipes.metric import ACCURACY
+from recipes.study import Line, Runs, Study, given, run_study, study_parser
+from recipes.study_runs import own_settings, train_on_replicas
+from recipes.study_table import Results, Run, spread
 
 
 class Row(NamedTuple):
@@ -121,29 +112,21 @@ ROWS: Final[dict[str, Row]] = {
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs what is missing, then prints the tables; `--table` prints only."""
-    with joined() as ranks:
-        options = _parse(argv)
-        if not options.table:
-            check_replicas(ranks)
-            configs = {
-                (row, seed): configuration(options, row, seed, ranks.size)
-                for seed in range(options.seeds)
-                for row in options.rows
-            }
-            run_missing(configs, options.out, ranks, of_replicas)
-        print_tables(options.out, ranks, render)
+    study = Study(
+        parse=_parse,
+        runs=runs,
+        train=train_on_replicas,
+        settings=own_settings,
+        on_replicas=True,
+        render=render,
+    )
+    run_study(study, argv)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m recipes.replica_study",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = study_parser("replica_study", __doc__, ROWS, seeds=5)
     add = parser.add_argument
-    add_common(parser, Path("runs/replica_study.jsonl"))
     add("--data", default=ImageConfig.data, help="hub name, folder of parquet files, or digits")
-    add("--rows", nargs="+", choices=ROWS, metavar="ROW", help="; ".join(ROWS).replace("%", "%%"))
     add("--groups", nargs="+", choices=sorted({row.group for row in ROWS.values()}))
     add("--model", choices=MODELS, default="resnet18")
     add("--width", type=int, default=16)
@@ -157,18 +140,25 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--lr-milestones", type=int, nargs="+", metavar="EPOCH", help="instead of a cosine")
     add("--lr-factor", type=float, help="by which the rate falls there")
     options = parser.parse_args(argv)
-    if options.lr_milestones:
-        options.lr_milestones = tuple(options.lr_milestones)
-    chosen = options.rows or list(ROWS)
-    options.rows = [r for r in chosen if not options.groups or ROWS[r].group in options.groups]
+    options.rows = [
+        r for r in options.rows if not options.groups or ROWS[r].group in options.groups
+    ]
     return options
+
+
+def runs(options: argparse.Namespace, num_replicas: int) -> Runs[ImageConfig]:
+    """All rows of a seed before the next."""
+    return {
+        (row, seed): configuration(options, row, seed, num_replicas)
+        for seed in range(options.seeds)
+        for row in options.rows
+    }
 
 
 def configuration(options: argparse.Namespace, row: str, seed: int, replicas: int) -> ImageConfig:
     """The run of one row and seed."""
-    names = {field.name for field in dataclasses.fields(ImageConfig)} & set(vars(options))
     chosen = {
-        **{name: value for name in names if (value := getattr(options, name)) is not None},
+        **given(options, ImageConfig),
         **{"split": "1", "chunks": 1, "act": ("none",), "grad": ("none",)},
         **{"replicas": replicas, "dp_comp": ROWS[row].dp_comp, "seed": seed},
         **{"eval_every": options.epochs, "schedule_epochs": options.epochs},
@@ -179,44 +169,36 @@ def configuration(options: argparse.Namespace, row: str, seed: int, replicas: in
 
 def render(lines: Sequence[Line]) -> str:
     """The tables of all groups that have results."""
+    results = Results.of(lines)
     groups = dict.fromkeys(row.group for row in ROWS.values())
-    return "\n\n".join(text for group in groups if (text := _group_table(group, lines)))
+    return "\n\n".join(text for group in groups if (text := _group_table(group, results)))
 
 
-def _group_table(group: str, lines: Sequence[Line]) -> str:
-    found = by_row(lines)
-    rows = [name for name in found if name in ROWS and ROWS[name].group == group]
+def _group_table(group: str, results: Results) -> str:
+    rows = [name for name in results.runs if name in ROWS and ROWS[name].group == group]
     if not rows:
         return ""
     references = dict.fromkeys(ROWS[name].against for name in rows)
     shown = [*(name for name in references if name not in rows), *rows]
-    table = []
-    for name in shown:
-        runs = [x for x in found.get(name, {}).values() if "diverged" not in x]
-        diverged = len(found.get(name, {})) - len(runs)
-        if not runs:
-            table.append([name, len(found.get(name, {})), "diverged" if diverged else "-"])
-            continue
-        table.append(
-            [
-                name,
-                len(runs),
-                spread([100 * x["accuracy"] for x in runs]),
-                ""
-                if name == ROWS[name].against
-                else paired(found, name, ROWS[name].against, "accuracy", percent=95, scale=100.0),
-                *(statistics.mean(_saved(x, k) for x in runs) for k in ("bytes", "floats", "link")),
-                ROWS[name].dp_comp,
-            ]
-        )
+
+    def cells(row: str, runs: Sequence[Run]) -> list[Any]:
+        against = ROWS[row].against
+        return [
+            spread([100 * run["accuracy"] for run in runs], between="+-"),
+            "" if row == against else results.paired(row, against, ACCURACY, percent=95),
+            *(statistics.mean(_saved(run, k) for run in runs) for k in ("bytes", "floats", "link")),
+            ROWS[row].dp_comp,
+        ]
+
     headers = (
         *("row", "n", "accuracy %", "less reference, points"),
         *("bytes x", "floats x", "on the link x", "method"),
     )
+    table = results.table({row: row for row in shown}, cells)
     return f"{group}\n" + tabulate(table, headers, floatfmt=".1f")
 
 
-def _saved(line: Line, kind: str) -> float:
+def _saved(line: Run, kind: str) -> float:
     """How many times less than dense was sent."""
     sent = line["replicas"]
     if kind == "bytes":

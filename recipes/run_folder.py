@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Where the parts of a run lie."""
+    """Paths of the parts of a run."""
 
     path: Path
 
@@ -35,7 +35,7 @@ class RunFolder:
 
     @property
     def replica_steps(self) -> Path:
-        """What replicas exchanged in each step."""
+        """The file of what replicas exchanged in each step."""
         return self.path / "replicas.jsonl"
 
     @property
@@ -44,7 +44,7 @@ class RunFolder:
 
     @property
     def adaptive_steps(self) -> Path:
-        """What adaptive cuts sent with in each step."""
+        """The file of what adaptive cuts sent with in each step."""
         return self.path / "adaptive.jsonl"
 
     @property
@@ -57,7 +57,7 @@ class RunFolder:
 
     @property
     def model(self) -> Path:
-        """What others load, where a recipe leaves it."""
+        """The model for others to load, where a recipe leaves one."""
         return self.path / "model"
 
     @property

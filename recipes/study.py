@@ -1,92 +1,75 @@
-"""A grid of rows and seeds, from one command that can be stopped and continued.
+"""A study: runs by row and seed, from one command that can be stopped and continued.
 
 Each finished (row, seed) is one line of the results file; those are skipped when the command is
-given again. `recipes.cifar10_study` and `recipes.wikitext_study` say what is trained.
+given again. Which rows there are, and how one is trained, is a `Study`'s: `recipes.cifar10_study`,
+`recipes.wikitext_study`, `recipes.adaptive_study`, `recipes.conef_study`, `recipes.replica_study`.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import multiprocessing
 import os
 import platform
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import closing
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Final, Generic, NamedTuple
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 from tqdm import tqdm
 
-from recipes.config import PRECISIONS, AnyConfig, RunConfig
-from recipes.ranks import joined
+from recipes.config import PRECISIONS, AnyConfig, RunConfig, check_at_least
+from recipes.metric import ACCURACY, PERPLEXITY
+from recipes.ranks import Ranks, joined
 from recipes.run_folder import append_json_line, read_json_lines
-from recipes.study_table import Results, Table, render
 
-Line = dict[str, Any]
+AnyData = TypeVar("AnyData")
 
-# What may differ between the runs of one results file: the row and the seed, and what does not
-# change what is trained; and what only several processes have.
-FREE_OPTIONS: Final = (
-    *("act", "grad", "warmup_epochs", "seed", "data", "device", "threads"),
-    *("replicas", "schedule", "in_flight", "timeout"),
-    *("optimizer", "nesterov", "base_batch", "lr_warmup_epochs", "lr_milestones", "lr_factor"),
-    *("depth", "widen"),
-    *("dp_comp", "dp_path", "dp_small", "per_machine", "shard", "param_comp"),
-)
+Line: TypeAlias = dict[str, Any]
+#: Row and seed, in the order in which they are to be run -> what is trained.
+Runs: TypeAlias = Mapping[tuple[str, int], AnyConfig]
 
-
-class Row(NamedTuple):
-    """What is special about a row.
-
-    Attributes:
-        act: method of activations.
-        grad: method of gradients.
-        warmup: whether it begins with uncompressed epochs (`--warmup-epochs`).
-        also: other options of the configuration.
-    """
-
-    act: str
-    grad: str
-    warmup: bool = False
-    also: Mapping[str, Any] = MappingProxyType({})
+# Of this process, which its runs share.
+_loaded: dict[Hashable, Any] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Study(Generic[AnyConfig]):
-    """What is trained, and what is made of it.
+    """A choice of runs, and what is made of each and of all.
 
     Attributes:
-        name: of the module.
-        rows: in the order of the table.
-        first: rows that are run with all seeds before the others; these are all run with one seed
-            before the next.
-        config: of a row and a seed, from the options.
-        settings: what all runs of one results file share, by a run and the options.
-        train_one: the line of the results file; a function of a module, for other processes.
-        table: of the results.
+        parse: the options; those of `study_parser` are among them.
+        runs: from the options and the number of processes.
+        train: one run on all ranks; what its line says besides what `line_of` adds. A function of a
+            module, as other processes call it, too.
+        settings: of a run and the options, for its line.
+        same_settings: whether `settings` are those of all lines of one results file.
+        on_replicas: whether every process is a replica; else a run takes one process.
+        render: the tables.
     """
 
-    name: str
-    rows: Mapping[str, Row]
-    first: Sequence[str] = ()
-    config: Callable[[argparse.Namespace, str, int], AnyConfig]
+    parse: Callable[[Sequence[str] | None], argparse.Namespace]
+    runs: Callable[[argparse.Namespace, int], Runs[AnyConfig]]
+    train: Callable[[AnyConfig, Line, Ranks], Line]
     settings: Callable[[AnyConfig, argparse.Namespace], Line]
-    train_one: Callable[[str, AnyConfig, Line], Line]
-    table: Table
+    same_settings: bool = False
+    on_replicas: bool = False
+    render: Callable[[Sequence[Line]], str]
 
 
 def study_parser(
-    name: str, description: str | None, rows: Iterable[str]
+    name: str, description: str | None, rows: Iterable[str], *, seeds: int
 ) -> argparse.ArgumentParser:
-    """A parser with the options of every study; a study sets their defaults and adds its own."""
+    """A parser with the options of every study; a study adds its own."""
     names = list(rows)
     parser = argparse.ArgumentParser(
         prog=f"python -m recipes.{name}",
@@ -103,145 +86,110 @@ def study_parser(
         metavar="ROW",
         help="; ".join(names).replace("%", "%%"),
     )
-    add("--seeds", type=int, default=3, help="seeds 0 to n-1 of every row")
-    add("--epochs", type=int, help="(default %(default)s)")
-    add("--warmup-epochs", type=int, default=1, help="uncompressed, in the rows that have some")
-    add("--eval-every", type=int, help="epochs; default: only the last epoch is evaluated")
-    add("--batch-size", type=int, help="(default %(default)s)")
-    add("--chunks", type=int, help="microbatches of a batch (default %(default)s)")
-    add("--lr", type=float, help="(default %(default)s)")
+    add("--seeds", type=int, default=seeds, help="seeds 0 to n-1 of every row")
     add("--precision", choices=PRECISIONS, default="auto")
     add("--device", default="auto")
-    add("--workers", type=int, help="processes (default %(default)s); 0: run in this one")
     add("--threads", type=int, default=1, help="of each process, on the CPU")
-    add("--table", action="store_true", help="print the table of the results so far, run nothing")
+    add("--table", action="store_true", help="print the tables of the results, run nothing")
     return parser
 
 
-def run_study(study: Study[AnyConfig], parse: Callable[[], argparse.Namespace]) -> None:
-    """Runs what is missing, then prints the table; `--table` prints only."""
-    with joined() as ranks:
-        if ranks.size > 1:
-            raise ValueError(
-                "the study trains each run in one process, and starts those itself (--workers); "
-                "start it with python, not with torchrun"
-            )
-        options = parse()
-        if not options.table:
-            _run_missing(study, options)
-        lines = read_json_lines(options.out)
-        if not lines:
-            raise ValueError(f"{options.out} has no results yet; run without --table first")
-        print(render(Results.of(lines, order=list(study.rows)), study.table))
-
-
-def chosen_options(
-    options: argparse.Namespace, config: type[RunConfig], row: Row, seed: int
-) -> dict[str, Any]:
-    """The fields of a configuration that the options, the row and the seed determine."""
+def given(options: argparse.Namespace, config: type[RunConfig]) -> dict[str, Any]:
+    """The fields of a configuration that the command line says something of."""
     names = {field.name for field in dataclasses.fields(config)} & set(vars(options))
-    return {
-        **{name: getattr(options, name) for name in names},
-        "eval_every": options.eval_every or options.epochs,
-        "warmup_epochs": options.warmup_epochs if row.warmup else 0,
-        "act": (row.act,),
-        "grad": (row.grad,),
-        "seed": seed,
-        **row.also,
-    }
+    said = {name: value for name in names if (value := getattr(options, name)) is not None}
+    if "lr_milestones" in said:
+        said["lr_milestones"] = tuple(said["lr_milestones"])
+    return said
 
 
-def shared_settings(config: RunConfig, options: argparse.Namespace) -> Line:
-    """What all runs of one results file share; the warm-up is that of the rows that have one."""
-    shared = {name: value for name, value in config.to_json().items() if name not in FREE_OPTIONS}
-    return {**shared, "warmup_epochs": options.warmup_epochs}
+def run_study(study: Study[AnyConfig], argv: Sequence[str] | None) -> None:
+    """Runs what is missing, then prints the tables; `--table` prints only."""
+    with joined() as ranks:
+        if ranks.size > 1 and not study.on_replicas:
+            raise ValueError(
+                "the study trains each run in one process; start it with python, not with torchrun"
+            )
+        options = study.parse(argv)
+        if not options.table:
+            if study.on_replicas and ranks.size == 1:
+                raise ValueError(
+                    "every process is a replica; start this with torchrun --nproc-per-node 4, or "
+                    "pass --table"
+                )
+            check_at_least("seeds", options.seeds, 1)
+            _run_missing(study, options, ranks)
+        if ranks.speaks:
+            lines = read_json_lines(options.out)
+            if not lines:
+                raise ValueError(f"{options.out} has no results yet; run without --table first")
+            print(study.render(lines))
 
 
-def line_of(row: str, config: RunConfig, shared: Line, train: Callable[[], Line]) -> Line:
-    """The line of the results file of a run that `train` does; a divergence is a result too."""
-    outcome: Line
-    try:
-        outcome = train()
-    except FloatingPointError as error:  # no reason to stop the others
-        outcome = {"seed": config.seed, "diverged": str(error)}
-    return {
-        "row": row,
-        **outcome,
-        "settings": shared,
-        "data": Path(config.data).name,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
-        "torch": torch.__version__,
-    }
+def _run_missing(study: Study[AnyConfig], options: argparse.Namespace, ranks: Ranks) -> None:
+    runs = study.runs(options, ranks.size)
+    shared = study.settings(next(iter(runs.values())), options) if study.same_settings else None
 
+    def finished() -> list[list[Any]]:
+        lines = read_json_lines(options.out)
+        if shared is not None:
+            _check_settings(options.out, lines, shared)
+        return [[line["row"], line["seed"]] for line in lines]
 
-def order_of_runs(
-    rows: Sequence[str], first: Sequence[str], num_seeds: int
-) -> list[tuple[str, int]]:
-    """(row, seed) pairs: the `first` rows with all seeds, then the others seed by seed."""
-    early = [row for row in rows if row in first]
-    late = [row for row in rows if row not in first]
-    return [(row, seed) for part in (early, late) for seed in range(num_seeds) for row in part]
-
-
-def _run_missing(study: Study[AnyConfig], options: argparse.Namespace) -> None:
-    order = order_of_runs(options.rows, study.first, options.seeds)
-    todo = [(row, study.config(options, row, seed)) for row, seed in order]
-    shared = study.settings(todo[0][1], options)
-    finished = _finished(options.out, shared)
-    missing = [(row, config) for row, config in todo if (row, config.seed) not in finished]
+    done = ranks.gather(ranks.together(finished))[0]
+    missing = [
+        (row, config, study.settings(config, options) if shared is None else shared)
+        for (row, seed), config in runs.items()
+        if [row, seed] not in done
+    ]
     print(
-        f"{len(todo) - len(missing)} of {len(todo)} runs are finished in {options.out}", flush=True
+        f"{len(runs) - len(missing)} of {len(runs)} runs are finished in {options.out}", flush=True
     )
     if not missing:
         return
-    metric = study.table.metric
-    # A request to end takes the same way out as Ctrl-C: no worker stays behind.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped; the same command continues"))
-    with tqdm(total=len(missing), unit="run") as bar:
-
-        def finish(line: Line) -> None:
-            append_json_line(options.out, line)
+    if ranks.size == 1:
+        # A request to end takes the same way out as Ctrl-C: no worker stays behind.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped; the same command continues"))
+    workers = getattr(options, "workers", 0)
+    lines = _in_workers(study, missing, workers) if workers else _here(study, missing, ranks)
+    with (
+        closing(lines),  # which ends the workers
+        tqdm(total=len(missing), unit="run", disable=not ranks.speaks) as bar,
+    ):
+        for line in lines:
+            if ranks.speaks:
+                append_json_line(options.out, line)
+                bar.write(f"{line['row']}, seed {line['seed']}: {_shown(line)}")
             bar.update()
-            reached = line.get(metric.on, float("nan"))
-            bar.set_postfix_str(f"{line['row']}, seed {line['seed']}: {reached:.3f}")
-
-        if options.workers == 0:
-            for row, config in missing:
-                finish(study.train_one(row, config, shared))
-            return
-        pool = ProcessPoolExecutor(
-            options.workers,
-            mp_context=multiprocessing.get_context("spawn"),
-            initializer=_end_with_parent,
-        )
-        try:
-            jobs = [pool.submit(study.train_one, row, config, shared) for row, config in missing]
-            for future in as_completed(jobs):
-                finish(future.result())
-        except BaseException:
-            for worker in multiprocessing.active_children():
-                worker.terminate()  # an unfinished run starts anew next time
-            raise
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _finished(out: Path, here: Line) -> set[tuple[str, int]]:
-    """The (row, seed) in the results file.
+def _here(
+    study: Study[AnyConfig], jobs: Sequence[Any], ranks: Ranks
+) -> Generator[Line, None, None]:
+    """The lines of the jobs, trained one after the other by this process, or by all ranks."""
+    for row, config, settings in jobs:
+        yield line_of(study.train, row, config, settings, ranks)
+        gc.collect()  # the last pipeline's connections, and a thread for each, end with it
 
-    Raises:
-        ValueError: the file holds runs of other settings, which must not share a table.
-    """
-    lines = read_json_lines(out)
-    for line in lines:
-        there = line["settings"]
-        if differing := {name: there.get(name) for name in here if there.get(name) != here[name]}:
-            raise ValueError(
-                f"{out} holds runs with other settings: {differing}, while this command has "
-                f"{ {name: here[name] for name in differing} }; pass the same options, or another "
-                "--out"
-            )
-    return {(line["row"], line["seed"]) for line in lines}
+
+def _in_workers(
+    study: Study[AnyConfig], jobs: Sequence[Any], num_workers: int
+) -> Generator[Line, None, None]:
+    """The lines of the jobs, each trained by one of so many processes."""
+    pool = ProcessPoolExecutor(
+        num_workers,
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_end_with_parent,
+    )
+    try:
+        for future in as_completed([pool.submit(line_of, study.train, *job) for job in jobs]):
+            yield future.result()
+    except BaseException:
+        for worker in multiprocessing.active_children():
+            worker.terminate()  # an unfinished run starts anew next time
+        raise
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _end_with_parent() -> None:
@@ -255,3 +203,60 @@ def _end_with_parent() -> None:
 
     threading.Thread(target=watch, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches us too, but the parent ends us
+
+
+def line_of(
+    train: Callable[[AnyConfig, Line, Ranks], Line],
+    row: str,
+    config: AnyConfig,
+    settings: Line,
+    ranks: Ranks | None = None,
+) -> Line:
+    """The line of the results file of a run; a divergence is a result too."""
+    try:
+        outcome = train(config, settings, ranks or Ranks())
+    except FloatingPointError as error:  # on all ranks; no reason to stop the others
+        outcome = {"diverged": str(error)}
+    return {
+        "row": row,
+        "seed": config.seed,
+        **outcome,
+        "settings": settings,
+        "data": Path(config.data).name,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
+        "torch": torch.__version__,
+    }
+
+
+def _check_settings(out: Path, lines: Iterable[Line], here: Line) -> None:
+    """Raises ValueError for runs of other settings, which must not share a table."""
+    for line in lines:
+        there = line["settings"]
+        if differing := {name: there.get(name) for name in here if there.get(name) != here[name]}:
+            raise ValueError(
+                f"{out} holds runs with other settings: {differing}, while this command has "
+                f"{ {name: here[name] for name in differing} }; pass the same options, or another "
+                "--out"
+            )
+
+
+def _shown(line: Line) -> str:
+    if "diverged" in line:
+        return "diverged"
+    metrics = [
+        f"{metric.name} {metric.scale * line[key]:.2f} {metric.unit}".rstrip()
+        for metric in (ACCURACY, PERPLEXITY)
+        for key in (metric.name, metric.on)
+        if key in line
+    ]
+    saved = line["dense_bytes"] / line["wire_bytes"] if line["wire_bytes"] else 1.0
+    return f"{', '.join(metrics)}, {saved:.1f} x fewer bytes, {line['seconds']:.0f} s"
+
+
+def data_of(config: AnyConfig, load: Callable[[AnyConfig], AnyData], ranks: Ranks) -> AnyData:
+    """The data of a run: from ``load``, unless an earlier run of this process had the same."""
+    key = (type(config), *(getattr(config, name) for name in config.data_options))
+    if key not in _loaded:
+        _loaded[key] = ranks.together(lambda: load(config))
+    data: AnyData = _loaded[key]
+    return data

@@ -1,4 +1,4 @@
-"""From the results of a study to its table and to a verdict on each claim of the papers.
+"""Statistics of a study's runs, its tables, and a verdict on each claim of the papers.
 
 Runs are compared in pairs of one seed, which share initial weights and the order of samples.
 """
@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
+
+import scipy.stats
 
 from recipes.metric import Metric
 
@@ -31,23 +32,79 @@ class Results:
     diverged: Mapping[str, int]  # row -> runs that ended in NaN or Inf, which are not in `runs`
 
     @classmethod
-    def of(cls, lines: Iterable[Run], order: Sequence[str]) -> Results:
-        """Groups the lines; rows that `order` does not name come last."""
-        runs: dict[str, dict[int, Run]] = {}
-        diverged: Counter[str] = Counter()
+    def of(cls, lines: Iterable[Run], order: Sequence[str] = ()) -> Results:
+        """Groups the lines, the later of two of one row and seed; rows not in `order` come last."""
+        found: dict[str, dict[int, Run]] = {}
         for line in lines:
-            finished = runs.setdefault(line["row"], {})
-            if "diverged" in line:
-                diverged[line["row"]] += 1
-            else:
-                finished[line["seed"]] = line
+            found.setdefault(line["row"], {})[line["seed"]] = line
         rank = {row: position for position, row in enumerate(order)}
-        rows = sorted(runs, key=lambda row: rank.get(row, len(rank)))
-        return cls({row: runs[row] for row in rows}, diverged)
+        rows = sorted(found, key=lambda row: rank.get(row, len(rank)))
+        runs = {
+            row: {seed: run for seed, run in found[row].items() if "diverged" not in run}
+            for row in rows
+        }
+        return cls(runs, {row: len(found[row]) - len(runs[row]) for row in rows})
+
+    def of_row(self, row: str) -> list[Run]:
+        """Its runs that did not diverge."""
+        return list(self.runs.get(row, {}).values())
+
+    def label(self, row: str, name: str | None = None) -> str:
+        """The row, by its own or another name, with how many of its runs diverged."""
+        name = row if name is None else name
+        num_diverged = self.diverged.get(row, 0)
+        return f"{name} ({num_diverged} diverged)" if num_diverged else name
 
     def values(self, row: str, value: Callable[[Run], float]) -> dict[int, float]:
-        """Seed -> what `value` says of its run."""
+        """Seed -> ``value`` of its run."""
         return {seed: value(run) for seed, run in self.runs.get(row, {}).items()}
+
+    def differences(
+        self,
+        first: str,
+        second: str,
+        value: Callable[[Run], float],
+        value_of_second: Callable[[Run], float] | None = None,
+    ) -> list[float]:
+        """``value`` of the first row less that of the second, for each seed that both have."""
+        own, other = self.values(first, value), self.values(second, value_of_second or value)
+        return [own[seed] - other[seed] for seed in sorted(own.keys() & other.keys())]
+
+    def paired(self, row: str, against: str, metric: Metric, *, percent: int) -> str:
+        """The mean difference of two rows in a metric, with its interval, in words.
+
+        Args:
+            row: the difference is of this row
+            against: less this one.
+            metric: of the lines, under its own name.
+            percent: of the interval.
+        """
+        differences = self.differences(row, against, lambda run: metric.scale * run[metric.name])
+        if not differences:
+            return "-"
+        mean = statistics.mean(differences)
+        if len(differences) == 1:
+            return f"{mean:+.2f}"
+        return f"{mean:+.2f} +- {half_interval(differences, percent):.2f}"
+
+    def table(
+        self, names: Mapping[str, str], cells: Callable[[str, list[Run]], Iterable[Any]]
+    ) -> list[list[Any]]:
+        """A line for each row: its name, the number of runs, and ``cells`` of them if there are.
+
+        Args:
+            names: by row, in the order of the table.
+            cells: of a row and its runs.
+        """
+        found = {row: self.of_row(row) for row in names}
+        return [
+            [
+                self.label(row, name),
+                len(found[row]),
+                *(cells(row, found[row]) if found[row] else ()),
+            ]
+            for row, name in names.items()
+        ]
 
 
 @dataclass(frozen=True)
@@ -68,16 +125,15 @@ class Claim:
 
     @property
     def formula(self) -> str:
-        """What is measured and claimed, for the table."""
+        """The measured difference and the claim, for the table."""
         first = f"({self.first}{AT[self.first_at]})"
         second = f"({self.second}{AT[self.second_at]})"
         return f"{first} − {second} {'>' if self.above else '<'} {self.bound:g}"
 
     def differences(self, results: Results, table: Table) -> list[float]:
         """One number for each seed that both rows have."""
-        first = results.values(self.first, table.effects[self.first_at])
-        second = results.values(self.second, table.effects[self.second_at])
-        return [first[seed] - second[seed] for seed in sorted(first.keys() & second.keys())]
+        values = table.effects[self.first_at], table.effects[self.second_at]
+        return results.differences(self.first, self.second, *values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +147,7 @@ class Column:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """What the tables of a study show.
+    """The two tables of a study that is held against claims: its rows, and the claims.
 
     Attributes:
         metric: that the runs are judged by.
@@ -131,8 +187,8 @@ def verdict(differences: Sequence[float], *, above: bool, bound: float) -> str:
     """``confirmed``, ``not confirmed`` or ``undecided``, by `Table.rule`."""
     if len(differences) < 2:
         return "undecided"
-    error = statistics.stdev(differences) / math.sqrt(len(differences))
-    excess = statistics.fmean(differences) - bound
+    error = standard_error(differences)
+    excess = statistics.mean(differences) - bound
     if not above:
         excess = -excess
     if excess > NUM_ERRORS * error:
@@ -152,10 +208,7 @@ def render_rows(results: Results, table: Table) -> str:
     titles = ["compression", *on_off, "n", *(one.title for one in table.columns)]
     lines = [_cells(titles), "|" + "---|" * len(titles)]
     for row, runs in results.runs.items():
-        if num_diverged := results.diverged.get(row, 0):
-            row_name = f"{row} ({num_diverged} diverged)"
-        else:
-            row_name = row
+        row_name = results.label(row)
         if not runs:
             lines.append(f"| {row_name} | | | 0 |" + " |" * len(table.columns))
             continue
@@ -164,7 +217,7 @@ def render_rows(results: Results, table: Table) -> str:
             for key in (metric.on, metric.off)
         )
         means = [
-            f"{statistics.fmean(results.values(row, one.value).values()):.{one.digits}f}"
+            f"{statistics.mean(results.values(row, one.value).values()):.{one.digits}f}"
             for one in table.columns
         ]
         lines.append(_cells([row_name, on, off, str(len(runs)), *means]))
@@ -184,10 +237,22 @@ def render_claims(results: Results, table: Table) -> str:
     return "\n".join([*lines, "", table.rule])
 
 
-def spread(values: Sequence[float], *, sign: bool = False) -> str:
+def spread(values: Sequence[float], *, sign: bool = False, between: str = "±") -> str:
     """Mean ± standard deviation; the mean alone of one value."""
-    mean = f"{statistics.fmean(values):{'+' if sign else ''}.2f}"
-    return f"{mean} ± {statistics.stdev(values):.2f}" if len(values) > 1 else mean
+    mean = f"{statistics.mean(values):{'+' if sign else ''}.2f}"
+    return f"{mean} {between} {statistics.stdev(values):.2f}" if len(values) > 1 else mean
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """The standard deviation of the mean of two or more values."""
+    return statistics.stdev(values) / math.sqrt(len(values))
+
+
+def half_interval(values: Sequence[float], percent: float) -> float:
+    """Half of Student's two-sided interval round the mean of two or more values."""
+    # To the three digits of printed tables of t, with which all results so far were shown.
+    quantile = round(float(scipy.stats.t.ppf(0.5 + percent / 200, len(values) - 1)), 3)
+    return quantile * standard_error(values)
 
 
 def _cells(cells: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""What a run came to, and the table that sets runs side by side."""
+"""The outcome of a run, and the table that sets runs side by side."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ History = list[dict[str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """What a run came to: the metric on the evaluation data, bytes sent in training."""
+    """The outcome of a run: the metric on the evaluation data, bytes sent in training."""
 
     metric: Metric
     on: float  # with compression at inference, as trained

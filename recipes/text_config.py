@@ -1,4 +1,4 @@
-"""What a training run on text is told."""
+"""The options of a training run on text."""
 
 from __future__ import annotations
 
@@ -55,6 +55,10 @@ class TextConfig(RunConfig):
     """
 
     sample: ClassVar[str] = "block"
+    data_options: ClassVar[tuple[str, ...]] = (
+        *("data", "part", "train_limit", "model", "tokenizer", "vocab_size", "seq_len"),
+        *("eval_split", "eval_limit"),
+    )
     at_least_0: ClassVar[tuple[str, ...]] = (*RunConfig.at_least_0, "lr_warmup_steps")
     at_least_1: ClassVar[tuple[str, ...]] = (
         *(*RunConfig.at_least_1, "seq_len", "vocab_size", "accumulate", "eval_limit", "lora"),

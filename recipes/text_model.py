@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 from collections.abc import Mapping
-from typing import Any, Final
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Final
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
+import stages
 from recipes.hub import cache_only_if_unreachable, first_line
-from recipes.lstm import LSTMConfig, TextLSTM
 from recipes.pretrained import source_of
+from recipes.run_folder import write_json
 from recipes.text_config import AUTO_SPLIT, LSTM, TextConfig
 
 # Embeddings of a new model are as many as its tokens, rounded up to this.
@@ -81,7 +86,7 @@ def split_of(config: TextConfig, chosen: Any) -> str:
 
 
 def _new_config(config: TextConfig) -> Any:
-    """That of a model with random weights."""
+    """The configuration of a model with random weights."""
     from transformers import GPT2Config
 
     if config.model != LSTM:
@@ -99,7 +104,7 @@ def _with_adapters(model: nn.Module, rank: int) -> nn.Module:
 
 
 def _load(source: Any, name: str, *, weights: bool = False) -> Any:
-    """What one of transformers' Auto classes loads from the hub, a folder or a GGUF file."""
+    """The object that an Auto class of transformers loads from the hub, a folder or a GGUF file."""
     fix = "pass --model a folder that save_pretrained has written, or tiny, which needs no download"
     where, options = source_of(name, fix, weights=weights)
     try:
@@ -107,3 +112,50 @@ def _load(source: Any, name: str, *, weights: bool = False) -> Any:
             return source.from_pretrained(where, **options)
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot load the model {name} ({first_line(error)}); {fix}") from error
+
+
+@dataclass(kw_only=True)
+class LSTMConfig:
+    """The sizes of an LSTM, under transformers' names where it has them.
+
+    An LSTM takes no attention mask, and needs none: padding comes after the text, where nothing
+    before it can see it, and has no labels.
+    """
+
+    model_type: ClassVar[str] = "lstm"
+    is_encoder_decoder: ClassVar[bool] = False
+    takes_mask: ClassVar[bool] = False
+
+    hidden_size: int = 1500
+    num_hidden_layers: int = 2
+    dropout: float = 0.5
+    vocab_size: int | None = None  # of the tokenizer, once there is one
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
+
+
+class TextLSTM(stages.LSTMLM):
+    """`stages.LSTMLM` with a configuration, which it is saved with.
+
+    Raises:
+        ValueError: a size below 1.
+    """
+
+    def __init__(self, config: LSTMConfig) -> None:
+        assert config.vocab_size is not None
+        super().__init__(
+            config.vocab_size,
+            hidden=config.hidden_size,
+            num_layers=config.num_hidden_layers,
+            dropout=config.dropout,
+        )
+        self.config = config
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Writes config.json and model.safetensors, as models of transformers do."""
+        path = Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        sizes: dict[str, Any] = dataclasses.asdict(self.config)
+        write_json(path / "config.json", {"model_type": self.config.model_type, **sizes})
+        weights = {name: value.cpu().contiguous() for name, value in self.state_dict().items()}
+        save_file(weights, path / "model.safetensors")

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 import mpcomp
+from recipes.config import seeded
 from recipes.hub import cache_only_if_unreachable, first_line
-from recipes.loader import seeded
 from recipes.pretrained import source_of
 
 if TYPE_CHECKING:

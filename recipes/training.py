@@ -1,7 +1,7 @@
 """Trains a compressed pipeline: epochs, both evaluations, checkpoints, resumption, a run folder.
 
-What is trained on, and how a batch of it is taken, is a subclass's: `recipes.image_training`,
-`recipes.text_training`.
+What is trained on, and how a batch of it is taken, is a subclass's: `recipes.cifar10`,
+`recipes.wikitext`.
 """
 
 from __future__ import annotations
@@ -131,11 +131,11 @@ class Trainer(ABC, Generic[AnyConfig]):
         return {}
 
     def shown(self) -> dict[str, str]:
-        """What else the progress bar shows."""
+        """Further numbers that the progress bar shows."""
         return {}
 
     def notes(self) -> list[str]:
-        """What is worth knowing before the run, a line each."""
+        """Sentences worth reading before the run, a line each."""
         return []
 
     def finish(self, folder: RunFolder) -> None:

@@ -19,12 +19,26 @@ that begin with random weights.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor, nn
+
+import mpcomp
 from recipes.command import Parser, Recipe, run_recipe
+from recipes.metric import PERPLEXITY
+from recipes.optimizers import make_optimizer, milestone_rate, warm_up
+from recipes.ranks import Ranks
+from recipes.run_folder import RunFolder
+from recipes.summary import Summary
+from recipes.text import load_text
 from recipes.text_config import EVAL_SPLITS, SIZES, TextConfig
-from recipes.text_training import TextData, TextTrainer, load_data
+from recipes.text_model import make_model, model_config, split_of
+from recipes.tokens import Blocks, TokenLoader, blocks_of, check_vocabulary, tokenizer_of
+from recipes.training import Trainer
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -74,6 +88,164 @@ def _parser() -> Parser:
 
 def _configure(chosen: Mapping[str, Any]) -> TextConfig:
     return TextConfig.for_model(**{"model": TextConfig.model, **chosen})
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Batch = tuple[dict[str, Tensor], Tensor, Tensor | None]
+
+
+@dataclass(frozen=True)
+class TextData:
+    """Blocks of tokens to train on and to evaluate on, and what made them."""
+
+    train: Blocks
+    held_out: Blocks
+    tokenizer: PreTrainedTokenizerBase
+    name: str
+
+    def describe(self) -> str:
+        """Sizes in words."""
+        seq_len = self.train.input_ids.shape[1]
+        return (
+            f"{self.name}: {len(self.train)} blocks of {seq_len} tokens to train on, "
+            f"{self.held_out.num_predicted} tokens to predict in evaluation"
+        )
+
+
+def run(config: TextConfig, *, text: TextData | None = None, progress: bool = True) -> Summary:
+    """One training run that leaves no files; `TextTrainer` is for runs with a folder.
+
+    Args:
+        text: the tokens, where they are loaded already.
+
+    Raises:
+        ValueError: an option does not fit the text, the model or the machine.
+    """
+    return TextTrainer(config, text or load_data(config)).fit(progress=progress)
+
+
+def load_data(config: TextConfig) -> TextData:
+    """The text that a configuration names, as tokens of its model.
+
+    Raises:
+        ValueError: there is no such text, tokenizer or model, or they do not fit.
+    """
+    from transformers.utils import logging
+
+    # Those of weights read and written; training has its own.
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    chosen = model_config(config)  # first, as it is soon known
+    text = load_text(config.data, part=config.part_of, train_limit=config.train_limit)
+    name = config.tokenizer or config.model
+    tokenizer = tokenizer_of(name, text.train, vocab_size=config.vocab_size)
+    if not config.is_new:
+        check_vocabulary(tokenizer, chosen.vocab_size)
+    held_out = blocks_of(
+        getattr(text, config.eval_split),
+        tokenizer,
+        config.seq_len,
+        keep_tail=True,
+        limit=config.eval_limit,
+    )
+    if not getattr(chosen, "takes_mask", True):
+        held_out = dataclasses.replace(held_out, attention_mask=None)
+    return TextData(
+        train=blocks_of(text.train, tokenizer, config.seq_len, keep_tail=False),
+        held_out=held_out,
+        tokenizer=tokenizer,
+        name=text.name,
+    )
+
+
+class TextTrainer(Trainer[TextConfig]):
+    """The trainer of a language model."""
+
+    metric = PERPLEXITY
+
+    def __init__(self, config: TextConfig, text: TextData, ranks: Ranks | None = None) -> None:
+        super().__init__(config, ranks)
+        self.tokenizer = text.tokenizer
+        self.accumulate = config.accumulate
+        loader = TokenLoader(
+            blocks=text.train,
+            batch_size=config.batch_size,
+            num_replicas=config.replicas,
+            seed=config.seed,
+        )
+        self.first_batch, *_ = next(loader.epoch(0))  # refuses here what cannot fill a batch
+        model = self.ranks.together(lambda: make_model(config, text.tokenizer))
+        self.size = _size_of(model)
+        self.config = dataclasses.replace(config, split=split_of(config, model.config))
+        self.cut(model, len(loader), tie_comp=config.tie, loss_fn=mpcomp.CausalLMLoss())
+        self.train_loader = loader.of(self.pipe)
+        held_out = dataclasses.replace(loader, blocks=text.held_out)
+        next(iter(held_out))  # refuses here what replicas cannot share
+        self.eval_loader = held_out.of(self.pipe)
+        self.optimizer = make_optimizer(config, self.pipe.parameters())
+        self.pipe.follow_lr(self.optimizer)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._rate)
+
+    def batches(self, epoch: int) -> Iterator[Batch]:
+        """(mapping, ids, ids of the next)."""
+        return self.train_loader.epoch(epoch)
+
+    def forward_backward(self, batch: Batch) -> Tensor:
+        """The mean loss over the predicted tokens."""
+        arguments, ids, next_ids = batch
+        self.pipe.prefetch(next_ids)  # to be read while this batch is computed
+        return self.pipe.forward_backward(arguments, sample_ids=ids)
+
+    def end_step(self) -> None:
+        """The schedule goes by steps of the optimizer; one that was skipped counts."""
+        self.scheduler.step()
+
+    def judge(self) -> float:
+        """The perplexity of the evaluation text."""
+        loss = self.pipe.evaluate(self.eval_loader)
+        return float(torch.tensor(loss, dtype=torch.float64).exp())  # math.exp would overflow
+
+    def notes(self) -> list[str]:
+        """The model, and the memory that AQ-SGD will need."""
+        origin = "with random weights" if self.config.is_new else "as loaded"
+        notes = [f"{self.config.model} {origin}: {self.size}"]
+        methods = [link.method for link in self.pipe.links]
+        if not any(isinstance(one, mpcomp.Feedback) and one.by_sample for one in methods):
+            return notes
+        share = self.config.batch_size // self.config.replicas
+        batch = {k: rows[:share] for k, rows in self.first_batch.items() if k != "labels"}
+        num_samples = len(self.train_loader.blocks) // self.config.replicas
+        with self._autocast():
+            needed = self.pipe.state_bytes(batch, num_samples=num_samples)
+        each = self.pipe.collect(needed["total"])
+        places = self.pipe.collect(sorted({str(one["location"]) for one in needed["per_link"]}))
+        where = " and ".join(sorted({place for one in places for place in one}))
+        processes = f", at most {max(each) / 1e6:.1f} MB a process" if len(each) > 1 else ""
+        return [*notes, f"AQ-SGD will keep up to {sum(each) / 1e6:.1f} MB ({where}){processes}"]
+
+    def finish(self, folder: RunFolder) -> None:
+        """The model as it writes itself, with its tokenizer."""
+        self.pipe.save_pretrained(folder.model)
+        if self.ranks.speaks:  # which has the model
+            self.tokenizer.save_pretrained(folder.model)
+
+    def _rate(self, step: int) -> float:
+        """The learning rate of a step (from 0), as a part of the highest."""
+        config, total = self.config, self.config.epochs * self.steps_per_epoch
+        warmup = config.lr_warmup_steps or config.lr_warmup_epochs * self.steps_per_epoch
+        if step < warmup:
+            return warm_up(config, step, warmup)
+        if config.lr_milestones:
+            return milestone_rate(config, step // self.steps_per_epoch)
+        return max(0.0, (total - step) / max(1, total - warmup))
+
+
+def _size_of(model: nn.Module) -> str:
+    """The number of parameters, in words."""
+    total = sum(parameter.numel() for parameter in model.parameters())
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    return f"{total:,} parameters" + (f", {trained:,} of them trained" if trained < total else "")
 
 
 if __name__ == "__main__":

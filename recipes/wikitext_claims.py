@@ -1,4 +1,4 @@
-"""What the fine-tuning study shows, and the claims of the papers that it is held against.
+"""The tables of the fine-tuning study, and the claims of the papers that it is held against.
 
 Effects are losses times 100, that is 100 ln(perplexity) in evaluation: a difference is nearly
 percent of perplexity, and more is worse. Bounds were set before there were results.
@@ -113,7 +113,7 @@ CLAIMS: Final[tuple[Claim, ...]] = (
 
 
 def notes(results: Results) -> list[str]:
-    """What the columns mean, and what is the same for all rows."""
+    """The meaning of the columns, and what is the same for all rows."""
     finished = [run for runs in results.runs.values() for run in runs.values()]
     said = ["MB/step and sent/dense are of the cuts, after the warm-up where a row has one."]
     if ties := [run["tie_dense_bytes_per_step"] for run in finished]:

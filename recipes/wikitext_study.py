@@ -7,8 +7,7 @@ The grids of Rudakov et al. (GPT-2, Top-K and quantization) and of Wang et al. (
 that `recipes.wikitext` has trained on one half of the text (`--part 1/2`); the study takes the
 other. A run visits each of few training blocks several times, as AQ-SGD needs it. Seeds vary the
 order of the blocks, which all rows of a seed share; the weights at the start are the same for all.
-Each finished (row, seed) is one line of the results file; those are skipped when the command is
-given again.
+`recipes.study` runs it.
 
 On a CPU with Linux, the environment variable THP_MEM_ALLOC_ENABLE=1 makes a step of a small model
 with a large vocabulary up to twice as fast: torch then asks for huge pages, for the logits.
@@ -25,21 +24,15 @@ from typing import Any, Final
 
 import torch
 
-from recipes.study import (
-    Line,
-    Row,
-    Study,
-    chosen_options,
-    line_of,
-    run_study,
-    shared_settings,
-    study_parser,
-)
+from recipes.cut_grid import Row, chosen_options, grid_parser, order_of_runs, shared_settings
+from recipes.ranks import Ranks
+from recipes.study import Line, Runs, Study, data_of, run_study
+from recipes.study_table import Results, render
 from recipes.summary import History
 from recipes.text_config import TextConfig
 from recipes.text_model import make_model
-from recipes.text_training import TextData, TextTrainer, load_data
 from recipes.tokens import Blocks
+from recipes.wikitext import TextData, TextTrainer, load_data
 from recipes.wikitext_claims import TABLE
 
 # Quantization fwA-bwB: A bits forward, B bits backward, one scale a tensor, or one a channel where
@@ -88,26 +81,23 @@ FIRST: Final = (
 
 COUNTS: Final = ("cut_bytes", "cut_dense_bytes", "tie_bytes", "tie_dense_bytes")
 
-_text: TextData | None = None  # of this worker process, loaded once for all its runs
-
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs what is missing, then prints the tables; `--table` prints only."""
     study = Study(
-        name="wikitext_study",
-        rows=ROWS,
-        first=FIRST,
-        config=configuration,
+        parse=parse_args,
+        runs=runs,
+        train=train,
         settings=settings,
-        train_one=train_one,
-        table=TABLE,
+        same_settings=True,
+        render=lambda lines: render(Results.of(lines, order=list(ROWS)), TABLE),
     )
-    run_study(study, lambda: parse_args(argv))
+    run_study(study, argv)
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of the study."""
-    parser = study_parser("wikitext_study", __doc__, ROWS)
+    parser = grid_parser("wikitext_study", __doc__, ROWS)
     parser.set_defaults(epochs=3, batch_size=8, chunks=4, lr=3e-4, workers=1)
     add = parser.add_argument
     add("--model", default=TextConfig.model, help="hub name or folder, to fine-tune")
@@ -122,16 +112,20 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def runs(options: argparse.Namespace, num_processes: int) -> Runs[TextConfig]:
+    """Those that the findings rest on, then all rows of a seed before the next."""
+    order = order_of_runs(options.rows, FIRST, options.seeds)
+    return {(row, seed): configuration(options, row, seed) for row, seed in order}
+
+
 def configuration(options: argparse.Namespace, row: str, seed: int) -> TextConfig:
     """The run of one row and seed."""
     chosen = chosen_options(options, TextConfig, ROWS[row], seed)
-    if options.tokenizer is None:
-        del chosen["tokenizer"]  # the model's own, or a new one with a new model
     return TextConfig.for_model(**chosen, eval_limit=options.eval_blocks)
 
 
 def settings(config: TextConfig, options: argparse.Namespace) -> Line:
-    """What all runs of one results file share; the model by its weights, wherever it lies."""
+    """Settings that all runs of one file share; the model by its weights, wherever it lies."""
     shared = shared_settings(config, options)
     for name in ("tokenizer", "tie", "lora", "momentum", "hidden"):
         del shared[name]
@@ -149,13 +143,10 @@ def identity(config: TextConfig) -> str:
     return f"weights {digest.hexdigest()[:16]}"
 
 
-def train_one(row: str, config: TextConfig, shared: Line) -> Line:
-    """Trains one (row, seed) and gives its line of the results file, with the shared settings."""
-    global _text
-    if _text is None:
-        _text = some_blocks(load_data(config), shared["train_blocks"])
-    text = _text
-    return line_of(row, config, shared, lambda: outcome_of(StudyTrainer(config, text)))
+def train(config: TextConfig, settings: Line, ranks: Ranks) -> Line:
+    """Trains one run on some of the blocks."""
+    text = some_blocks(data_of(config, load_data, ranks), settings["train_blocks"])
+    return outcome_of(StudyTrainer(config, text))
 
 
 def some_blocks(text: TextData, limit: int) -> TextData:

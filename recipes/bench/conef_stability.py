@@ -120,7 +120,7 @@ def growth(
 def _growth(
     sketch: CountSketch, rows: int, keep: float, lr: float, noise: float, steps: int, seed: int
 ) -> Tensor:
-    """That of one seed, [betas]; all betas see the same noise and the same blocks."""
+    """The growth for one seed, [betas]; all betas see the same noise and the same blocks."""
     draw = torch.Generator().manual_seed(seed)
     n, num = rows * sketch.columns, len(BETAS)
     curvature = torch.linspace(0.1, 1.0, n)

@@ -1,34 +1,26 @@
-"""One host's part in `recipes.bench.generation`: its stage with every method, and the clock."""
+"""One host's part in `recipes.bench.generation`: its stage with every method."""
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TextIO
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 import mpcomp
-from recipes.bench.workers import begin_together, joined, own_stdout, say
+from recipes.bench import workers
 
 #: In place of a method: only what the last stage tells all ranks after each token.
 TOLD_ALONE: Final = "token told"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
-    """What all workers are told alike, and the rank."""
+class Job(workers.Job):
+    """Sizes of the model and of the text, and the methods."""
 
-    rank: int
-    num_stages: int
-    address: str
-    port: int
-    device: str
-    num_threads: int
     num_blocks: int
     hidden: int
     heads: int
@@ -36,7 +28,6 @@ class Job:
     prompt: int
     new_tokens: int
     seed: int
-    timeout_s: float
     methods: Sequence[str]
 
 
@@ -57,26 +48,44 @@ class _Clock:
         """Called after the last."""
 
 
-def work(job: Job) -> None:
-    """Joins the others, then carries out commands until standard input ends."""
-    answers = own_stdout()
-    with joined(
-        rank=job.rank,
-        size=job.num_stages,
-        address=job.address,
-        port=job.port,
-        device=job.device,
-        num_threads=job.num_threads,
-        timeout_s=job.timeout_s,
-    ):
-        pipes = {method: _pipe(method, job) for method in job.methods}
-        say(answers, {"joined": job.rank})
-        for line in sys.stdin:
-            command = json.loads(line)
-            if command["variant"] == TOLD_ALONE:
-                say(answers, _told(next(iter(pipes.values())), command, answers))
-            else:
-                say(answers, _generated(pipes[command["variant"]], command, job, answers))
+class Part:
+    """This rank's stage with every method.
+
+    Args:
+        job: of this rank.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._pipes = {method: _pipe(method, job) for method in job.methods}
+
+    def generate(
+        self, begin: workers.Begin, method: str, batch: int, new_tokens: int
+    ) -> dict[str, Any]:
+        """One generation: seconds to the first token and to the last, and bytes sent by then."""
+        job, pipe = self._job, self._pipes[method]
+        generator = torch.Generator().manual_seed(job.seed)
+        ids = torch.randint(job.vocab, (batch, job.prompt), generator=generator)
+        clock = _Clock(pipe)
+        start = begin()
+        tokens = pipe.generate(ids, max_new_tokens=new_tokens, eos_token_id=[], streamer=clock)
+        _, first, *_ = clock.times
+        return {
+            "first_s": first - start,
+            "last_s": clock.times[-1] - start,
+            "prompt_bytes": clock.bytes[1] - clock.bytes[0],
+            "later_bytes": clock.bytes[-1] - clock.bytes[1],
+            "tokens": tokens[:, job.prompt :].tolist(),
+        }
+
+    def tell(self, begin: workers.Begin, batch: int, new_tokens: int) -> dict[str, Any]:
+        """The tokens of one batch, from the last rank to all, as often as after a prompt."""
+        pipe = next(iter(self._pipes.values()))
+        world = pipe.engine.world  # type: ignore[attr-defined]
+        start = begin()
+        for _ in range(new_tokens):
+            world.tell(torch.zeros(batch, dtype=torch.int64), world.size - 1, "a token")
+        return {"seconds": time.perf_counter() - start}
 
 
 def _pipe(method: str, job: Job) -> mpcomp.Pipeline:
@@ -96,41 +105,11 @@ def _pipe(method: str, job: Job) -> mpcomp.Pipeline:
     return mpcomp.pipeline(
         transformers.GPT2LMHeadModel(config),
         1,
-        split=job.num_stages,
+        split=job.size,
         act_comp=method,
         timeout=job.timeout_s,
         seed=job.seed,
     )
-
-
-def _generated(
-    pipe: mpcomp.Pipeline, command: dict[str, Any], job: Job, answers: TextIO
-) -> dict[str, Any]:
-    """One generation: seconds until the first token and until the last, and bytes sent by then."""
-    generator = torch.Generator().manual_seed(job.seed)
-    ids = torch.randint(job.vocab, (command["batch"], job.prompt), generator=generator)
-    clock = _Clock(pipe)
-    begin = begin_together(answers)
-    tokens = pipe.generate(
-        ids, max_new_tokens=command["new_tokens"], eos_token_id=[], streamer=clock
-    )
-    _, first, *_ = clock.times
-    return {
-        "first_s": first - begin,
-        "last_s": clock.times[-1] - begin,
-        "prompt_bytes": clock.bytes[1] - clock.bytes[0],
-        "later_bytes": clock.bytes[-1] - clock.bytes[1],
-        "tokens": tokens[:, job.prompt :].tolist(),
-    }
-
-
-def _told(pipe: mpcomp.Pipeline, command: dict[str, Any], answers: TextIO) -> dict[str, Any]:
-    """The tokens of one batch, from the last rank to all, as often as after a prompt."""
-    world = pipe.engine.world  # type: ignore[attr-defined]
-    begin = begin_together(answers)
-    for _ in range(command["new_tokens"]):
-        world.tell(torch.zeros(command["batch"], dtype=torch.int64), world.size - 1, "a token")
-    return {"seconds": time.perf_counter() - begin}
 
 
 def _bytes_sent(pipe: mpcomp.Pipeline) -> int:

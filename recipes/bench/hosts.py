@@ -52,7 +52,7 @@ class HostsUnavailable(RuntimeError):
 
 @dataclass(frozen=True)
 class Counters:
-    """What went through a host's device, in whole Ethernet frames without their checksum."""
+    """The traffic of a host's device, in whole Ethernet frames without their checksum."""
 
     tx_bytes: int = 0
     tx_packets: int = 0
@@ -103,11 +103,11 @@ class Loopback:
             raise ValueError(f"mbps={mbps}: the loopback device is not limited; pass None")
 
     def counters(self) -> list[Counters]:
-        """What every host sent and received so far; empty where it is not counted."""
+        """The traffic of every host so far; empty where it is not counted."""
         return []
 
     def describe(self) -> dict[str, Any]:
-        """What a reader of measurements must know about these links."""
+        """Facts about these links that a reader of measurements needs."""
         return {"kind": "loopback", "device": self.device}
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What no pipeline can beat on given links, and what a link's own protocols add."""
+"""The least time of a step on given links, and the bytes that a link's own protocols add."""
 
 from __future__ import annotations
 

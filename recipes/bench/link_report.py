@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tabulate import tabulate
 
-from recipes.bench.link_bound import (
-    MESSAGE_HEADER_BYTES,
-    PACKET_HEADER_BYTES,
-    header_bytes,
-    least_step_s,
-)
+from recipes.bench.link_bound import MESSAGE_HEADER_BYTES, PACKET_HEADER_BYTES, least_step_s
 from recipes.bench.link_worker import REFERENCE, TORCH_DTYPES
-from recipes.bench.local_overhead import quartiles
+from recipes.bench.report import (
+    Record,
+    both,
+    counted,
+    error_bars,
+    grouped,
+    range_of,
+    rate_text,
+    ratios,
+    spread,
+    spread_of_any,
+    text,
+    tidy,
+)
 from recipes.plots import COLOURS
-
-Record = Mapping[str, Any]
 
 # torch's own in greys, ours in colours.
 GREYS = ("#000000", "#8c8c8c")
@@ -55,25 +61,21 @@ def summarise(
     num_cores: int,
 ) -> list[dict[str, Any]]:
     """One figure for each number of stages, rate and variant, in the order of measurement."""
-    grouped: dict[tuple[int, float | None, str], list[Record]] = {}
-    for step in steps:
-        key = (step["num_stages"], step["rate_mbps"], step["variant"])
-        grouped.setdefault(key, []).append(step)
+    groups = grouped(steps, lambda step: (step["num_stages"], step["rate_mbps"], step["variant"]))
     figures = []
-    for (num_stages, rate, name), own in grouped.items():
-        seconds = [step["seconds"] for step in own]
-        base = grouped[num_stages, rate, REFERENCE]
+    for (num_stages, rate, name), own in groups.items():
+        base = groups[num_stages, rate, REFERENCE]
         # Nothing to compare to where the links were never without a limit.
-        unlimited = grouped.get((num_stages, None, REFERENCE), [])
+        unlimited = groups.get((num_stages, None, REFERENCE), [])
         figures.append(
             {
                 "num_stages": num_stages,
                 "rate_mbps": rate,
                 "variant": name,
                 "n": len(own),
-                "seconds": _spread(seconds),
-                "speedup": _spread(_ratios(base, own)),
-                "over_unlimited": _spread(_ratios(own, unlimited)) if unlimited else None,
+                "seconds": spread([step["seconds"] for step in own]),
+                "speedup": spread(ratios(base, own)),
+                "over_unlimited": spread_of_any(ratios(own, unlimited) if unlimited else []),
                 "losses": sorted({step["loss"] for step in own}),
                 **_traffic(own, chunks),
                 "bound_s": _bound(own, compute[str(num_stages)], chunks, num_cores),
@@ -82,31 +84,11 @@ def summarise(
     return figures
 
 
-def _ratios(above: Sequence[Record], below: Sequence[Record]) -> list[float]:
-    """Of the times in the same repetition."""
-    pairs = zip(above, below, strict=True)
-    return [one["seconds"] / other["seconds"] for one, other in pairs]
-
-
-def _spread(values: Sequence[float]) -> dict[str, Any]:
-    return {"median": statistics.median(values), "quartiles": quartiles(values)}
-
-
 def _traffic(steps: Sequence[Record], chunks: int) -> dict[str, float | None]:
     """Means over the steps, in bytes; what no device counted is None."""
     metered = statistics.mean(step["metered_bytes"] for step in steps)
-    if not steps[0]["interfaces"]:
-        return {"metered_bytes": metered, "headers_bytes": None, "interface_bytes": None}
-    packets, counted = (
-        statistics.mean(sum(host[name] for host in step["interfaces"]) for step in steps)
-        for name in ("tx_packets", "tx_bytes")
-    )
-    num_messages = 2 * (steps[0]["num_stages"] - 1) * chunks
-    return {
-        "metered_bytes": metered,
-        "headers_bytes": header_bytes(round(packets), num_messages),
-        "interface_bytes": counted,
-    }
+    sent, headers = counted(steps, 2 * (steps[0]["num_stages"] - 1) * chunks) or (None, None)
+    return {"metered_bytes": metered, "headers_bytes": headers, "interface_bytes": sent}
 
 
 def _bound(
@@ -141,12 +123,13 @@ def _bound(
 def tables(figures: Sequence[Record]) -> str:
     """Times and traffic for each number of stages and rate, and the ceiling of what can be won."""
     parts = []
-    for (num_stages, rate), rows in _groups(figures):
+    groups = grouped(figures, lambda figure: (figure["num_stages"], figure["rate_mbps"]))
+    for (num_stages, rate), rows in groups.items():
         dense = next(row for row in rows if row["variant"] == REFERENCE)
         over = dense["over_unlimited"]
-        title = f"{num_stages} stages, {_rate_text(rate)}"
+        title = f"{num_stages} stages, {rate_text(rate)}"
         if rate is not None and over is not None:
-            title += f"; ceiling {_text(over, 1, '.1f')} ({_range(over, 1, '.1f')}), "
+            title += f"; ceiling {text(over, 1, '.1f')} ({range_of(over, 1, '.1f')}), "
             title += "the dense step here over the one on unlimited links"
         parts.append(title)
         parts.append(tabulate(map(_times, rows), TIME_HEADERS, disable_numparse=True))
@@ -155,35 +138,12 @@ def tables(figures: Sequence[Record]) -> str:
     return "\n\n".join((*parts, LEGEND))
 
 
-def _groups(figures: Iterable[Record]) -> Iterable[tuple[tuple[int, float | None], list[Record]]]:
-    grouped: dict[tuple[int, float | None], list[Record]] = {}
-    for figure in figures:
-        grouped.setdefault((figure["num_stages"], figure["rate_mbps"]), []).append(figure)
-    return grouped.items()
-
-
-def _rate_text(rate: float | None) -> str:
-    return "unlimited" if rate is None else f"{rate:g} Mbit/s"
-
-
-def _text(spread: Record, scale: float, form: str) -> str:
-    return format(scale * spread["median"], form)
-
-
-def _range(spread: Record, scale: float, form: str) -> str:
-    low, high = (format(scale * quartile, form) for quartile in spread["quartiles"])
-    return f"{low} to {high}"
-
-
 def _times(figure: Record) -> tuple[str, ...]:
-    over = figure["over_unlimited"]
     return (
         figure["variant"],
-        _text(figure["seconds"], 1e3, ".0f"),
-        _range(figure["seconds"], 1e3, ".0f"),
-        _text(figure["speedup"], 1, ".2f"),
-        _range(figure["speedup"], 1, ".2f"),
-        "–" if over is None else _text(over, 1, ".2f"),
+        *both(figure["seconds"], 1e3, ".0f"),
+        *both(figure["speedup"], 1, ".2f"),
+        text(figure["over_unlimited"], 1, ".2f"),
         f"{1e3 * figure['bound_s']:.0f}",
         str(figure["n"]),
     )
@@ -191,9 +151,9 @@ def _times(figure: Record) -> tuple[str, ...]:
 
 def _bytes(figure: Record) -> tuple[str, ...]:
     names = ("metered_bytes", "headers_bytes", "interface_bytes")
-    metered, headers, counted = (figure[name] for name in names)
-    unexplained = (counted - metered - headers) / counted
-    shown = (f"{one / 1e6:.3f}" for one in (metered, headers, counted))
+    metered, headers, sent = (figure[name] for name in names)
+    unexplained = (sent - metered - headers) / sent
+    shown = (f"{one / 1e6:.3f}" for one in (metered, headers, sent))
     return (figure["variant"], *shown, f"{100 * unexplained:.2f} %")
 
 
@@ -216,14 +176,11 @@ def plot_steps(figures: Sequence[Record], path: Path) -> None:
         colours = {True: itertools.cycle(GREYS), False: itertools.cycle(COLOURS)}
         for name, marker in zip(names, itertools.cycle(MARKERS), strict=False):
             of_torch = name in TORCH_DTYPES
-            medians = [found[name, rate]["median"] for rate in rates]
-            spans = [found[name, rate]["quartiles"] for rate in rates]
-            below = [median - low for median, (low, _) in zip(medians, spans, strict=True)]
-            above = [high - median for median, (_, high) in zip(medians, spans, strict=True)]
+            medians, bars = error_bars([found[name, rate] for rate in rates])
             axes.errorbar(
                 rates,
                 medians,
-                yerr=(below, above),
+                yerr=bars,
                 color=next(colours[of_torch]),
                 marker=marker,
                 linestyle="--" if of_torch else "-",
@@ -241,8 +198,7 @@ def plot_steps(figures: Sequence[Record], path: Path) -> None:
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter("{x:g}")
         axes.set_xlabel("Mbit/s of each host, each way")
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
+        tidy(axes)
     panels[0].set_ylabel("s a step, median and quartiles")
     handles, _ = panels[0].get_legend_handles_labels()
     handles.sort(key=lambda handle: handle.get_label() not in names)  # the curves first

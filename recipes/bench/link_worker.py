@@ -1,25 +1,19 @@
-"""One host's part in `recipes.bench.slow_link`: its stage, in every variant, and the clock.
-
-Commands come in on standard input and answers go out on standard output, one JSON value a line, so
-that nothing but the steps themselves goes over the measured link.
-"""
+"""One host's part in `recipes.bench.slow_link`: its stage, in every variant."""
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TextIO
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import mpcomp
+from recipes.bench import workers
 from recipes.bench.decoder import decoder, equal_stages, token_batch, token_loss
-from recipes.bench.workers import begin_together, joined, own_stdout, say
 
 REFERENCE: Final = "torch fp32"
 # Name -> (method of both directions, microbatches in flight as a function of stages and chunks).
@@ -36,15 +30,9 @@ VARIANTS: Final = (*TORCH_DTYPES, *METHODS)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
-    """What all workers are told alike, and the rank."""
+class Job(workers.Job):
+    """Sizes of the model and of a step, and the variants."""
 
-    rank: int
-    num_stages: int
-    address: str
-    port: int
-    device: str
-    num_threads: int
     chunks: int
     microbatch: int
     num_blocks: int
@@ -52,7 +40,6 @@ class Job:
     context: int
     vocab: int
     seed: int
-    timeout_s: float
     variants: Sequence[str]
 
     @property
@@ -71,40 +58,34 @@ class Variant:
     metered_bytes: Callable[[], int]
 
 
-def work(job: Job) -> None:
-    """Joins the others, then carries out commands until standard input ends."""
-    answers = own_stdout()
-    with joined(
-        rank=job.rank,
-        size=job.num_stages,
-        address=job.address,
-        port=job.port,
-        device=job.device,
-        num_threads=job.num_threads,
-        timeout_s=job.timeout_s,
-    ):
-        variants = _variants(job)
-        say(answers, {"joined": job.rank})
-        for line in sys.stdin:
-            name = json.loads(line)
-            if name == "compute":
-                say(answers, _compute(job))
-            else:
-                say(answers, _timed(variants[name], answers))
+class Part:
+    """This rank's stage in every variant.
 
+    Args:
+        job: of this rank.
+    """
 
-def _timed(variant: Variant, answers: TextIO) -> dict[str, Any]:
-    """One step, begun at the moment that all ranks are told; the clock is the machine's."""
-    variant.zero_grad()
-    before = variant.metered_bytes()
-    begin = begin_together(answers)
-    loss = variant.step()
-    end = time.perf_counter()
-    return {
-        "seconds": end - begin,
-        "metered_bytes": variant.metered_bytes() - before,
-        "loss": None if loss is None else loss.item(),
-    }
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._variants = _variants(job)
+
+    def step(self, begin: workers.Begin, name: str) -> dict[str, Any]:
+        """One step of a variant; the clock is the machine's."""
+        variant = self._variants[name]
+        variant.zero_grad()
+        before = variant.metered_bytes()
+        start = begin()
+        loss = variant.step()
+        end = time.perf_counter()
+        return {
+            "seconds": end - start,
+            "metered_bytes": variant.metered_bytes() - before,
+            "loss": None if loss is None else loss.item(),
+        }
+
+    def compute(self) -> dict[str, float]:
+        """Seconds of the stage's forward and backward of a microbatch, the fastest of a few."""
+        return _compute(self._job)
 
 
 def _variants(job: Job) -> dict[str, Variant]:
@@ -125,7 +106,7 @@ def _model(job: Job) -> nn.Sequential:
 
 
 def _own_stage(job: Job) -> nn.Sequential:
-    counts = equal_stages(job.num_blocks, job.num_stages)
+    counts = equal_stages(job.num_blocks, job.size)
     start = sum(counts[: job.rank])
     return nn.Sequential(*list(_model(job))[start : start + counts[job.rank]])
 
@@ -151,16 +132,16 @@ class _CastAtCuts(nn.Module):
 
 def _torch_variant(name: str, job: Job) -> Variant:
     dtype = TORCH_DTYPES[name]
-    last = job.rank == job.num_stages - 1
+    last = job.rank == job.size - 1
     module: nn.Module = _own_stage(job)
     if dtype != torch.float32:
         module = _CastAtCuts(module, dtype, last=last)
-    stage = PipelineStage(module, job.rank, job.num_stages, torch.device("cpu"))
+    stage = PipelineStage(module, job.rank, job.size, torch.device("cpu"))
     schedule = Schedule1F1B(stage, job.chunks, loss_fn=token_loss)
     x, y = _batch(job)
     inputs = (x,) if job.rank == 0 else ()
     # torch has no meter: what the tensors at the cuts hold.
-    step_bytes = 2 * (job.num_stages - 1) * job.cut_elements * dtype.itemsize
+    step_bytes = 2 * (job.size - 1) * job.cut_elements * dtype.itemsize
     num_steps = 0
 
     def step() -> Tensor | None:
@@ -181,11 +162,11 @@ def _mpcomp_variant(name: str, job: Job) -> Variant:
     pipe = mpcomp.pipeline(
         _model(job),
         chunks=job.chunks,
-        split=equal_stages(job.num_blocks, job.num_stages),
+        split=equal_stages(job.num_blocks, job.size),
         act_comp=method,
         grad_comp=method,
         loss_fn=token_loss,
-        in_flight=in_flight(job.num_stages, job.chunks),
+        in_flight=in_flight(job.size, job.chunks),
         timeout=job.timeout_s,
         seed=job.seed,
     )
@@ -203,7 +184,7 @@ def _compute(job: Job) -> dict[str, float]:
     for _ in range(job.chunks):
         start = time.perf_counter()
         out = stage(x)
-        if job.rank == job.num_stages - 1:
+        if job.rank == job.size - 1:
             out = token_loss(out, y)
         middle = time.perf_counter()
         out.backward(torch.ones_like(out))

@@ -1,4 +1,4 @@
-"""What the local engine costs over torchgpipe alone, measured side by side in one process.
+"""The cost of the local engine over torchgpipe alone, measured side by side in one process.
 
     python -m recipes.bench.local_overhead --width 64 --batch 32 --repeats 20
 
@@ -28,6 +28,8 @@ from tqdm import tqdm
 
 import mpcomp
 import stages
+from recipes.bench.report import quartiles
+from recipes.bench.workers import rotated
 from recipes.image_config import MODELS
 
 REFERENCE: Final = "torchgpipe"
@@ -133,8 +135,7 @@ def measure(
     seconds: dict[str, list[float]] = {name: [] for name in made}
     names = list(made)
     for repeat in tqdm(range(-warmups, repeats), unit="round"):
-        shift = repeat % len(names)
-        for name in names[shift:] + names[:shift]:
+        for name in rotated(names, repeat):
             module, step = made[name]
             module.zero_grad()
             start = time.perf_counter()
@@ -157,14 +158,6 @@ def summarise(seconds: Mapping[str, Sequence[float]]) -> dict[str, dict[str, Any
             "quartiles_ratio": quartiles(ratios),
         }
     return figures
-
-
-def quartiles(values: Sequence[float]) -> tuple[float, float]:
-    """The first and the third; of one value itself."""
-    if len(values) < 2:
-        return values[0], values[0]
-    first, _, third = statistics.quantiles(values, n=4, method="inclusive")
-    return first, third
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What two selections cost when the second looks at the survivors of the first alone.
+"""The cost of two selections when the second looks at the survivors of the first alone.
 
     python -m recipes.bench.multi_level --n 10000000 --repeats 7
 

@@ -5,23 +5,34 @@ from __future__ import annotations
 import itertools
 import re
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from tabulate import tabulate
 
-from recipes.bench.local_overhead import quartiles
+from recipes.bench import report
 from recipes.bench.replica_variants import ALONE, MPCOMP, REFERENCE, TOTALS
+from recipes.bench.report import (
+    GREYS,
+    Record,
+    both,
+    error_bars,
+    grouped,
+    mean_of_known,
+    range_of,
+    ratios,
+    scaled,
+    spread,
+    spread_of_any,
+    text,
+    tidy,
+)
 from recipes.plots import COLOURS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Record = Mapping[str, Any]
-
-# torch's own in greys, mpcomp's in colours.
-GREYS: Final = ("#000000", "#6e6e6e", "#a8a8a8")
 # Of the dense step, for the comparison to be one of communication.
 LEAST_SHARE: Final = 0.8
 
@@ -90,9 +101,9 @@ def summarise(turns: Sequence[Record], reference: str = REFERENCE) -> list[dict[
                 "variant": name,
                 "n": len(own),
                 "seconds": spread([turn["seconds"] for turn in own]),
-                "speedup": spread(_ratios(of[reference], own)),
-                "of_ceiling": spread(_ratios(free, own)),
-                "host_bytes": _mean(map(host_bytes, own)),
+                "speedup": spread(ratios(of[reference], own)),
+                "of_ceiling": spread(ratios(free, own)),
+                "host_bytes": mean_of_known(map(host_bytes, own)),
                 **{key: mean_of(own, key) for key in TOTALS},
                 "paths": own[-1]["at"].get("paths", {}),
                 "factors": [min(factors), max(factors)] if factors else None,
@@ -103,7 +114,7 @@ def summarise(turns: Sequence[Record], reference: str = REFERENCE) -> list[dict[
 
 
 def dense_figures(turns: Sequence[Record], reference: str = REFERENCE) -> dict[str, Any]:
-    """What the dense step consists of: medians and quartiles over the repetitions."""
+    """Parts of the dense step: medians and quartiles over the repetitions."""
     limited = by_variant(turn for turn in turns if turn["limited"])[reference]
     unlimited = by_variant(turn for turn in turns if not turn["limited"])
     alone, free = unlimited[ALONE], unlimited[reference]
@@ -111,8 +122,8 @@ def dense_figures(turns: Sequence[Record], reference: str = REFERENCE) -> dict[s
         "seconds": spread([turn["seconds"] for turn in limited]),
         "unlimited_s": spread([turn["seconds"] for turn in free]),
         "compute_s": spread([turn["seconds"] for turn in alone]),
-        "communication_share": spread([1 - ratio for ratio in _ratios(alone, limited)]),
-        "ceiling": spread(_ratios(limited, free)),
+        "communication_share": spread([1 - ratio for ratio in ratios(alone, limited)]),
+        "ceiling": spread(ratios(limited, free)),
     }
 
 
@@ -122,22 +133,18 @@ def summarise_trainings(trainings: Sequence[Record]) -> list[dict[str, Any]]:
     figures = []
     for name, own in of.items():
         pairs = zip(of[REFERENCE], own, strict=True)
-        ratios = [
-            dense["seconds"] / one["seconds"]
-            for dense, one in pairs
-            if dense["reached"] and one["reached"]
-        ]
+        both_reached = [pair for pair in pairs if pair[0]["reached"] and pair[1]["reached"]]
         reached = [one for one in own if one["reached"]]
         figures.append(
             {
                 "variant": name,
                 "n": len(own),
                 "num_reached": len(reached),
-                "seconds": _spread_of_any([one["seconds"] for one in reached]),
-                "speedup": _spread_of_any(ratios),
-                "steps": _spread_of_any([one["steps"] for one in reached]),
-                "wire_bytes": _spread_of_any([one["wire_bytes"] for one in reached]),
-                "host_bytes": _spread_of_any(
+                "seconds": spread_of_any([one["seconds"] for one in reached]),
+                "speedup": spread_of_any([a["seconds"] / b["seconds"] for a, b in both_reached]),
+                "steps": spread_of_any([one["steps"] for one in reached]),
+                "wire_bytes": spread_of_any([one["wire_bytes"] for one in reached]),
+                "host_bytes": spread_of_any(
                     [one["host_bytes"] for one in reached if one["host_bytes"] is not None]
                 ),
                 "best": spread([one["best"] for one in own]),
@@ -147,42 +154,19 @@ def summarise_trainings(trainings: Sequence[Record]) -> list[dict[str, Any]]:
 
 
 def host_bytes(turn: Record) -> float | None:
-    """What one host sent in a step, on average, in bytes; None where it is not counted."""
+    """Bytes that one host sent in a step, on average; None where they are not counted."""
     sent = [host["tx_bytes"] for host in turn["interfaces"]]
     return statistics.mean(sent) / turn["steps"] if sent else None
 
 
-def spread(values: Sequence[float]) -> dict[str, Any]:
-    """Median and quartiles."""
-    return {"median": statistics.median(values), "quartiles": quartiles(values)}
-
-
-def _spread_of_any(values: Sequence[float]) -> dict[str, Any] | None:
-    return spread(values) if values else None
-
-
 def mean_of(turns: Sequence[Record], key: str) -> float | None:
     """Of what a method counts; None if it does not."""
-    return _mean(turn.get(key) for turn in turns)
+    return mean_of_known(turn.get(key) for turn in turns)
 
 
-def _mean(values: Iterator[float | None]) -> float | None:
-    counted = [value for value in values if value is not None]
-    return statistics.mean(counted) if counted else None
-
-
-def by_variant(records: Iterator[Record] | Sequence[Record]) -> dict[str, list[Record]]:
+def by_variant(records: Iterable[Record]) -> dict[str, list[Record]]:
     """Name -> its records, in their order."""
-    grouped: dict[str, list[Record]] = {}
-    for record in records:
-        grouped.setdefault(record["variant"], []).append(record)
-    return grouped
-
-
-def _ratios(above: Sequence[Record], below: Sequence[Record]) -> list[float]:
-    """Of the times in the same repetition."""
-    pairs = zip(above, below, strict=True)
-    return [one["seconds"] / other["seconds"] for one, other in pairs]
+    return grouped(records, lambda record: str(record["variant"]))
 
 
 def tables(result: Record) -> str:
@@ -216,11 +200,12 @@ def _title(result: Record) -> str:
 
 def rate_text(result: Record) -> str:
     """How fast the links are."""
-    return "unlimited links" if result["mbps"] is None else f"{result['mbps']:g} Mbit/s"
+    mbps = result["mbps"]
+    return report.rate_text(mbps) + (" links" if mbps is None else "")
 
 
 def dense_lines(dense: Record) -> list[str]:
-    """What `dense_figures` found, in words."""
+    """The `dense_figures` in words."""
     share = dense["communication_share"]
     lines = [
         f"dense step {text(dense['seconds'], 1e3, '.0f')} ms, "
@@ -234,29 +219,13 @@ def dense_lines(dense: Record) -> list[str]:
     return lines
 
 
-def text(value: Record | None, scale: float, form: str) -> str:
-    """The median of a `spread`, in another unit."""
-    return "–" if value is None else format(scale * value["median"], form)
-
-
-def range_of(value: Record | None, scale: float, form: str) -> str:
-    """The quartiles of a `spread`, in another unit."""
-    if value is None:
-        return "–"
-    low, high = (format(scale * quartile, form) for quartile in value["quartiles"])
-    return f"{low} to {high}"
-
-
 def time_row(figure: Record) -> tuple[str, ...]:
     """A row under `TIME_HEADERS`."""
     return (
         figure["variant"],
-        text(figure["seconds"], 1e3, ".0f"),
-        range_of(figure["seconds"], 1e3, ".0f"),
-        text(figure["speedup"], 1, ".2f"),
-        range_of(figure["speedup"], 1, ".2f"),
-        text(figure["of_ceiling"], 100, ".0f") + " %",
-        range_of(figure["of_ceiling"], 100, ".0f") + " %",
+        *both(figure["seconds"], 1e3, ".0f"),
+        *both(figure["speedup"], 1, ".2f"),
+        *(f"{one} %" for one in both(figure["of_ceiling"], 100, ".0f")),
         str(figure["n"]),
     )
 
@@ -273,7 +242,7 @@ def _traffic(figure: Record, dense: Record) -> tuple[str, ...]:
         figure["variant"],
         *sent,
         f"{figure['floats']:.0f}",
-        *("–" if seconds is None else f"{1e3 * seconds:.0f}" for seconds in times),
+        *(scaled(seconds, 1e3, ".0f") for seconds in times),
         factor,
         ", ".join(f"{path} {num_parameters}" for path, num_parameters in paths) or "–",
         f"{figure['loss']:.3f}",
@@ -284,8 +253,7 @@ def _training(figure: Record) -> tuple[str, ...]:
     return (
         figure["variant"],
         f"{figure['num_reached']} of {figure['n']}",
-        text(figure["seconds"], 1, ".1f"),
-        range_of(figure["seconds"], 1, ".1f"),
+        *both(figure["seconds"], 1, ".1f"),
         text(figure["speedup"], 1, ".2f"),
         text(figure["steps"], 1, ".0f"),
         text(figure["wire_bytes"], 1e-6, ".2f"),
@@ -311,8 +279,7 @@ def plot(result: Record, path: Path) -> None:
     if result["trainings"]:
         _plot_trainings(panels[1], result, colours)
     for axes in panels:
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
+        tidy(axes)
     canvas.legend(loc="outside lower center", frameon=False)
     canvas.savefig(path)
 
@@ -322,14 +289,11 @@ def plot_steps(
 ) -> None:
     """Draws the time of each method's step as a bar, in its colour."""
     rows = result["figures"][::-1]  # the first on top
-    medians = [row["seconds"]["median"] for row in rows]
-    spans = [row["seconds"]["quartiles"] for row in rows]
-    below = [median - low for median, (low, _) in zip(medians, spans, strict=True)]
-    above = [high - median for median, (_, high) in zip(medians, spans, strict=True)]
+    medians, bars = error_bars([row["seconds"] for row in rows])
     names = [row["variant"] for row in rows]
     places = range(len(names))
     axes.barh(places, medians, color=[colours[name] for name in names], zorder=2)
-    axes.errorbar(medians, places, xerr=(below, above), fmt="none", color="#444444", capsize=2)
+    axes.errorbar(medians, places, xerr=bars, fmt="none", color="#444444", capsize=2)
     axes.set_yticks(places, [_broken(name) for name in names], fontsize="small")
     label = f"{reference}, unlimited links"
     axes.axvline(result["dense"]["unlimited_s"]["median"], color="#444444", ls=":", label=label)

@@ -1,21 +1,17 @@
-"""What `recipes.bench.slow_replicas` lets the replicas do: turns side by side, and trainings."""
+"""Turns of `recipes.bench.slow_replicas`: methods side by side, and trainings."""
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
 from typing import Any, Final
 
 from tqdm import tqdm
 
-from recipes.bench.hosts import Loopback
 from recipes.bench.replica_report import host_bytes
 from recipes.bench.replica_variants import ALONE, MPCOMP, REFERENCE
-from recipes.bench.slow_link import NOTICE_S, SETTLE_S
-from recipes.bench.workers import Worker, begin_all, num_cores, start_workers
+from recipes.bench.workers import Workers, rotated
 
 # The first connects the hosts, in the second DDP has its final buckets, and torch's PowerSGD has
 # its own in the third.
@@ -24,55 +20,21 @@ TORCH_WARMUP_STEPS: Final = 4
 RATE_TURNS: Final = 3
 
 
-class Replicas:
-    """One process on each host, with a model for each method that is open.
-
-    Args:
-        hosts: where they run, and what ends them.
-        module: that `start_workers` runs.
-        options: of the measurement; here its threads and timeout.
-        told: what all workers are told, besides where they meet.
-    """
-
-    def __init__(
-        self,
-        hosts: Loopback,
-        module: str,
-        options: argparse.Namespace,
-        told: Mapping[str, Any],
-    ) -> None:
-        self.hosts = hosts
-        num_threads = options.threads or max(1, num_cores() // hosts.num_hosts)
-        common = {
-            **told,
-            "address": hosts.address(0),
-            "port": hosts.free_port(),
-            "device": hosts.device,
-            "num_threads": num_threads,
-            "timeout_s": options.timeout,
-        }
-        self.workers: list[Worker] = start_workers(hosts, module, common, num_threads)
+class Replicas(Workers):
+    """One process on each host, with a model for each method that is open."""
 
     def open(self, name: str, seed: int, mbps: float | None) -> int:
         """Makes a model with a method on all replicas; the bytes of its gradients."""
-        command = {"do": "open", "name": name, "seed": seed, "mbps": mbps}
-        dense_bytes: int = self._ask_all(command)[0]["dense_bytes"]
+        dense_bytes: int = self.ask("open", name=name, seed=seed, mbps=mbps)[0]
         return dense_bytes
 
     def close(self, name: str) -> None:
         """Forgets a method's model."""
-        self._ask_all({"do": "close", "name": name})
+        self.ask("close", name=name)
 
-    def step(self, name: str, count: int) -> list[Any]:
-        """Lets all take so many steps, begun at one moment; their answers."""
-        return begin_all(self.workers, {"do": "steps", "name": name, "count": count}, NOTICE_S)
-
-    def turn(self, name: str, count: int) -> dict[str, Any]:
-        """So many steps: means over them, and what each host sent and received in all of them."""
-        before = self.hosts.counters()
-        answers = self.step(name, count)
-        time.sleep(SETTLE_S)
-        pairs = zip(self.hosts.counters(), before, strict=True)
+    def steps(self, name: str, count: int) -> dict[str, Any]:
+        """A turn of so many steps: means over them, and what each host sent and received in all."""
+        answers, interfaces = self.turn("steps", name=name, count=count)
         return {
             "steps": count,
             "seconds": max(answer["seconds"] for answer in answers),
@@ -82,31 +44,25 @@ class Replicas:
                 for key in answers[0]["means"]
             },
             **{key: answers[0][key] for key in ("factors", "at")},
-            "interfaces": [asdict(after - earlier) for after, earlier in pairs],
+            "interfaces": interfaces,
         }
 
     def accuracy(self, name: str) -> float:
         """Of the first replica, on the test images."""
-        accuracy: float = self.workers[0].ask({"do": "evaluate", "name": name})["accuracy"]
+        accuracy: float = self.ask_one(0, "evaluate", name=name)
         return accuracy
 
     def held_out_loss(self, name: str) -> float:
         """Mean over all ranks, each of which has as much of the held-out text."""
-        answers = self._ask_all({"do": "evaluate", "name": name})
-        return statistics.mean([float(answer["loss"]) for answer in answers])
-
-    def _ask_all(self, command: Any) -> list[Any]:
-        for worker in self.workers:
-            worker.tell(command)
-        return [worker.hear() for worker in self.workers]
+        return statistics.mean(float(loss) for loss in self.ask("evaluate", name=name))
 
 
 def told_of(options: argparse.Namespace, hang_after_s: float | None = None) -> dict[str, Any]:
-    """What the replicas of `recipes.bench.slow_replicas` are told; see its `Job`."""
+    """The fields of the `Job` of `recipes.bench.slow_replicas`."""
     data = ("data", "train_limit", "test_limit")
     same = (*data, "model", "width", "batch", "lr", "momentum", "latency_ms", "path")
     chosen = {name: getattr(options, name) for name in same}
-    return {"num_replicas": options.replicas, **chosen, "hang_after_s": hang_after_s}
+    return {**chosen, "hang_after_s": hang_after_s}
 
 
 def open_all(
@@ -116,12 +72,12 @@ def open_all(
     dense_bytes = replicas.open(REFERENCE, options.seed, None)
     replicas.open(ALONE, options.seed, None)
     for name in (REFERENCE, ALONE):
-        replicas.turn(name, TORCH_WARMUP_STEPS)
+        replicas.steps(name, TORCH_WARMUP_STEPS)
     mbps: float | None = options.mbps
     if replicas.hosts.device == "lo":
         mbps = None
     elif mbps is None:
-        turns = [replicas.turn(ALONE, options.steps) for _ in range(RATE_TURNS)]
+        turns = [replicas.steps(ALONE, options.steps) for _ in range(RATE_TURNS)]
         mbps = limiting_mbps(
             statistics.median(turn["seconds"] for turn in turns),
             dense_bytes=dense_bytes,
@@ -161,16 +117,14 @@ def side_by_side(
         replicas.hosts.set_rate(mbps)
         for name in names:
             ours = name.startswith(MPCOMP)
-            replicas.turn(name, options.warmup_steps if ours else TORCH_WARMUP_STEPS)
+            replicas.steps(name, options.warmup_steps if ours else TORCH_WARMUP_STEPS)
             bar.update()
         for repeat in range(options.repeats):
-            shift = repeat % len(names)
-            rotated = (*names[shift:], *names[:shift])
-            for limited, of_turn in ((False, unlimited), (True, rotated)):
+            for limited, of_turn in ((False, unlimited), (True, rotated(names, repeat))):
                 replicas.hosts.set_rate(mbps if limited else None)
                 for name in of_turn:
                     where = {"variant": name, "limited": limited, "repeat": repeat}
-                    turns.append({**where, **replicas.turn(name, options.steps)})
+                    turns.append({**where, **replicas.steps(name, options.steps)})
                     bar.update()
     return turns
 
@@ -201,7 +155,7 @@ def _train(replicas: Replicas, name: str, options: argparse.Namespace) -> dict[s
     looks: list[dict[str, float]] = []
     while steps < options.max_steps and (not looks or looks[-1]["accuracy"] < options.accuracy):
         count = min(options.eval_every, options.max_steps - steps)
-        turn = replicas.turn(name, count)
+        turn = replicas.steps(name, count)
         steps += count
         seconds += count * turn["seconds"]
         wire_bytes += count * turn["wire_bytes"]

@@ -22,8 +22,9 @@ from mpcomp.adaptive.clock import WallClock
 from mpcomp.data_parallel.base import ReplicaMethod
 from mpcomp.data_parallel.methods import replica_method_of
 from recipes import data
+from recipes.bench import workers
+from recipes.data import Loader, loaders_of
 from recipes.image_config import ImageConfig
-from recipes.loader import Loader, loaders_of
 from recipes.tokens import TokenLoader
 
 REFERENCE: Final = "torch fp32"
@@ -42,16 +43,9 @@ TOTALS: Final = ("wire_bytes", "floats", "encode_s", "wait_s", "decode_s")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
-    """What all workers are told alike, and the rank."""
+class Job(workers.Job):
+    """The model and the images that all replicas train on."""
 
-    rank: int
-    num_replicas: int
-    address: str
-    port: int
-    device: str
-    num_threads: int
-    timeout_s: float
     data: str
     train_limit: int | None
     test_limit: int | None
@@ -69,8 +63,8 @@ class Job:
         """The batches of a training run, with the augmentation that suits the data."""
         return ImageConfig.for_data(
             self.data,
-            batch_size=self.batch * self.num_replicas,
-            replicas=self.num_replicas,
+            batch_size=self.batch * self.size,
+            replicas=self.size,
             chunks=1,
             train_limit=self.train_limit,
             test_limit=self.test_limit,

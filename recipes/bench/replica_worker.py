@@ -1,20 +1,14 @@
-"""One replica's part in `recipes.bench.slow_replicas`: a model for each method, and the clock.
-
-Commands come in on standard input and answers go out on standard output, one JSON value a line, so
-that nothing but the training itself goes over the measured link.
-"""
+"""One replica's part in `recipes.bench.slow_replicas`: a model for each method that is open."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import math
-import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Final, TextIO
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -22,52 +16,50 @@ from torch.nn.parallel import DistributedDataParallel
 
 from recipes import data
 from recipes.bench.replica_variants import Job, Variant, open_variant
-from recipes.bench.workers import begin_together, joined, own_stdout, say
-from recipes.loader import loaders_of
+from recipes.bench.workers import Begin
+from recipes.data import loaders_of
 
 TEST_BATCH: Final = 128
 
 
-def work(job: Job) -> None:
-    """Joins the others, then carries out commands until standard input ends."""
-    answers = own_stdout()
-    dataset = data.load(job.data, train_limit=job.train_limit, test_limit=job.test_limit)
-    variants: dict[str, Variant] = {}
-    with joined(
-        rank=job.rank,
-        size=job.num_replicas,
-        address=job.address,
-        port=job.port,
-        device=job.device,
-        num_threads=job.num_threads,
-        timeout_s=job.timeout_s,
-    ):
-        say(answers, {"joined": job.rank})
-        for line in sys.stdin:
-            command = json.loads(line)
-            kind, name = command["do"], command.get("name")
-            if kind == "open":
-                variants[name] = open_variant(
-                    name, job, dataset, seed=command["seed"], mbps=command["mbps"]
-                )
-                say(answers, {"dense_bytes": _dense_bytes(variants[name].model)})
-            elif kind == "close":
-                del variants[name]
-                say(answers, {"closed": name})
-            elif kind == "evaluate":
-                say(answers, {"accuracy": _accuracy(variants[name].model, job, dataset)})
-            else:
-                assert kind == "steps", kind
-                say(answers, stepped(variants[name], command["count"], answers, job.hang_after_s))
+class Part:
+    """A model for each method that is open, on this replica.
+
+    Args:
+        job: of this rank.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._dataset = data.load(job.data, train_limit=job.train_limit, test_limit=job.test_limit)
+        self._variants: dict[str, Variant] = {}
+
+    def open(self, name: str, seed: int, mbps: float | None) -> int:
+        """Makes a model with a method; the bytes of its gradients as fp32."""
+        variant = open_variant(name, self._job, self._dataset, seed=seed, mbps=mbps)
+        self._variants[name] = variant
+        return dense_bytes(variant.model)
+
+    def close(self, name: str) -> None:
+        """Forgets a method's model."""
+        del self._variants[name]
+
+    def steps(self, begin: Begin, name: str, count: int) -> dict[str, Any]:
+        """So many steps of a method in a row."""
+        return stepped(begin, self._variants[name], count, self._job.hang_after_s)
+
+    def evaluate(self, name: str) -> float:
+        """The accuracy of this replica on all test images."""
+        return _accuracy(self._variants[name].model, self._job, self._dataset)
 
 
-def _dense_bytes(model: nn.Module) -> int:
-    """Of all gradients, as fp32."""
+def dense_bytes(model: nn.Module) -> int:
+    """Of all parameters, as fp32."""
     return 4 * sum(parameter.numel() for parameter in model.parameters())
 
 
 def stepped(
-    variant: Variant, count: int, answers: TextIO, hang_after_s: float | None = None
+    begin: Begin, variant: Variant, count: int, hang_after_s: float | None = None
 ) -> dict[str, Any]:
     """So many steps in a row, begun at the moment that all replicas are told."""
     before = variant.report()
@@ -82,7 +74,7 @@ def stepped(
                 losses.append(variant.step(x, y))
                 factors.append(variant.report().get("cf"))
 
-    begin = begin_together(answers)
+    start = begin()
     if hang_after_s is None:
         steps()
     elif hangs(steps, hang_after_s):
@@ -90,7 +82,7 @@ def stepped(
     end = time.perf_counter()
     after = variant.report()
     return {
-        "seconds": (end - begin) / count,
+        "seconds": (end - start) / count,
         "means": {
             key: (after[key] - before[key]) / count for key in variant.totals if key in after
         },

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 from tabulate import tabulate
 
 from recipes.bench import replica_report
-from recipes.bench.replica_report import TIME_HEADERS, Record
+from recipes.bench.replica_report import TIME_HEADERS
+from recipes.bench.report import Record, scaled, tidy
 from recipes.bench.shard_worker import REFERENCE, TOTALS, specs_of
 from recipes.plots import COLOURS
 
@@ -98,12 +99,12 @@ def _traffic(figure: Record, dense: Record) -> tuple[str, ...]:
     times = ("encode_s", "wait_s", "decode_s", "gather_s")
     return (
         figure["variant"],
-        _scaled(sent, 1e-3, ".0f"),
+        scaled(sent, 1e-3, ".0f"),
         "–" if sent is None else f"{of_dense / sent:.2f}",
-        _scaled(figure["traffic_bytes"], 1e-3, ".0f"),
-        _scaled(figure["gather_traffic_bytes"], 1e-3, ".0f"),
-        *(_scaled(figure[name], 1e3, ".0f") for name in times),
-        _scaled(figure["memory_bytes"], 1e-3, ".0f"),
+        scaled(figure["traffic_bytes"], 1e-3, ".0f"),
+        scaled(figure["gather_traffic_bytes"], 1e-3, ".0f"),
+        *(scaled(figure[name], 1e3, ".0f") for name in times),
+        scaled(figure["memory_bytes"], 1e-3, ".0f"),
     )
 
 
@@ -115,12 +116,8 @@ def _training(training: Record, dense: Record) -> tuple[str, ...]:
         f"{last - of_dense:+.4f}",
         f"{training['held_out']:.4f}",
         f"{training['held_out'] - dense['held_out']:+.4f}",
-        _scaled(training["host_bytes"], 1e-6, ".1f"),
+        scaled(training["host_bytes"], 1e-6, ".1f"),
     )
-
-
-def _scaled(value: float | None, scale: float, form: str) -> str:
-    return "–" if value is None else format(scale * value, form)
 
 
 def looks(names: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -153,8 +150,7 @@ def plot(result: Record, path: Path) -> None:
     if result["trainings"]:
         _plot_losses(panels[0], panels[1], result, drawn)
     for axes in panels:
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
+        tidy(axes)
     canvas.legend(loc="outside lower center", frameon=False, ncols=num_panels)
     canvas.savefig(path)
 

@@ -1,13 +1,7 @@
-"""One host's part in `recipes.bench.slow_shards`: a rank of FSDP2, with a model for each variant.
-
-Commands come in on standard input and answers go out on standard output, one JSON value a line, so
-that nothing but the training itself goes over the measured link.
-"""
+"""One host's part in `recipes.bench.slow_shards`: a rank of FSDP2, a model for each variant."""
 
 from __future__ import annotations
 
-import json
-import sys
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -22,10 +16,10 @@ from torch.distributed.fsdp import fully_shard
 
 import mpcomp
 from mpcomp.data_parallel.fsdp import ShardedGradients
+from recipes.bench import workers
 from recipes.bench.decoder import Block, decoder, token_loss
 from recipes.bench.replica_variants import ALONE, MPCOMP, Variant, endless
-from recipes.bench.replica_worker import stepped
-from recipes.bench.workers import joined, own_stdout, say
+from recipes.bench.replica_worker import dense_bytes, stepped
 from recipes.tokens import Blocks, TokenLoader
 
 REFERENCE: Final = "torch FSDP2"
@@ -40,16 +34,9 @@ TOTALS: Final = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
-    """What all workers are told alike, and the rank."""
+class Job(workers.Job):
+    """The model and the text that all ranks train on."""
 
-    rank: int
-    num_ranks: int
-    address: str
-    port: int
-    device: str
-    num_threads: int
-    timeout_s: float
     #: File with what `save_tokens` was given.
     tokens: str
     vocab: int
@@ -82,36 +69,36 @@ def save_tokens(tokens: Tokens, path: Path) -> None:
     torch.save({"train": tokens.train, "held_out": tokens.held_out}, path)
 
 
-def work(job: Job) -> None:
-    """Joins the others, then carries out commands until standard input ends."""
-    answers = own_stdout()
-    tokens = Tokens(**torch.load(job.tokens, weights_only=True))
-    variants: dict[str, ShardVariant] = {}
-    with joined(
-        rank=job.rank,
-        size=job.num_ranks,
-        address=job.address,
-        port=job.port,
-        device=job.device,
-        num_threads=job.num_threads,
-        timeout_s=job.timeout_s,
-    ):
-        mesh = init_device_mesh("cpu", (job.num_ranks,))
-        say(answers, {"joined": job.rank})
-        for line in sys.stdin:
-            command = json.loads(line)
-            kind, name = command["do"], command.get("name")
-            if kind == "open":
-                variants[name] = open_variant(name, job, tokens, mesh, seed=command["seed"])
-                say(answers, {"dense_bytes": _dense_bytes(variants[name].model)})
-            elif kind == "close":
-                del variants[name]
-                say(answers, {"closed": name})
-            elif kind == "evaluate":
-                say(answers, {"loss": _held_out_loss(variants[name], job, tokens)})
-            else:
-                assert kind == "steps", kind
-                say(answers, stepped(variants[name], command["count"], answers))
+class Part:
+    """A model for each variant that is open, on this rank.
+
+    Args:
+        job: of this rank.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._tokens = Tokens(**torch.load(job.tokens, weights_only=True))
+        self._mesh = init_device_mesh("cpu", (job.size,))
+        self._variants: dict[str, ShardVariant] = {}
+
+    def open(self, name: str, seed: int, mbps: float | None) -> int:
+        """Makes a model with a variant; the bytes of all parameters as fp32."""
+        variant = open_variant(name, self._job, self._tokens, self._mesh, seed=seed)
+        self._variants[name] = variant
+        return dense_bytes(variant.model)
+
+    def close(self, name: str) -> None:
+        """Forgets a variant's model."""
+        del self._variants[name]
+
+    def steps(self, begin: workers.Begin, name: str, count: int) -> dict[str, Any]:
+        """So many steps of a variant in a row."""
+        return stepped(begin, self._variants[name], count)
+
+    def evaluate(self, name: str) -> float:
+        """The loss on this rank's part of the held-out sequences."""
+        return _held_out_loss(self._variants[name], self._job, self._tokens)
 
 
 def specs_of(name: str) -> tuple[str, str | None]:
@@ -140,9 +127,9 @@ def open_variant(
     )
     loader = TokenLoader(
         blocks=Blocks(tokens.train, tokens.train),
-        batch_size=job.batch * job.num_ranks,
+        batch_size=job.batch * job.size,
         replica=job.rank,
-        num_replicas=job.num_ranks,
+        num_replicas=job.size,
         seed=seed,
     )
     batches = (_pair(batch["input_ids"]) for batch, *_ in endless(loader))
@@ -176,7 +163,7 @@ def _pair(ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _reporting(handle: ShardedGradients) -> Callable[[], Mapping[str, Any]]:
-    """What a handle reports, with that of gathered parameters beside it where mpcomp gathers."""
+    """A handle's report, with that of gathered parameters beside it where mpcomp gathers."""
     gathers = handle.exchange.param_comp is not None
 
     def report() -> Mapping[str, Any]:
@@ -190,18 +177,13 @@ def _reporting(handle: ShardedGradients) -> Callable[[], Mapping[str, Any]]:
     return report
 
 
-def _dense_bytes(model: nn.Module) -> int:
-    """Of all parameters, as fp32."""
-    return 4 * sum(parameter.numel() for parameter in model.parameters())
-
-
 @torch.no_grad()
 def _held_out_loss(variant: ShardVariant, job: Job, tokens: Tokens) -> float:
     """Nats a token on this rank's part of the held-out sequences, with the exact weights.
 
     The model cannot be trained on afterwards: FSDP2 keeps the root's parameters until a backward.
     """
-    own = tokens.held_out[job.rank :: job.num_ranks]
+    own = tokens.held_out[job.rank :: job.size]
     with variant.exact():
         losses = [_loss(variant.model, rows) * len(rows) for rows in torch.split(own, job.batch)]
     return sum(losses) / len(own)

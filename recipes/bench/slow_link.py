@@ -18,31 +18,36 @@ import contextlib
 import json
 import math
 import sys
-import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from tqdm import tqdm
 
 from recipes.bench.decoder import equal_stages
-from recipes.bench.hosts import Loopback
 from recipes.bench.link_report import plot_steps, summarise, tables
-from recipes.bench.link_worker import REFERENCE, VARIANTS, Job, work
-from recipes.bench.workers import Worker, begin_all, choose_hosts, machine, num_cores, start_workers
+from recipes.bench.link_worker import REFERENCE, VARIANTS, Job, Part
+from recipes.bench.workers import (
+    Workers,
+    bench_parser,
+    choose_hosts,
+    machine,
+    num_cores,
+    rotated,
+    settings_of,
+    too_small,
+    work,
+    write,
+)
 
-# Late acknowledgements are still counted: Linux holds one back for 40 ms.
-SETTLE_S = 0.06
-# From the word to begin until the clock runs; longer than the word takes to reach all workers.
-NOTICE_S = 0.02
+MODULE: Final = "recipes.bench.slow_link"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures, prints the tables, and writes the figures and the plot."""
     options = parse_args(argv)
     if options.worker is not None:
-        work(Job(**json.loads(options.worker)))
+        work(options.worker, Job, Part)
         return
     problem = _problem(options)
     if problem:
@@ -52,28 +57,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     compute: dict[str, list[dict[str, float]]] = {}
     for num_stages in options.stages:
         with contextlib.ExitStack() as stack:
-            hosts = choose_hosts(
-                stack, num_stages, latency_ms=options.latency_ms, loopback=options.loopback
-            )
+            hosts = choose_hosts(stack, num_stages, options)
             links = hosts.describe()
-            workers = _start(hosts, num_stages, options)
+            workers = Workers(hosts, MODULE, options, _told(options))
             rates = options.rates if hosts.device != "lo" else [None]
-            measured, compute[str(num_stages)] = _measure(hosts, workers, rates, options)
+            measured, compute[str(num_stages)] = _measure(workers, rates, options)
             steps += measured
     figures = summarise(steps, compute, chunks=options.chunks, num_cores=num_cores())
     print(tables(figures))
     print("links:", json.dumps(links))
-    if options.out is not None:
-        result = {
-            "settings": _settings(options),
-            "machine": machine(),
-            "links": links,
-            "compute": compute,
-            "figures": figures,
-            "steps": steps,
-        }
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(result, indent=1))
+    result = {
+        "settings": settings_of(options),
+        "machine": machine(),
+        "links": links,
+        "compute": compute,
+        "figures": figures,
+        "steps": steps,
+    }
+    write(result, options.out)
     if options.plot is not None and all(figure["rate_mbps"] is None for figure in figures):
         print(f"No {options.plot}: no link was limited.")
     elif options.plot is not None:
@@ -83,11 +84,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of the measurement."""
-    parser = argparse.ArgumentParser(
-        prog="python -m recipes.bench.slow_link",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = bench_parser(MODULE, __doc__)
     add = parser.add_argument
     add("--stages", type=int, nargs="+", default=[2, 4], help="one host each")
     add("--rates", type=_rate, nargs="+", default=[None, 1000.0, 100.0, 10.0, 5.0],
@@ -102,14 +99,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--width", type=int, default=256)
     add("--context", type=int, default=128)
     add("--vocab", type=int, default=256)
-    add("--seed", type=int, default=0)
-    add("--threads", type=int, help="of torch on each host; by default the cores are shared out")
-    add("--latency-ms", type=float, default=0.0, help="one way, where the kernel has netem")
-    add("--timeout", type=float, default=120.0, help="seconds until a silent peer is an error")
-    add("--loopback", action="store_true", help="no namespaces")
     add("--out", type=Path, help="JSON file for the figures and every step")
     add("--plot", type=Path, help="PNG file: seconds a step against the rate")
-    add("--worker", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
 
@@ -123,9 +114,8 @@ def _rate(text: str) -> float | None:
 
 
 def _problem(options: argparse.Namespace) -> str | None:
-    for name in ("repeats", "chunks", "microbatch", "threads"):
-        if getattr(options, name) is not None and getattr(options, name) < 1:
-            return f"{name} is {getattr(options, name)}; pass at least 1"
+    if problem := too_small(options, ("repeats", "chunks", "microbatch")):
+        return problem
     if options.warmups < 1:
         return f"warmups is {options.warmups}; pass at least 1: the first step connects the hosts"
     if options.chunks < max(options.stages):
@@ -142,49 +132,30 @@ def _problem(options: argparse.Namespace) -> str | None:
     return None
 
 
-def _start(hosts: Loopback, num_stages: int, options: argparse.Namespace) -> list[Worker]:
-    num_threads = options.threads or max(1, num_cores() // num_stages)
-    common = {
-        "num_stages": num_stages,
-        "address": hosts.address(0),
-        "port": hosts.free_port(),
-        "device": hosts.device,
-        "num_threads": num_threads,
-        "chunks": options.chunks,
-        "microbatch": options.microbatch,
-        "num_blocks": options.blocks,
-        "width": options.width,
-        "context": options.context,
-        "vocab": options.vocab,
-        "seed": options.seed,
-        "timeout_s": options.timeout,
-        "variants": options.variants,
-    }
-    return start_workers(hosts, "recipes.bench.slow_link", common, num_threads)
+def _told(options: argparse.Namespace) -> dict[str, Any]:
+    same = ("chunks", "microbatch", "width", "context", "vocab", "seed", "variants")
+    return {"num_blocks": options.blocks, **{name: getattr(options, name) for name in same}}
 
 
 def _measure(
-    hosts: Loopback,
-    workers: Sequence[Worker],
-    rates: Sequence[float | None],
-    options: argparse.Namespace,
+    workers: Workers, rates: Sequence[float | None], options: argparse.Namespace
 ) -> tuple[list[dict[str, Any]], list[dict[str, float]]]:
     """Every step of every variant at every rate, and what each stage computes at the fastest."""
     names: list[str] = options.variants
+    hosts, num_stages = workers.hosts, workers.hosts.num_hosts
     for name in names * options.warmups:
-        _step(hosts, workers, name)
+        _step(workers, name)
     steps, compute = [], []
     total = options.repeats * len(rates) * len(names)
-    with tqdm(total=total, unit="step", desc=f"{len(workers)} stages") as bar:
+    with tqdm(total=total, unit="step", desc=f"{num_stages} stages") as bar:
         for repeat in range(options.repeats):
-            shift = repeat % len(names)
             # One after the other, so that each has a core to itself.
-            compute.append([worker.ask("compute") for worker in workers])
+            compute.append([workers.ask_one(rank, "compute") for rank in range(num_stages)])
             for rate in rates:
                 hosts.set_rate(rate)
-                for name in names[shift:] + names[:shift]:
-                    where = {"num_stages": len(workers), "rate_mbps": rate, "variant": name}
-                    steps.append({**where, "repeat": repeat, **_step(hosts, workers, name)})
+                for name in rotated(names, repeat):
+                    where = {"num_stages": num_stages, "rate_mbps": rate, "variant": name}
+                    steps.append({**where, "repeat": repeat, **_step(workers, name)})
                     bar.update()
     fastest = [
         {name: min(one[name] for one in of_stage) for name in of_stage[0]}
@@ -193,23 +164,15 @@ def _measure(
     return steps, fastest
 
 
-def _step(hosts: Loopback, workers: Sequence[Worker], name: str) -> dict[str, Any]:
+def _step(workers: Workers, name: str) -> dict[str, Any]:
     """One step: how long until the last host was done, and what each sent and received."""
-    before = hosts.counters()
-    answers = begin_all(workers, name, NOTICE_S)
-    time.sleep(SETTLE_S)
-    pairs = zip(hosts.counters(), before, strict=True)
+    answers, interfaces = workers.turn("step", name=name)
     return {
         "seconds": max(answer["seconds"] for answer in answers),
         "loss": answers[-1]["loss"],
         "metered_bytes": answers[0]["metered_bytes"],
-        "interfaces": [asdict(after - earlier) for after, earlier in pairs],
+        "interfaces": interfaces,
     }
-
-
-def _settings(options: argparse.Namespace) -> dict[str, Any]:
-    unsaid = ("out", "plot", "worker")
-    return {name: value for name, value in vars(options).items() if name not in unsaid}
 
 
 if __name__ == "__main__":

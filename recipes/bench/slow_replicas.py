@@ -26,7 +26,7 @@ import json
 import math
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -44,8 +44,16 @@ from recipes.bench.replica_variants import (
     Job,
     torch_rank,
 )
-from recipes.bench.replica_worker import work
-from recipes.bench.workers import choose_hosts, machine
+from recipes.bench.replica_worker import Part
+from recipes.bench.workers import (
+    bench_parser,
+    choose_hosts,
+    machine,
+    settings_of,
+    too_small,
+    work,
+    write,
+)
 from recipes.image_config import MODELS
 
 METHODS: Final = (
@@ -65,13 +73,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measures, prints the tables, and writes the figures and the plot."""
     options = parse_args(argv)
     if options.worker is not None:
-        work(Job(**json.loads(options.worker)))
+        work(options.worker, Job, Part)
         return
     if problem := _problem(options):
         sys.exit(f"error: {problem}")
     result: dict[str, Any] = {
         "command": shlex.join(["python", "-m", MODULE, *(sys.argv[1:] if argv is None else argv)]),
-        "settings": _settings(options),
+        "settings": settings_of(options),
         "machine": machine(),
         "n": options.repeats,
     }
@@ -82,9 +90,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if name.startswith(f"{TORCH}powersgd") and options.hang_timeout > 0
     }
     with contextlib.ExitStack() as stack:
-        hosts = choose_hosts(
-            stack, options.replicas, latency_ms=options.latency_ms, loopback=options.loopback
-        )
+        hosts = choose_hosts(stack, options.replicas, options)
         replicas = Replicas(hosts, MODULE, options, told_of(options))
         dense_bytes, mbps = open_all(replicas, names, options)
         turns = side_by_side(replicas, names, mbps, options)
@@ -115,11 +121,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of the measurement."""
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {MODULE}",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = bench_parser(MODULE, __doc__)
     add = parser.add_argument
     add("--methods", nargs="*", default=list(METHODS), metavar="SPEC", help="of mpcomp")
     add("--torch", nargs="*", default=list(TORCH_METHODS), metavar="HOOK",
@@ -147,14 +149,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--seeds", type=int, default=3, help="trainings of each method to the accuracy")
     add("--eval-every", type=int, default=10, help="steps between two looks at the accuracy")
     add("--max-steps", type=int, default=800, help="until a training gives up")
-    add("--seed", type=int, default=0)
-    add("--threads", type=int, help="of torch on each host; by default the cores are shared out")
-    add("--latency-ms", type=float, default=0.0, help="one way, where the kernel has netem")
-    add("--timeout", type=float, default=120.0, help="seconds until a silent peer is an error")
-    add("--loopback", action="store_true", help="no namespaces")
     add("--json", type=Path, metavar="FILE", help="for the figures and every turn")
     add("--plot", type=Path, metavar="PNG", help="times of a step; accuracy against time")
-    add("--worker", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
 
@@ -167,9 +163,8 @@ def names_of(options: argparse.Namespace) -> list[str]:
 
 def _problem(options: argparse.Namespace) -> str | None:
     at_least_1 = ("batch", "width", "steps", "repeats", "warmup_steps", "seeds", "eval_every")
-    for name in (*at_least_1, "max_steps", "threads", "train_limit", "test_limit"):
-        if getattr(options, name) is not None and getattr(options, name) < 1:
-            return f"{name} is {getattr(options, name)}; pass at least 1"
+    if problem := too_small(options, (*at_least_1, "max_steps", "train_limit", "test_limit")):
+        return problem
     if options.replicas < 2:
         return f"replicas is {options.replicas}; pass at least 2"
     if options.mbps is not None and not 0 < options.mbps < math.inf:
@@ -194,22 +189,10 @@ def _try(name: str, options: argparse.Namespace) -> str:
         replicas = Replicas(hosts, MODULE, options, told_of(options, options.hang_timeout))
         replicas.open(name, options.seed, None)
         try:
-            answers = replicas.step(name, HANG_STEPS)
+            answers = replicas.begin("steps", name=name, count=HANG_STEPS)
         except RuntimeError:  # a worker has ended, and said why
             return "crashes"
     return "hangs" if any(answer.get("hung", False) for answer in answers) else "works"
-
-
-def write(result: Mapping[str, Any], path: Path | None) -> None:
-    """Writes the figures, if that was asked for."""
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(result, indent=1))
-
-
-def _settings(options: argparse.Namespace) -> dict[str, Any]:
-    unsaid = ("json", "plot", "worker")
-    return {name: value for name, value in vars(options).items() if name not in unsaid}
 
 
 if __name__ == "__main__":

@@ -52,9 +52,16 @@ from recipes.bench.replica_turns import (
     side_by_side,
 )
 from recipes.bench.replica_variants import ALONE, MPCOMP
-from recipes.bench.shard_worker import REFERENCE, Job, Tokens, save_tokens, specs_of, work
-from recipes.bench.slow_replicas import write
-from recipes.bench.workers import choose_hosts, machine
+from recipes.bench.shard_worker import REFERENCE, Job, Part, Tokens, save_tokens, specs_of
+from recipes.bench.workers import (
+    bench_parser,
+    choose_hosts,
+    machine,
+    settings_of,
+    too_small,
+    work,
+    write,
+)
 from recipes.text import PYTHON_DOCS, load_text
 from recipes.tokens import blocks_of, tokenizer_of
 
@@ -77,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measures, prints the tables, and writes the figures and the plot."""
     options = parse_args(argv)
     if options.worker is not None:
-        work(Job(**json.loads(options.worker)))
+        work(options.worker, Job, Part)
         return
     if problem := _problem(options):
         sys.exit(f"error: {problem}")
@@ -89,12 +96,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         except ValueError as error:
             sys.exit(f"error: {error}")
         save_tokens(tokens, folder / "tokens.pt")
-        hosts = choose_hosts(
-            stack, options.ranks, latency_ms=options.latency_ms, loopback=options.loopback
-        )
+        hosts = choose_hosts(stack, options.ranks, options)
         same = ("blocks", "width", "context", "batch", "lr")
         told = {
-            "num_ranks": options.ranks,
             "tokens": str(folder / "tokens.pt"),
             "vocab": vocab,
             **{name: getattr(options, name) for name in same},
@@ -106,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             "command": shlex.join(
                 ["python", "-m", MODULE, *(sys.argv[1:] if argv is None else argv)]
             ),
-            "settings": _settings(options),
+            "settings": settings_of(options),
             "machine": machine(),
             "links": hosts.describe(),
             "mbps": mbps,
@@ -134,11 +138,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of the measurement."""
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {MODULE}",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = bench_parser(MODULE, __doc__)
     add = parser.add_argument
     add("--variants", nargs="+", default=list(VARIANTS), metavar="GRADIENTS[,WEIGHTS]",
         help="of mpcomp, beside dense FSDP2")  # fmt: skip
@@ -160,14 +160,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--warmup-steps", type=int, default=4, help="of each variant on the limited links")
     add("--train-steps", type=int, default=0, help="of each variant on unlimited links; 0: none")
     add("--loss-every", type=int, default=10, metavar="STEPS", help="over which a loss is the mean")
-    add("--seed", type=int, default=0)
-    add("--threads", type=int, help="of torch on each host; by default the cores are shared out")
-    add("--latency-ms", type=float, default=0.0, help="one way, where the kernel has netem")
-    add("--timeout", type=float, default=120.0, help="seconds until a silent peer is an error")
-    add("--loopback", action="store_true", help="no namespaces")
     add("--json", type=Path, metavar="FILE", help="for the figures and every turn")
     add("--plot", type=Path, metavar="PNG", help="losses, and times of a step")
-    add("--worker", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
 
@@ -178,9 +172,8 @@ def names_of(options: argparse.Namespace) -> list[str]:
 
 def _problem(options: argparse.Namespace) -> str | None:
     at_least_1 = ("blocks", "width", "context", "batch", "steps", "repeats", "warmup_steps")
-    for name in (*at_least_1, "loss_every", "eval_limit", "threads", "train_limit"):
-        if getattr(options, name) is not None and getattr(options, name) < 1:
-            return f"{name} is {getattr(options, name)}; pass at least 1"
+    if problem := too_small(options, (*at_least_1, "loss_every", "eval_limit", "train_limit")):
+        return problem
     if options.ranks < 2:
         return f"ranks is {options.ranks}; pass at least 2"
     if options.width % 4:
@@ -237,14 +230,14 @@ def open_all(
     dense_bytes = ranks.open(REFERENCE, options.seed, None)
     ranks.open(ALONE, options.seed, None)
     for name in (REFERENCE, ALONE):
-        ranks.turn(name, TORCH_WARMUP_STEPS)
+        ranks.steps(name, TORCH_WARMUP_STEPS)
     mbps: float | None = options.mbps
     if ranks.hosts.device == "lo":
         mbps = None
     elif mbps is None:
-        sent = replica_report.host_bytes(ranks.turn(REFERENCE, options.steps))
+        sent = replica_report.host_bytes(ranks.steps(REFERENCE, options.steps))
         assert sent is not None, "hosts other than the loopback are counted"
-        alone = [ranks.turn(ALONE, options.steps)["seconds"] for _ in range(RATE_TURNS)]
+        alone = [ranks.steps(ALONE, options.steps)["seconds"] for _ in range(RATE_TURNS)]
         mbps = rate_for(sent, statistics.median(alone), share=options.share)
     for name in names:
         if name != REFERENCE:
@@ -266,7 +259,7 @@ def train_all(
             steps = 0
             while steps < options.train_steps:
                 count = min(options.loss_every, options.train_steps - steps)
-                turn = ranks.turn(name, count)
+                turn = ranks.steps(name, count)
                 steps += count
                 losses.append({"step": steps, "loss": turn["loss"]})
                 if (host := replica_report.host_bytes(turn)) is not None:
@@ -282,11 +275,6 @@ def train_all(
             )
             ranks.close(name)
     return trainings
-
-
-def _settings(options: argparse.Namespace) -> dict[str, Any]:
-    unsaid = ("json", "plot", "worker")
-    return {name: value for name, value in vars(options).items() if name not in unsaid}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What each method puts on the wire for one tensor, how far off it arrives, and how long it takes.
+"""Sizes on the wire of one tensor with each method, the error it arrives with, and the time.
 
     python -m recipes.bench.wire_sizes
     python -m recipes.bench.wire_sizes --shape 32 64 32 32 --relu topk:0.1+fp16 quant:4

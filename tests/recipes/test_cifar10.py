@@ -6,7 +6,7 @@ import pytest
 from safetensors.torch import load_file
 
 from recipes import cifar10
-from recipes.image_training import run
+from recipes.cifar10 import run
 
 TINY = [
     *("--data", "digits", "--width", "4", "--epochs", "2", "--batch-size", "16", "--chunks", "2"),

@@ -34,15 +34,15 @@ def test_finished_runs_are_skipped(tmp_path, capsys, monkeypatch):
     assert first[1]["wire_bytes"] < 0.25 * first[0]["wire_bytes"]
 
     trained = []
-    train_one = cifar10_study.train_one
+    train = cifar10_study.train
 
-    def counting(row, config, shared):
-        trained.append((row, config.seed))
-        return train_one(row, config, shared)
+    def counting(config, settings, ranks):
+        trained.append((config.act, config.seed))
+        return train(config, settings, ranks)
 
-    monkeypatch.setattr(cifar10_study, "train_one", counting)
+    monkeypatch.setattr(cifar10_study, "train", counting)
     cifar10_study.main(options(out, *here, "--seeds", "2"))
-    assert trained == [("none", 1), ("top 10 %", 1)]
+    assert trained == [(("none",), 1), (("topk:0.1",), 1)]
     assert read_json_lines(out)[:2] == first
     assert "| top 10 % |" in capsys.readouterr().out
 

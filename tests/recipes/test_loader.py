@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import mpcomp
-from recipes.data import Dataset, Images
-from recipes.loader import Loader, loaders_of, seeded
+from recipes.config import seeded
+from recipes.data import Dataset, Images, Loader, loaders_of
 
 
 def loader(num_images: int = 10, **chosen) -> Loader:

@@ -15,13 +15,13 @@ from models import assert_same_training
 import mpcomp
 import stages
 from recipes import cifar10, wikitext
+from recipes.cifar10 import ImageTrainer, load_data
 from recipes.config import OPTIMIZERS
 from recipes.image_config import ImageConfig
-from recipes.image_training import ImageTrainer, load_data
 from recipes.optimizers import make_optimizer, warm_up
 from recipes.text_config import TextConfig
-from recipes.text_training import TextTrainer
-from recipes.text_training import load_data as load_text
+from recipes.wikitext import TextTrainer
+from recipes.wikitext import load_data as load_text
 
 RATES = {"sgd": 0.05, "adamw": 1e-3, "lars": 5.0, "lamb": 0.01}
 TINY = [

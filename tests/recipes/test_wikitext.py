@@ -13,8 +13,8 @@ import mpcomp
 import stages
 from recipes import wikitext
 from recipes.text_config import TextConfig
-from recipes.text_training import TextTrainer, load_data
 from recipes.tokens import tokenizer_of
+from recipes.wikitext import TextTrainer, load_data
 
 WORDS = ["the", "a", "cut", "stage", "link", "model", "sends", "learns", "large", "small", "slow"]
 

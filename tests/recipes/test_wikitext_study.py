@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from recipes import wikitext_study
+from recipes.cut_grid import order_of_runs
 from recipes.run_folder import read_json_lines
-from recipes.study import order_of_runs
 from recipes.study_table import Results, render
-from recipes.text_training import TextData, load_data, run
 from recipes.tokens import Blocks, tokenizer_of
+from recipes.wikitext import TextData, load_data, run
 from recipes.wikitext_claims import TABLE
 
 WORDS = ["the", "a", "cut", "stage", "link", "model", "sends", "learns", "large", "small", "slow"]
@@ -37,9 +37,8 @@ def base(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def command(base, tmp_path, monkeypatch):
+def command(base, tmp_path):
     """The options of a study of seconds, with more of them."""
-    monkeypatch.setattr(wikitext_study, "_text", None)  # as in a process of its own
 
     def options(*more: object) -> list[str]:
         few = {

@@ -1,0 +1,84 @@
+"""A grid of methods at the cuts of a pipeline, which a study trains seed by seed.
+
+`recipes.cifar10_study` and `recipes.wikitext_study` have the rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
+
+from recipes.config import RunConfig
+from recipes.study import Line, given, study_parser
+
+# What may differ between the runs of one results file: the row and the seed, and what does not
+# change what is trained; and what only several processes have.
+FREE_OPTIONS: Final = (
+    *("act", "grad", "warmup_epochs", "seed", "data", "device", "threads"),
+    *("replicas", "schedule", "in_flight", "timeout"),
+    *("optimizer", "nesterov", "base_batch", "lr_warmup_epochs", "lr_milestones", "lr_factor"),
+    *("depth", "widen"),
+    *("dp_comp", "dp_path", "dp_small", "per_machine", "shard", "param_comp"),
+)
+
+
+class Row(NamedTuple):
+    """The methods of a row.
+
+    Attributes:
+        act: method of activations.
+        grad: method of gradients.
+        warmup: whether it begins with uncompressed epochs (`--warmup-epochs`).
+        also: other options of the configuration.
+    """
+
+    act: str
+    grad: str
+    warmup: bool = False
+    also: Mapping[str, Any] = MappingProxyType({})
+
+
+def grid_parser(name: str, description: str | None, rows: Iterable[str]) -> argparse.ArgumentParser:
+    """A parser with the options of every grid; a study sets their defaults and adds its own."""
+    parser = study_parser(name, description, rows, seeds=3)
+    add = parser.add_argument
+    add("--epochs", type=int, help="(default %(default)s)")
+    add("--warmup-epochs", type=int, default=1, help="uncompressed, in the rows that have some")
+    add("--eval-every", type=int, help="epochs; default: only the last epoch is evaluated")
+    add("--batch-size", type=int, help="(default %(default)s)")
+    add("--chunks", type=int, help="microbatches of a batch (default %(default)s)")
+    add("--lr", type=float, help="(default %(default)s)")
+    add("--workers", type=int, help="processes (default %(default)s); 0: run in this one")
+    return parser
+
+
+def chosen_options(
+    options: argparse.Namespace, config: type[RunConfig], row: Row, seed: int
+) -> dict[str, Any]:
+    """The fields of a configuration that the options, the row and the seed determine."""
+    return {
+        **given(options, config),
+        "eval_every": options.eval_every or options.epochs,
+        "warmup_epochs": options.warmup_epochs if row.warmup else 0,
+        "act": (row.act,),
+        "grad": (row.grad,),
+        "seed": seed,
+        **row.also,
+    }
+
+
+def shared_settings(config: RunConfig, options: argparse.Namespace) -> Line:
+    """Settings of all runs of one results file; the warm-up is that of the rows that have one."""
+    shared = {name: value for name, value in config.to_json().items() if name not in FREE_OPTIONS}
+    return {**shared, "warmup_epochs": options.warmup_epochs}
+
+
+def order_of_runs(
+    rows: Sequence[str], first: Sequence[str], num_seeds: int
+) -> list[tuple[str, int]]:
+    """(row, seed) pairs: the `first` rows with all seeds, then the others seed by seed."""
+    early = [row for row in rows if row in first]
+    late = [row for row in rows if row not in first]
+    return [(row, seed) for part in (early, late) for seed in range(num_seeds) for row in part]
