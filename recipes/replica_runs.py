@@ -26,7 +26,7 @@ def of_replicas(trainer: Trainer[Any], summary: Summary) -> Line:
     steps = trainer.replica_log.new_steps()
     every = max(1, len(steps) // 50)
     parts = [epoch["replicas"] for epoch in summary.history]
-    exchange = trainer.pipe.engine.exchange
+    exchange = trainer.pipe.exchange
     assert exchange is not None  # there are replicas
     return {
         # Without evaluations; the median, as the first epoch also warms up.

@@ -20,7 +20,7 @@ from torch import nn
 
 import mpcomp
 from mpcomp import TensorMeta
-from mpcomp.api.weights import let_go
+from mpcomp.api.weights import to_meta
 from mpcomp.core.microbatch import rows_of_chunks, scatter
 from mpcomp.engines.shape_inference import Planner
 from mpcomp.engines.stage_runner import Autocast
@@ -144,7 +144,7 @@ def test_stages_of_other_ranks_are_on_meta(make, where, own):
     cut = split(make(), where)
     for i, stage in enumerate(cut):
         if i != own:
-            let_go(stage)
+            to_meta(stage)
     assert Planner(cut, CPU).crossing(x, Autocast.of_caller(CPU)) == expected
 
 

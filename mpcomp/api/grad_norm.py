@@ -1,16 +1,12 @@
-"""What optimizers need from a pipeline as a whole: the norm over all stages."""
+"""The norm of all stages' gradients, which no rank knows alone."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from mpcomp.api.pipeline import Pipeline
 from mpcomp.core.dtensor import whole
-
-if TYPE_CHECKING:
-    from mpcomp.api.pipeline import Pipeline
 
 __all__ = ["clip_grad_norm_"]
 

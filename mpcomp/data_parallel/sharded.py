@@ -64,7 +64,7 @@ class Part:
 
 @dataclass
 class ParameterTraffic:
-    """What gathering parameters took on this rank.
+    """Bytes and seconds of gathering parameters on this rank.
 
     Attributes:
         gathers: blocks that were gathered.
@@ -144,9 +144,9 @@ class ShardedExchange(Exchange):
             finite = bool(blocks.sum(dtype=torch.float32).isfinite())
             step.found_nonfinite(not finite)
             status = torch.full(_STATUS.shape, int(not finite), dtype=torch.uint8)
-            said = Encoded(Identity(), (status.to(blocks.device),))
+            status_part = Encoded(Identity(), (status.to(blocks.device),))
             items = [self._items_of(row, parts, peer) for peer, row in enumerate(blocks)]
-            messages = [packed([said, *map(self._encode, row)]) for row in items]
+            messages = [packed([status_part, *map(self._encode, row)]) for row in items]
             own = items[self.rank]
             codecs = [self._codec(item) for item in own]
             metas = [
@@ -158,13 +158,13 @@ class ShardedExchange(Exchange):
                 for codec, meta in zip(codecs, metas, strict=True)
             ]
             length = message_length(sum(layouts, (_STATUS,)))
-            told, work = peers.scatter(messages, length)
+            gathered, work = peers.scatter(messages, length)
         with self.totals.timed("wait_s"), peers.waiting():
             work.wait()
         with self.totals.timed("decode_s"):
             means = [item.target.new_zeros(item.numel) for item in own]
             first = packed_length((_STATUS,))
-            for message in told:
+            for message in gathered:
                 start = first
                 for item, meta, codec, total in zip(own, metas, codecs, means, strict=True):
                     start = add_message(
@@ -173,7 +173,7 @@ class ShardedExchange(Exchange):
             for item, total in zip(own, means, strict=True):
                 item.finish(total)  # overwrites this rank's row of blocks
             torch.mul(blocks[self.rank], 1 if mean else peers.size, out=out)
-            if any(bool(message[0]) for message in told):
+            if any(bool(message[0]) for message in gathered):
                 out.fill_(torch.nan)
 
     def _items_of(self, row: Tensor, parts: Sequence[Part], peer: int) -> list[Item]:
@@ -191,7 +191,7 @@ class ShardedExchange(Exchange):
         return items
 
     def _codec(self, item: Item) -> Compressor:
-        """What a piece is sent with, known to both ends."""
+        """The compressor that a piece is sent with, known to both ends."""
         codec = self.controller.codec(item.name) if item.compressible else None
         if not isinstance(codec, Compressor):
             return Identity()
@@ -234,10 +234,10 @@ class ShardedExchange(Exchange):
             shape = shape_for(codec, self._padded(part, own.dtype)).shape
             sent.append(encode_with(codec, x.reshape(shape), self._param_draw(part, self.rank)))
         message = packed(sent)
-        told = torch.empty(out.shape[0], message.numel(), dtype=torch.uint8, device=own.device)
+        gathered = torch.empty(out.shape[0], message.numel(), dtype=torch.uint8, device=own.device)
         with self._connections.everyone.waiting():
-            dist.all_gather(list(told), message, group=self._group)
-        for rank, (row, received) in enumerate(zip(out, told, strict=True)):
+            dist.all_gather(list(gathered), message, group=self._group)
+        for rank, (row, received) in enumerate(zip(out, gathered, strict=True)):
             start = at = 0
             for part, codec in metas:
                 meta = shape_for(codec, self._padded(part, own.dtype))

@@ -126,10 +126,11 @@ def _generated(
 
 def _told(pipe: mpcomp.Pipeline, command: dict[str, Any], answers: TextIO) -> dict[str, Any]:
     """The tokens of one batch, from the last rank to all, as often as after a prompt."""
-    world = pipe.engine.world  # type: ignore[attr-defined]
+    mesh = pipe.mesh
+    tokens = torch.zeros(command["batch"], dtype=torch.int64)
     begin = begin_together(answers)
     for _ in range(command["new_tokens"]):
-        world.tell(torch.zeros(command["batch"], dtype=torch.int64), world.size - 1, "a token")
+        mesh.broadcast(tokens, mesh.num_ranks - 1, "a token")
     return {"seconds": time.perf_counter() - begin}
 
 
