@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mpcomp.api.pipeline import Pipeline
-from mpcomp.core.dtensor import whole
+from mpcomp.core.dtensor import full_tensor
 
 __all__ = ["clip_grad_norm_"]
 
@@ -34,7 +34,7 @@ def clip_grad_norm_(
         raise ValueError(f"max_norm={max_norm}: expected a positive number")
     again = {name for tie in pipe.ties for _, name in tie.copies[1:]}  # counted once
     norms = {
-        name: whole(torch.linalg.vector_norm(parameter.grad, norm_type))
+        name: full_tensor(torch.linalg.vector_norm(parameter.grad, norm_type))
         for name, parameter in pipe.named_parameters()
         if parameter.grad is not None and name not in again
     }

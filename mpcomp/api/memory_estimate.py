@@ -77,15 +77,15 @@ def state_bytes(
         raise ValueError(f"num_samples={num_samples}: expected the size of the training set")
     microbatch = scatter(batch, rows_of_chunks(rows, chunks))[0]
     planner = Planner(cut, device)
-    metas = planner.crossing(microbatch, Autocast.of_caller(device))
-    crossing = [(b.links, meta.with_rows(rows)) for b, meta in zip(boundaries, metas, strict=True)]
+    metas = planner.plan(microbatch, Autocast.of_caller(device))
+    sent = [(b.links, meta.with_rows(rows)) for b, meta in zip(boundaries, metas, strict=True)]
     for tie in ties:
         (stage, name), _ = tie.copies
         parameter = cut[stage].get_parameter(name)
-        crossing.append((tie.links, TensorMeta((1, parameter.numel()))))
+        sent.append((tie.links, TensorMeta((1, parameter.numel()))))
     entries = [
         entry
-        for links, meta in crossing
+        for links, meta in sent
         for link in links
         if link.feedback is not None
         for entry in _of_link(link, link.feedback, meta, num_samples, here)

@@ -664,7 +664,7 @@ class Pipeline(OriginalNames):
         def metas() -> list[list[TensorMeta]]:
             planner = Planner(self.cut_stages, self.mesh.device)
             autocast = Autocast.of_caller(self.mesh.device)
-            return [planner.crossing(part, autocast) for part in parts]
+            return [planner.plan(part, autocast) for part in parts]
 
         self.adaptation.begin(metas, self.mesh.all_reduce_sum)
 

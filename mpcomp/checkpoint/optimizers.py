@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from mpcomp.checkpoint.files import Part
 from mpcomp.checkpoint.run_state import RunState
-from mpcomp.core.dtensor import placed_like, whole
+from mpcomp.core.dtensor import distribute_like, full_tensor
 
 __all__ = ["optimizer_entry", "restored_optimizer"]
 
@@ -29,7 +29,7 @@ def optimizer_entry(
         for p in group["params"]:
             for key, value in optimizer.state.get(p, {}).items():
                 if isinstance(value, Tensor):
-                    tensors[f"optimizer.{key}.{names[id(p)]}"] = whole(value)
+                    tensors[f"optimizer.{key}.{names[id(p)]}"] = full_tensor(value)
                 else:
                     plain[f"{key}.{names[id(p)]}"] = value
     return {"class": type(optimizer).__name__, "groups": groups, "plain": plain}
@@ -95,5 +95,5 @@ def _ordered_as(parameter: Tensor, value: Any) -> Any:
     if not isinstance(value, Tensor) or value.shape != parameter.shape:
         return value
     if isinstance(parameter, DTensor):
-        return placed_like(value, parameter)
+        return distribute_like(value, parameter)
     return torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)

@@ -1,4 +1,13 @@
-"""A block of code that fails on all ranks if it fails on one."""
+"""A block of code that fails on all ranks if it fails on one, where all can go on from that.
+
+It is for work that needs no other rank, such as reading a file. There are two more such guards, as
+ranks cannot tell each other in the same way at all times:
+
+* before they are connected through the store, without waiting for anybody
+  (`mpcomp.comm.handshake.announcing_failure`);
+* while messages are under way by closing the connections, which ends the pipeline
+  (`mpcomp.comm.mesh.Mesh.failing_together`).
+"""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from mpcomp.data_parallel.base import ReplicaMethod
 from mpcomp.data_parallel.gradients import CompressedGradients, check_same_arguments
 from mpcomp.data_parallel.item import matrix_of
 from mpcomp.data_parallel.network import ReplicaNetwork
-from mpcomp.data_parallel.sharded import Part, ShardedExchange
+from mpcomp.data_parallel.sharded import ShardedExchange, ShardedParameter
 
 __all__ = ["Owner", "ShardedGradients", "Shards", "compress_sharded", "reduce_now"]
 
@@ -34,11 +34,11 @@ class Owner(Protocol):
     """An object that carries out the collectives of FSDP2's modules."""
 
     def reduce_block(
-        self, blocks: Tensor, parts: Sequence[Part], out: Tensor, *, mean: bool
+        self, blocks: Tensor, parts: Sequence[ShardedParameter], out: Tensor, *, mean: bool
     ) -> None:
         """One block's reduce-scatter; see `ShardedExchange.reduce`."""
 
-    def gather_block(self, own: Tensor, parts: Sequence[Part], out: Tensor) -> None:
+    def gather_block(self, own: Tensor, parts: Sequence[ShardedParameter], out: Tensor) -> None:
         """One block's all-gather; see `ShardedExchange.gather`."""
 
 
@@ -69,7 +69,7 @@ class ShardedGradients(CompressedGradients):
             self._compress = before
 
     def reduce_block(
-        self, blocks: Tensor, parts: Sequence[Part], out: Tensor, *, mean: bool
+        self, blocks: Tensor, parts: Sequence[ShardedParameter], out: Tensor, *, mean: bool
     ) -> None:
         """One block's reduce-scatter; the first of a backward begins the step."""
         backward = torch._C._current_graph_task_id()
@@ -85,7 +85,7 @@ class ShardedGradients(CompressedGradients):
         self.exchange.finish()
         self.exchange.settle(finite=not self.exchange.nonfinite)
 
-    def gather_block(self, own: Tensor, parts: Sequence[Part], out: Tensor) -> None:
+    def gather_block(self, own: Tensor, parts: Sequence[ShardedParameter], out: Tensor) -> None:
         """One block's all-gather."""
         self.exchange.gather(own, parts, out, compress=self._compress)
 
@@ -99,7 +99,7 @@ class _Allocating:
 class _ReduceScatter(_Allocating, ReduceScatter):
     """The callable in place of FSDP2's reduce-scatter, for one of its modules."""
 
-    def __init__(self, group: Any, parts: Sequence[Part], owner: Owner) -> None:
+    def __init__(self, group: Any, parts: Sequence[ShardedParameter], owner: Owner) -> None:
         self._group, self._parts, self._owner = group, list(parts), owner
 
     def __call__(
@@ -121,7 +121,7 @@ class _ReduceScatter(_Allocating, ReduceScatter):
         with torch.no_grad():
             self._owner.reduce_block(blocks, parts, output_tensor, mean=kinds[op])
 
-    def _with_gradient(self, numel: int) -> list[Part]:
+    def _with_gradient(self, numel: int) -> list[ShardedParameter]:
         """The parts of a gradient; those that are frozen have none."""
         trained = [
             part
@@ -141,7 +141,7 @@ class _ReduceScatter(_Allocating, ReduceScatter):
 class _AllGather(_Allocating, AllGather):
     """The callable in place of FSDP2's all-gather, for one of its modules."""
 
-    def __init__(self, parts: Sequence[Part], owner: Owner) -> None:
+    def __init__(self, parts: Sequence[ShardedParameter], owner: Owner) -> None:
         self._parts, self._owner = list(parts), owner
 
     def __call__(
@@ -293,7 +293,9 @@ def _names_of(model: nn.Module) -> Iterator[tuple[tuple[int, str], str]]:
             yield (id(module), name), f"{prefix}.{name}" if prefix else name
 
 
-def _parts_of(param_group: Any, names: Mapping[tuple[int, str], str], num_ranks: int) -> list[Part]:
+def _parts_of(
+    param_group: Any, names: Mapping[tuple[int, str], str], num_ranks: int
+) -> list[ShardedParameter]:
     """The parameters of a group, in the order in which FSDP2 sends them."""
     parts = []
     for param in param_group.fsdp_params:
@@ -307,5 +309,5 @@ def _parts_of(param_group: Any, names: Mapping[tuple[int, str], str], num_ranks:
             pieces.append(matrix_of(TensorMeta((*shape[:dim], size, *shape[dim + 1 :]), dtype)))
         place = param._module_info
         name = names[id(place.module), place.param_name]
-        parts.append(Part(name, tuple(pieces), matrix_of(padded), len(shape)))
+        parts.append(ShardedParameter(name, tuple(pieces), matrix_of(padded), len(shape)))
     return parts

@@ -35,14 +35,14 @@ from mpcomp.data_parallel.network import ReplicaNetwork
 from mpcomp.data_parallel.selection import matrices
 from mpcomp.feedback.base import narrow
 
-__all__ = ["ParameterTraffic", "Part", "ShardedExchange"]
+__all__ = ["ParameterTraffic", "ShardedExchange", "ShardedParameter"]
 
 #: At the front of a message: whether the sender's gradient was finite.
 _STATUS = TensorMeta((16,), torch.uint8)
 
 
 @dataclass(frozen=True)
-class Part:
+class ShardedParameter:
     """One parameter among those that travel together.
 
     Attributes:
@@ -102,7 +102,7 @@ class ShardedExchange(Exchange):
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[ShardedParameter],
         method: ReplicaMethod,
         group: dist.ProcessGroup,
         *,
@@ -129,7 +129,9 @@ class ShardedExchange(Exchange):
 
     # -- gradients ------------------------------------------------------------------------------
 
-    def reduce(self, blocks: Tensor, parts: Sequence[Part], out: Tensor, *, mean: bool) -> None:
+    def reduce(
+        self, blocks: Tensor, parts: Sequence[ShardedParameter], out: Tensor, *, mean: bool
+    ) -> None:
         """Exchanges the gradient of parameters that travel together.
 
         Args:
@@ -176,7 +178,7 @@ class ShardedExchange(Exchange):
             if any(bool(message[0]) for message in gathered):
                 out.fill_(torch.nan)
 
-    def _items_of(self, row: Tensor, parts: Sequence[Part], peer: int) -> list[Item]:
+    def _items_of(self, row: Tensor, parts: Sequence[ShardedParameter], peer: int) -> list[Item]:
         """The pieces of a row, loaded."""
         items, start = [], 0
         for part in parts:
@@ -213,7 +215,9 @@ class ShardedExchange(Exchange):
 
     # -- parameters -----------------------------------------------------------------------------
 
-    def gather(self, own: Tensor, parts: Sequence[Part], out: Tensor, *, compress: bool) -> None:
+    def gather(
+        self, own: Tensor, parts: Sequence[ShardedParameter], out: Tensor, *, compress: bool
+    ) -> None:
         """Collects parameters that travel together.
 
         What was rounded is what every rank gets, its owner too, so all compute with equal weights.
@@ -253,10 +257,12 @@ class ShardedExchange(Exchange):
         traffic.seconds += time.perf_counter() - begin
 
     @staticmethod
-    def _padded(part: Part, dtype: torch.dtype) -> TensorMeta:
+    def _padded(part: ShardedParameter, dtype: torch.dtype) -> TensorMeta:
         return TensorMeta(part.padded.shape, dtype)
 
-    def _param_codec(self, part: Part, dtype: torch.dtype, compress: bool) -> Compressor:
+    def _param_codec(
+        self, part: ShardedParameter, dtype: torch.dtype, compress: bool
+    ) -> Compressor:
         """Matrices go compressed, where that makes them smaller; the same on all ranks."""
         codec, meta = self.param_comp, self._padded(part, dtype)
         if codec is None or not compress or part.dims < 2:
@@ -265,7 +271,7 @@ class ShardedExchange(Exchange):
             return Identity()
         return codec if codec.wire_bytes(shape_for(codec, meta)) < meta.dense_bytes else Identity()
 
-    def _param_draw(self, part: Part, rank: int) -> Any:
+    def _param_draw(self, part: ShardedParameter, rank: int) -> Any:
         """Backward gathers what forward has: what is drawn depends on the step alone."""
         return lambda alike: generator_for(
             "parameters", self._seed, part.name, self.step, -1 if alike else rank

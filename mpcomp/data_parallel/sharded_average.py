@@ -23,7 +23,7 @@ from mpcomp.core.step import Step
 from mpcomp.data_parallel.base import ReplicaMethod
 from mpcomp.data_parallel.fsdp import Shards, reduce_now
 from mpcomp.data_parallel.replica_sync import ReplicaSync
-from mpcomp.data_parallel.sharded import Part, ShardedExchange
+from mpcomp.data_parallel.sharded import ShardedExchange, ShardedParameter
 
 __all__ = ["ShardedAverage", "Sharding"]
 
@@ -103,13 +103,13 @@ class ShardedAverage(ReplicaSync):
     # -- what FSDP2's modules ask for -------------------------------------------------------------
 
     def reduce_block(
-        self, blocks: Tensor, parts: Sequence[Part], out: Tensor, *, mean: bool
+        self, blocks: Tensor, parts: Sequence[ShardedParameter], out: Tensor, *, mean: bool
     ) -> None:
         """One block's reduce-scatter."""
         assert self.exchange is not None
         self.exchange.reduce(blocks, parts, out, mean=mean)
 
-    def gather_block(self, own: Tensor, parts: Sequence[Part], out: Tensor) -> None:
+    def gather_block(self, own: Tensor, parts: Sequence[ShardedParameter], out: Tensor) -> None:
         """One block's all-gather."""
         assert self.exchange is not None
         self.exchange.gather(own, parts, out, compress=self._compress)

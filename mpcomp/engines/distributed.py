@@ -85,7 +85,7 @@ class DistributedEngine(Engine):
         self._stages: list[CutStage] = []
         self._wiring = Wiring(boundaries, mesh, self._places)
         mesh.close_first(self._close)
-        crossings = self._wiring.crossings
+        connected = self._wiring.boundaries
         self._planner = Planner(plain or cut, self.device)
         for i, place in enumerate(self._places):
             if place != mesh.place:
@@ -95,8 +95,8 @@ class DistributedEngine(Engine):
                 runner,
                 len(cut),
                 mesh,
-                before=crossings[i - 1] if i > 0 else None,
-                after=crossings[i] if i < len(boundaries) else None,
+                before=connected[i - 1] if i > 0 else None,
+                after=connected[i] if i < len(boundaries) else None,
             )
             self._stages.append(stage)
         self._all_ties = list(ties)
@@ -251,7 +251,7 @@ class DistributedEngine(Engine):
     ) -> list[dict[int, Any]]:
         """Posts receives; returns of each microbatch what each stage here takes, by stage."""
         autocast = Autocast.of_caller(self.device)
-        metas = [self._planner.crossing(batch, autocast) for batch in microbatches]
+        metas = [self._planner.plan(batch, autocast) for batch in microbatches]
         if self._replica_sync is not None:
             self._replica_sync.begin(step)
         for stage in self._stages:
@@ -278,12 +278,12 @@ class DistributedEngine(Engine):
     def probe(self) -> list[tuple[float, float] | None]:
         own: list[tuple[float, float] | None] = []
         with self.mesh.failing_together("measuring links"):
-            for i, crossing in enumerate(self._wiring.crossings):
-                if crossing is None or not crossing.act.on_wire:
+            for i, connected in enumerate(self._wiring.boundaries):
+                if connected is None or not connected.act.on_wire:
                     own.append(None)
                     continue
                 sends = self._places[i] == self.mesh.place
-                own.append(measure_link(crossing.act, crossing.grad, sends=sends))
+                own.append(measure_link(connected.act, connected.grad, sends=sends))
         slowest: list[tuple[float, float] | None] = []
         for found in zip(*self.mesh.all_gather_object(own), strict=True):
             known = [(rate, delay) for rate, delay in filter(None, found)]

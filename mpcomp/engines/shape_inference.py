@@ -37,7 +37,7 @@ class Planner:
         self._device = device
         self._known: dict[Any, list[TensorMeta]] = {}
 
-    def crossing(self, microbatch: Any, autocast: Autocast) -> list[TensorMeta]:
+    def plan(self, microbatch: Any, autocast: Autocast) -> list[TensorMeta]:
         """The tensors that cross the cuts for this microbatch, in order.
 
         Raises:

@@ -32,11 +32,11 @@ from mpcomp.engines.saved_bytes import SavedBytes
 from mpcomp.engines.stage_runner import Autocast, StageRunner, no_autocast
 from mpcomp.links.boundary import Boundary
 
-__all__ = ["Crossing", "CutStage", "run_schedule"]
+__all__ = ["ConnectedBoundary", "CutStage", "run_schedule"]
 
 
 @dataclass(frozen=True)
-class Crossing:
+class ConnectedBoundary:
     """A boundary and how its messages move, as one rank sees it."""
 
     boundary: Boundary
@@ -61,8 +61,8 @@ class CutStage(PipelineStage):
         num_stages: int,
         mesh: ProcessMesh,
         *,
-        before: Crossing | None,
-        after: Crossing | None,
+        before: ConnectedBoundary | None,
+        after: ConnectedBoundary | None,
     ) -> None:
         assert isinstance(runner.stage, nn.Module)
         super().__init__(
@@ -108,8 +108,8 @@ class CutStage(PipelineStage):
         self.clear_runtime_states()
         if self._before is not None:
             cut = self.stage_index - 1
-            for i, crossing in enumerate(metas):
-                size = self._before.boundary.activation_bytes(crossing[cut], step, i, self.device)
+            for i, at_cuts in enumerate(metas):
+                size = self._before.boundary.activation_bytes(at_cuts[cut], step, i, self.device)
                 self._before.act.post(i, size)
 
     def finish(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from mpcomp.comm.channels import Channel, LocalChannel, WireChannel
 from mpcomp.comm.mesh import ProcessMesh
-from mpcomp.engines.torch_stage import Crossing
+from mpcomp.engines.torch_stage import ConnectedBoundary
 from mpcomp.links.boundary import Boundary
 from mpcomp.links.link import Link
 
@@ -21,7 +21,7 @@ class Wiring:
         places: of each stage the rank of a pipeline that has it.
 
     Attributes:
-        crossings: of each cut both channels; None where this rank has neither side of it.
+        boundaries: of each cut it and both channels; None where this rank has neither side of it.
     """
 
     def __init__(
@@ -33,11 +33,11 @@ class Wiring:
         self._mesh = mesh
         self._places = places
         self._channels: list[Channel] = []
-        self.crossings = [self._crossing(boundary) for boundary in boundaries]
+        self.boundaries = [self._connected(boundary) for boundary in boundaries]
 
-    def _crossing(self, boundary: Boundary) -> Crossing | None:
+    def _connected(self, boundary: Boundary) -> ConnectedBoundary | None:
         channels = self.channels_of(boundary.links)
-        return None if channels is None else Crossing(boundary, *channels)
+        return None if channels is None else ConnectedBoundary(boundary, *channels)
 
     def channels_of(self, links: tuple[Link, Link]) -> tuple[Channel, Channel] | None:
         """Channels of two links between the same stages, if one of these is here."""
