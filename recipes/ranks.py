@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 import mpcomp
 from mpcomp.comm.handshake import exchange
-from mpcomp.comm.mesh import World, join, launched
+from mpcomp.comm.mesh import ProcessMesh, join, launched
 
 T = TypeVar("T")
 
@@ -45,7 +45,7 @@ class Ranks:
     local_rank: int = 0  # among the processes of this machine
     local_size: int = 1
     machine: int = 0
-    world: World | None = None  # where they can be reached, if there are others
+    world: ProcessMesh | None = None  # where they can be reached, if there are others
     _turns: Iterator[int] = field(default_factory=itertools.count, repr=False, compare=False)
 
     @property
@@ -148,14 +148,14 @@ def joined() -> Iterator[Ranks]:
 def _join() -> Ranks:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     join(device, START_TIMEOUT_S)
-    world = World(1, START_TIMEOUT_S, device)
+    mesh = ProcessMesh(1, START_TIMEOUT_S, device)
     return Ranks(
-        rank=world.rank,
-        size=world.size,
-        local_rank=int(os.environ.get("LOCAL_RANK", world.rank)),
-        local_size=int(os.environ.get("LOCAL_WORLD_SIZE", world.size)),
+        rank=mesh.rank,
+        size=mesh.num_ranks,
+        local_rank=int(os.environ.get("LOCAL_RANK", mesh.rank)),
+        local_size=int(os.environ.get("LOCAL_WORLD_SIZE", mesh.num_ranks)),
         machine=int(os.environ.get("GROUP_RANK", 0)),
-        world=world,
+        world=mesh,
     )
 
 

@@ -25,7 +25,7 @@ class ReplicaLog:
 
     def __init__(self, pipe: mpcomp.Pipeline) -> None:
         self._pipe = pipe
-        self._exchange = pipe.engine.exchange
+        self._exchange = pipe.exchange
         self._data_s = 0.0
         self._written = 0
 

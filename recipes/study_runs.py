@@ -50,7 +50,7 @@ def train_on_replicas(config: RunConfig, settings: Line, ranks: Ranks) -> Line:
     steps = trainer.replica_log.new_steps()
     every = max(1, len(steps) // 50)
     parts = [epoch["replicas"] for epoch in summary.history]
-    exchange = trainer.pipe.engine.exchange
+    exchange = trainer.pipe.exchange
     assert exchange is not None  # there are replicas
     return {
         **reached(summary),

@@ -1,11 +1,10 @@
 """Does compression pay: the estimate by hand, and what is said about it."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 
-from mpcomp.api.cost_model import Payoff, RankTimes
+from mpcomp.api.cost_model import CostModel, RankTimes
 from mpcomp.api.report import _times_of
 
 # Rank 0 computes for 0.3 s and waits for 0.1, rank 1 computes for 0.15 and waits for 0.25.
@@ -13,7 +12,7 @@ RANKS = [RankTimes(0.40, 0.10, 0.02), RankTimes(0.41, 0.26, 0.04)]
 
 
 def payoff(bandwidth_mbps, dense_bytes=2e6, wire_bytes=2e5):
-    return Payoff.of(RANKS, wire_bytes, dense_bytes, bandwidth_mbps)
+    return CostModel.of(RANKS, wire_bytes, dense_bytes, bandwidth_mbps)
 
 
 def test_figures_of_a_step():
@@ -83,14 +82,13 @@ def test_the_verdict_turns_once():
 def test_it_is_plain_numbers():
     """Reports are written as JSON."""
     figures = payoff(10.0).to_dict()
-    assert Payoff(**json.loads(json.dumps(figures))) == payoff(10.0)
+    assert CostModel(**json.loads(json.dumps(figures))) == payoff(10.0)
     assert json.loads(json.dumps(payoff(None).to_dict()))["uncompressed_step_s"] is None
 
 
 def test_one_stall_leaves_a_rank_some_work():
     """Nine steps of 0.1 s with 0.02 s of waiting, and one of 10 s, nearly all of it waiting."""
     times = [(0.1, 0.02)] * 9 + [(10.0, 9.92)]
-    pipe = SimpleNamespace(step_times=times, links=[], num_steps=10)
-    found = Payoff.of([RankTimes(*_times_of(pipe))], 1e5, 1e6, 10.0)
+    found = CostModel.of([RankTimes(*_times_of([], times, 10))], 1e5, 1e6, 10.0)
     assert found.busy_s == pytest.approx(0.08)
     assert found.break_even_mbps > 0

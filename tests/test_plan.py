@@ -20,7 +20,7 @@ from torch import nn
 
 import mpcomp
 from mpcomp import TensorMeta
-from mpcomp.api.weights import let_go
+from mpcomp.api.weights import to_meta
 from mpcomp.core.microbatch import rows_of_chunks, scatter
 from mpcomp.engines.shape_inference import Planner
 from mpcomp.engines.stage_runner import Autocast
@@ -88,7 +88,7 @@ def plan(model, where, x, train=True):
     """A plan for a batch in one piece."""
     planner = Planner(split(model, where), CPU)
     model.train(train)
-    return planner.crossing(x, Autocast.of_caller(CPU))
+    return planner.plan(x, Autocast.of_caller(CPU))
 
 
 @pytest.fixture
@@ -121,7 +121,7 @@ def test_a_plan_says_what_crosses(name, dtype, train, crossed):
     with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
         pipe(x)
         plans = [
-            planner.crossing(part, Autocast.of_caller(CPU))
+            planner.plan(part, Autocast.of_caller(CPU))
             for part in scatter(x, rows_of_chunks(10, 4))
         ]
     assert {
@@ -144,8 +144,8 @@ def test_stages_of_other_ranks_are_on_meta(make, where, own):
     cut = split(make(), where)
     for i, stage in enumerate(cut):
         if i != own:
-            let_go(stage)
-    assert Planner(cut, CPU).crossing(x, Autocast.of_caller(CPU)) == expected
+            to_meta(stage)
+    assert Planner(cut, CPU).plan(x, Autocast.of_caller(CPU)) == expected
 
 
 def test_a_plan_of_a_model_that_is_all_on_meta():
@@ -231,7 +231,7 @@ def test_values_of_plain_python_count():
     planner = Planner(split(model, ["first"]), CPU)
     autocast = Autocast.of_caller(CPU)
     for times in (2, 3):
-        metas = planner.crossing({"x": x, "times": times}, autocast)
+        metas = planner.plan({"x": x, "times": times}, autocast)
         assert metas == [TensorMeta((4, 13 * times))]
 
 
@@ -257,7 +257,7 @@ def test_a_plan_is_made_once_for_each_kind_of_batch():
 
     def runs(x, autocast=off):
         calls.clear()
-        metas = planner.crossing(x, autocast)
+        metas = planner.plan(x, autocast)
         assert metas[0].shape == x.shape
         return len(calls)
 

@@ -24,7 +24,7 @@ from torch import nn
 
 import mpcomp
 import stages
-from mpcomp.api.weights import check_weights, let_go, load_weights
+from mpcomp.api.weights import check_weights, load_weights, to_meta
 from stages import split
 
 
@@ -177,7 +177,7 @@ def check(make, folder, where=1):
 def test_without_a_folder_every_tensor_must_have_a_value():
     cut = split(mlp(), MLP_SPLIT)
     check_weights(cut, None)
-    let_go(cut[1])
+    to_meta(cut[1])
     check_weights([cut[0], cut[2]], None)
     message = r"two.weight and 1 more tensors are on the meta device.*pass weights=, a folder"
     with pytest.raises(ValueError, match=message):
@@ -257,7 +257,7 @@ def test_memory_is_freed_and_shapes_stay():
     cut = split(model, CONV_SPLIT)
     before = {name: (t.shape, t.dtype) for name, t in cut[1].state_dict().items()}
     held = [weakref.ref(p) for p in cut[1].parameters()]
-    let_go(cut[1])
+    to_meta(cut[1])
     assert all(reference() is None for reference in held)
     after = cut[1].state_dict(keep_vars=True)
     assert {name: (t.shape, t.dtype) for name, t in after.items()} == before
@@ -277,7 +277,7 @@ def test_tied_weights_that_are_let_go_stay_tied():
     model = Tied()
     cut = split(model, [4, 1])
     names = [name for name, _ in cut[0].named_parameters()]
-    let_go(cut[0])
+    to_meta(cut[0])
     assert model[0].weight is model[2].weight and model[0].weight.is_meta
     assert [name for name, _ in cut[0].named_parameters()] == names
 
@@ -285,7 +285,7 @@ def test_tied_weights_that_are_let_go_stay_tied():
 def test_buffers_that_nothing_could_bring_back_stay():
     model = buffered()
     cut = split(model, [2, 2])
-    let_go(cut[0])
+    to_meta(cut[0])
     assert same_bits(model[0].table, torch.arange(13.0))
     assert model[0].count.is_meta and model[0].weight.is_meta and model[0].absent is None
     assert list(cut[0].state_dict()) == ["0.weight", "0.count", "1.weight", "1.bias"]
@@ -294,7 +294,7 @@ def test_buffers_that_nothing_could_bring_back_stay():
 def test_letting_go_twice_changes_nothing():
     cut = split(convnet(), CONV_SPLIT)
     for _ in range(2):
-        let_go(cut[0])
+        to_meta(cut[0])
     assert all(t.is_meta for t in cut[0].state_dict().values())
 
 
@@ -303,7 +303,7 @@ def test_what_was_let_go_can_be_read_again(tmp_path):
     expected = {name: value.clone() for name, value in model.state_dict().items()}
     write(model, tmp_path)
     cut = split(model, CONV_SPLIT)
-    let_go(cut[1])
+    to_meta(cut[1])
     load_weights(cut[1], tmp_path)
     assert all(same_bits(model.state_dict()[name], value) for name, value in expected.items())
 
@@ -352,5 +352,5 @@ def test_an_lstm_lets_go_of_its_second_list_of_weights_too():
     """nn.LSTM computes with `_flat_weights`, which would keep the memory of another rank's."""
     cut = split(stages.lstm_lm(20, hidden=8), 2)
     held = [weakref.ref(p) for p in cut[1].parameters()]
-    let_go(cut[1])
+    to_meta(cut[1])
     assert held and all(ref() is None for ref in held)

@@ -1,4 +1,8 @@
-"""`mpcomp.pipeline`: from a model and a few choices to a `Pipeline`."""
+"""`mpcomp.pipeline`: from a model and a few choices to a `Pipeline`.
+
+One way for one process and for many; where stages live, and how ranks come to agree, is a
+`Launch`'s (`mpcomp.api.launch`).
+"""
 
 from __future__ import annotations
 
@@ -9,23 +13,20 @@ from typing import Any
 import torch
 from torch import nn
 
-import stages as staging
-from mpcomp.api.config import Choices
-from mpcomp.api.launch import distributed_pipeline
+from mpcomp.api.config import PipelineConfig
+from mpcomp.api.launch import DistributedLaunch, Launch, LocalLaunch
 from mpcomp.api.pipeline import Pipeline
-from mpcomp.api.weights import check_weights, load_weights
+from mpcomp.api.weights import check_weights, load_weights, to_meta
 from mpcomp.comm.mesh import launched
 from mpcomp.compressors import Compressor
 from mpcomp.core.loss import LossFn
 from mpcomp.data_parallel.network import ReplicaNetwork
-from mpcomp.engines.local import LocalEngine
+from mpcomp.links.boundary import Boundary
 from mpcomp.links.build import MethodLike, Methods, boundaries_of, method_of
-from mpcomp.links.tied_weights import ties_of
+from mpcomp.links.tied_weights import Tie, ties_of
 from stages.split import Where
 
-__all__ = ["pipeline"]
-
-_ENGINES = ("local", "distributed")
+__all__ = ["build", "pipeline"]
 
 
 def pipeline(
@@ -124,121 +125,56 @@ def pipeline(
         TypeError: a compressor that is none.
         PeerError: another rank failed or did not come.
     """
-    choices = Choices(
-        chunks=chunks,
-        act_comp=act_comp,
-        grad_comp=grad_comp,
-        tie_comp=tie_comp,
-        dp_comp=dp_comp,
-        network=network,
-        split=split,
-        sample=sample,
-        devices=devices,
-        replicas=replicas,
-        shard=shard,
-        param_comp=param_comp,
-        schedule=schedule,
-        in_flight=in_flight,
-        in_flight_bytes=in_flight_bytes,
-        loss_fn=loss_fn,
-        recompute=recompute,
-        seed=seed,
-        warmup_steps=warmup_steps,
-        scaler=scaler,
-        weights=weights,
-        timeout=timeout,
-    )
-    if engine not in (None, *_ENGINES):
-        raise ValueError(f"engine={engine!r}: expected one of {', '.join(_ENGINES)}, or None")
-    if engine == "distributed" or (engine is None and launched()):
-        return distributed_pipeline(model, choices)
-    return _local_pipeline(model, choices)
+    given = {name: value for name, value in locals().items() if name != "model"}
+    return build(model, PipelineConfig(**given))
 
 
-def _local_pipeline(model: nn.Module, choices: Choices) -> Pipeline:
-    for name in ("schedule", "in_flight", "in_flight_bytes"):
-        if getattr(choices, name) is not None:
-            raise ValueError(
-                f"{name}={getattr(choices, name)!r}: the local engine has only its own order; "
-                f"leave {name} out, or start several processes with torchrun"
-            )
-    if choices.replicas != 1:
-        raise ValueError(
-            f"replicas={choices.replicas}: one process holds one replica; start "
-            f"{choices.replicas} times as many processes as stages with torchrun"
+def build(model: nn.Module, config: PipelineConfig) -> Pipeline:
+    """The pipeline of a configuration; see `pipeline`."""
+    launch: Launch
+    if config.engine == "distributed" or (config.engine is None and launched()):
+        launch = DistributedLaunch(config)
+    else:
+        launch = LocalLaunch(config)
+    of_run: dict[str, Any] = {
+        "seed": config.seed,
+        "replica": launch.replica,
+        "warmup_steps": config.warmup_steps,
+    }
+    with launch.failing_together():
+        cut = launch.cut(model)
+        boundaries = boundaries_of(
+            config.act_comp,
+            config.grad_comp,
+            [stage.block_names[-1] for stage in cut[:-1]],
+            **of_run,
         )
-    cut, devices = _stages_and_devices(model, choices)
-    boundaries = boundaries_of(
-        choices.act_comp,
-        choices.grad_comp,
-        [stage.block_names[-1] for stage in cut[:-1]],
-        seed=choices.seed,
-        replica=0,
-        warmup_steps=choices.warmup_steps,
-    )
-    ties = ties_of(
-        cut,
-        method_of("tie_comp", choices.tie_comp),
-        seed=choices.seed,
-        replica=0,
-        warmup_steps=choices.warmup_steps,
-    )
-    check_weights(cut, choices.weights)
-    for stage, device in zip(cut, devices, strict=True):
-        if choices.weights is not None:
-            load_weights(stage, choices.weights)
-        stage.to(device)
-    engine = LocalEngine(
-        cut, boundaries, devices, recompute=choices.recompute, seed=choices.seed, ties=ties
-    )
+        ties = ties_of(cut, method_of("tie_comp", config.tie_comp), **of_run)
+        launch.check(cut, ties)
+        own = launch.own_stages(cut)
+        check_weights([cut[i] for i in own], config.weights)
+        crossings: list[Boundary | Tie] = [*boundaries, *ties]
+        methods = [[str(link.method) for link in each.links] for each in crossings]
+    launch.connect(cut, methods)
+    for i, stage in enumerate(cut):
+        if i not in own:
+            to_meta(stage)
+            continue
+        if config.weights is not None:
+            load_weights(stage, config.weights)
+        stage.to(launch.device_of(i))
+    plain = launch.prepare(model, cut, own)
+    engine, replica_sync = launch.engine(cut, boundaries, ties, plain)
     return Pipeline(
-        cut,
-        cut,
+        [cut[i] for i in own],
+        plain.cut,
         boundaries,
         engine,
-        chunks=choices.chunks,
-        loss_fn=choices.loss_for(cut),
-        scaler=choices.scaler,
+        chunks=config.chunks,
+        loss_fn=config.loss_for(cut),
+        scaler=config.scaler,
         ties=ties,
-        warmup_steps=choices.warmup_steps,
+        warmup_steps=config.warmup_steps,
+        replica_sync=replica_sync,
+        plain_model=plain.model,
     )
-
-
-def _stages_and_devices(
-    model: nn.Module, choices: Choices
-) -> tuple[list[staging.Stage], list[torch.device]]:
-    split, devices = choices.split, choices.devices
-    if isinstance(devices, str | torch.device):
-        given, one = [torch.device(devices)], True
-    else:
-        given, one = [torch.device(d) for d in devices or ()], False
-        if devices is not None and not given:
-            raise ValueError("devices=[]: expected at least one device, or None")
-    if split is None or split == "time":
-        if not given and torch.cuda.device_count() > 1:
-            given = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
-        if len(given) < 2:
-            raise ValueError(
-                "split is required here: a pipeline of one stage compresses nothing. Give a number "
-                "of stages (split=4), block counts, names to cut after, or several devices"
-            )
-        if split == "time":
-            split = staging.balance(model, len(given), by="time", sample=choices.sample)
-        else:
-            split = len(given)
-    cut = staging.split(model, split)
-    if len(cut) < 2:
-        raise ValueError(
-            f"split={split!r} makes one stage, which compresses nothing: "
-            "give at least 2 stages, or use the plain model"
-        )
-    if not given:
-        given, one = [torch.device("cpu")], True
-    if one:
-        given = given * len(cut)
-    if len(given) != len(cut):
-        raise ValueError(
-            f"{len(given)} devices for {len(cut)} stages: give one device for each stage "
-            "(they may repeat), or one for all"
-        )
-    return cut, given

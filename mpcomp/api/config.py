@@ -1,9 +1,13 @@
-"""The choices that `mpcomp.pipeline` was given, as both engines are built from them."""
+"""The arguments of `mpcomp.pipeline`: each is written there and here, and nowhere else.
+
+What is wrong by itself is refused here. Each field also says whether all ranks must have been given
+the same, and under which name they compare it, or why they need not.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -11,43 +15,73 @@ import torch
 
 import stages as staging
 from mpcomp.core.loss import CausalLMLoss, LossFn
+from mpcomp.data_parallel.methods import replica_method_of
 from mpcomp.data_parallel.network import ReplicaNetwork
+from mpcomp.engines.schedules import schedule_named
 from mpcomp.links.build import MethodLike, Methods
 from stages.split import Where
 
-__all__ = ["Choices"]
+__all__ = ["PipelineConfig"]
+
+_ENGINES = ("local", "distributed")
 
 
-@dataclass(frozen=True)
-class Choices:
+def _same(shown: Callable[[Any], Any] = lambda value: value, name: str = "") -> dict[str, Any]:
+    """Of a field that all ranks compare: by what ``shown`` makes of it, under a name of its own."""
+    return {"same": shown, "name": name}
+
+
+def _of_rank(why: str) -> dict[str, Any]:
+    """Of a field that ranks need not compare."""
+    return {"of_rank": why}
+
+
+def _method_name(dp_comp: Any) -> str:
+    return str(None if dp_comp is None else replica_method_of(dp_comp))
+
+
+def _loss_name(loss_fn: LossFn | None) -> str:
+    name: str = getattr(loss_fn, "__qualname__", type(loss_fn).__name__)
+    return name
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineConfig:
     """Arguments of `mpcomp.pipeline`, which documents them.
 
     Raises:
         ValueError: one that is wrong by itself.
     """
 
-    chunks: int
-    act_comp: Methods
-    grad_comp: Methods
-    tie_comp: MethodLike
-    dp_comp: Any
-    network: ReplicaNetwork | None
-    split: Where | None
-    sample: Any
-    devices: str | torch.device | Sequence[str | torch.device] | None
-    replicas: int
-    shard: bool
-    param_comp: Any
-    schedule: str | None
-    in_flight: int | str | None
-    in_flight_bytes: int | None
-    loss_fn: LossFn | None
-    recompute: bool
-    seed: int
-    warmup_steps: int
-    scaler: torch.amp.GradScaler | None
-    weights: str | Path | None
-    timeout: float
+    chunks: int = field(metadata=_same())
+    act_comp: Methods = field(metadata=_of_rank("links compare the methods that it comes to"))
+    grad_comp: Methods = field(metadata=_of_rank("links compare the methods that it comes to"))
+    dp_comp: Any = field(metadata=_same(_method_name))
+    tie_comp: MethodLike = field(metadata=_of_rank("links compare the methods that it comes to"))
+    network: ReplicaNetwork | None = field(metadata=_same(str))
+    split: Where | None = field(metadata=_of_rank("ranks compare the stages that it comes to"))
+    sample: Any = field(
+        metadata=_of_rank("a batch to measure with, and every rank measures itself")
+    )
+    devices: str | torch.device | Sequence[str | torch.device] | None = field(
+        metadata=_of_rank("ranks compare the type of their devices")
+    )
+    replicas: int = field(metadata=_same())
+    shard: bool = field(metadata=_same())
+    param_comp: Any = field(metadata=_same(str))
+    schedule: str | None = field(metadata=_same(lambda given: schedule_named(given).name))
+    in_flight: int | str | None = field(metadata=_same())
+    in_flight_bytes: int | None = field(metadata=_same())
+    loss_fn: LossFn | None = field(metadata=_same(_loss_name, "loss"))
+    recompute: bool = field(metadata=_same())
+    seed: int = field(metadata=_same())
+    engine: str | None = field(metadata=_of_rank("one that is not distributed compares nothing"))
+    warmup_steps: int = field(metadata=_same())
+    scaler: torch.amp.GradScaler | None = field(
+        metadata=_same(lambda scaler: scaler is not None and scaler.is_enabled(), "loss scaler")
+    )
+    weights: str | Path | None = field(metadata=_of_rank("a folder on the rank's own disk"))
+    timeout: float = field(metadata=_same())
 
     def __post_init__(self) -> None:
         chunks, in_flight = self.chunks, self.in_flight
@@ -96,6 +130,18 @@ class Choices:
             )
         if not _positive(self.timeout):
             raise ValueError(f"timeout={self.timeout!r}: expected seconds, more than 0")
+        if self.engine not in (None, *_ENGINES):
+            raise ValueError(
+                f"engine={self.engine!r}: expected one of {', '.join(_ENGINES)}, or None"
+            )
+
+    def compared(self) -> dict[str, Any]:
+        """The fields that must be the same on all ranks, as words and numbers."""
+        return {
+            f.metadata["name"] or f.name: f.metadata["same"](getattr(self, f.name))
+            for f in fields(self)
+            if "same" in f.metadata
+        }
 
     def loss_for(self, cut: Sequence[staging.Stage]) -> LossFn | None:
         """The loss function: that of language models, where the model is one and none is given."""

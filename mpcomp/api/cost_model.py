@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = ["Payoff", "RankTimes"]
+__all__ = ["CostModel", "RankTimes"]
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class RankTimes:
 
 
 @dataclass(frozen=True)
-class Payoff:
-    """What compression gains, per step.
+class CostModel:
+    """Time and bytes of a step, with compression and without.
 
     Attributes:
         step_s: measured, the slowest rank's.
@@ -65,7 +65,7 @@ class Payoff:
         wire_bytes: float,
         dense_bytes: float,
         bandwidth_mbps: float | None,
-    ) -> Payoff:
+    ) -> CostModel:
         """The estimate, from each rank's times and the busiest link's bytes a step."""
         step = max(times.step_s for times in ranks)
         coding = max(times.coding_s for times in ranks)
@@ -89,7 +89,7 @@ class Payoff:
         return asdict(self)
 
     def sentences(self) -> list[str]:
-        """What a reader wants to know."""
+        """Sentences for a reader."""
         lines = [
             f"a step takes {_time(self.step_s)}, of which {_time(self.coding_s)} go into coding; "
             f"the busiest link carries {self.wire_bytes / 1e6:.3f} MB a step one way, "

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from mpcomp.comm.mesh import Mesh
 from mpcomp.core.loss import num_terms, with_target
 from mpcomp.core.microbatch import map_tensors
 
@@ -21,9 +21,7 @@ def mean_over(
     infer: Callable[[Any, Any], tuple[list[Tensor], list[Any]]],
     loader: Iterable[Any],
     metric: Metric,
-    device: torch.device,
-    collect: Callable[[Any], list[Any]],
-    together: Callable[[str], AbstractContextManager[None]],
+    mesh: Mesh,
 ) -> float | dict[str, float]:
     """The mean of ``metric`` over the terms of a loader: rows, or what the metric says.
 
@@ -32,9 +30,7 @@ def mean_over(
             no outputs on a rank without them.
         loader: yields (batch, target), (batch, target, anything else), or mappings with labels.
         metric: the mean over a microbatch: a number, a 0-d tensor, or a mapping of those.
-        device: where targets go.
-        collect: gives what each rank has found; sums from ranks with outputs are added up.
-        together: a context for the metric, whose value other ranks wait for.
+        mesh: the ranks; sums from those with outputs are added up.
 
     Raises:
         ValueError: the loader is empty, or nothing in it counts.
@@ -47,16 +43,17 @@ def mean_over(
         outputs, targets = infer(*with_target(batch, target))
         for output, part in zip(outputs, targets, strict=bool(outputs)):
             judged = True
-            with together("metric"):
+            with mesh.failing_together("metric"):  # others wait for its value
                 weight = num_terms(metric, part, output.shape[0])
                 if not weight:
                     continue  # the mean over nothing is NaN
-                value = metric(output, map_tensors(part, lambda t: t.to(device)))
+                value = metric(output, map_tensors(part, lambda t: t.to(mesh.device)))
             named = isinstance(value, Mapping)
             terms += weight
             for key, mean in value.items() if isinstance(value, Mapping) else [("", value)]:
                 totals[key] = totals.get(key, 0.0) + float(mean) * weight
-    found = [sums for sums in collect([totals, terms, named] if judged else None) if sums]
+    own = [totals, terms, named] if judged else None
+    found = [sums for sums in mesh.all_gather_object(own) if sums]
     if not found:
         raise ValueError("evaluate: the loader yielded no batch")
     found = [sums for sums in found if sums[1]]

@@ -1,7 +1,7 @@
 """Text generation through the stages: each keeps the keys and values of its own blocks.
 
 The prompt goes through once, then one token at a time: one message a token and cut. The last stage
-chooses the token and tells all ranks, which then go on alike::
+chooses the token and sends it to all ranks, which then go on alike::
 
     stage 0   prompt ─> ... ─> last stage ─> token ┐
        ^───────────────────────────────────────────┘ to all ranks
@@ -9,24 +9,38 @@ chooses the token and tells all ranks, which then go on alike::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import stages as staging
 from mpcomp.api.evaluation import evaluating
-from mpcomp.api.step_sync import raise_if_nonfinite
 from stages.language_models import StageCaches
-
-if TYPE_CHECKING:
-    from mpcomp.api.pipeline import Pipeline
 
 __all__ = ["generate"]
 
 
+class NextTokens(Protocol):
+    """One call of the stages; see `mpcomp.Pipeline.next_tokens`."""
+
+    def __call__(
+        self,
+        batch: Mapping[str, Any],
+        choose: Callable[[Tensor], Tensor],
+        *,
+        call: int,
+        same: Any = None,
+    ) -> list[Tensor]: ...
+
+
 def generate(
-    pipe: Pipeline,
+    next_tokens: NextTokens,
+    model: nn.Module,
+    cut: Sequence[staging.Stage],
+    replica: int,
+    check_finite: Callable[[], None],
     input_ids: Tensor,
     *,
     attention_mask: Tensor | None = None,
@@ -42,11 +56,19 @@ def generate(
     streamer: Any = None,
     seed: int = 0,
 ) -> Tensor:
-    """Continues token sequences; see `Pipeline.generate`, which documents the arguments."""
-    lm: Any = pipe.cut_stages[0].original
-    if not pipe.cut_stages[0].is_causal_lm:
+    """Continues token sequences; see `Pipeline.generate`, which documents the other arguments.
+
+    Args:
+        next_tokens: runs the stages.
+        model: those of this rank.
+        cut: all stages.
+        replica: which of the replicas, whose tokens `next_tokens` gives, is this one.
+        check_finite: raises FloatingPointError for NaN or Inf at a cut.
+    """
+    lm: Any = cut[0].original
+    if not cut[0].is_causal_lm:
         raise ValueError(f"generate: {type(lm).__name__} is no causal language model")
-    _check(pipe, input_ids, attention_mask, max_new_tokens, temperature, top_p)
+    _check(cut, input_ids, attention_mask, max_new_tokens, temperature, top_p)
     config = getattr(lm, "generation_config", None)
     ends = _ids(eos_token_id if eos_token_id is not None else getattr(config, "eos_token_id", None))
     if pad_token_id is None:
@@ -86,7 +108,7 @@ def generate(
     agreed = (max_new_tokens, ends, do_sample, temperature, top_k, top_p, repetition_penalty, seed)
     if streamer is not None:
         streamer.put(ids)
-    with evaluating(pipe, *pipe.cut_stages), torch.no_grad():
+    with evaluating(model, *cut), torch.no_grad():
         fed = ids
         positions = (mask.cumsum(dim=-1) - 1).clamp(min=0)
         for i in range(max_new_tokens):
@@ -98,15 +120,15 @@ def generate(
                 "logits_to_keep": 1,
             }
             same = None if i else (*agreed, pad_token_id)
-            told = pipe.next_tokens(batch, choose, call=i, same=same)
-            going = going or [torch.ones_like(tokens, dtype=torch.bool) for tokens in told]
-            own = going[pipe.replica]
-            chosen = torch.where(own, told[pipe.replica], pad_token_id)
+            tokens_of = next_tokens(batch, choose, call=i, same=same)
+            going = going or [torch.ones_like(tokens, dtype=torch.bool) for tokens in tokens_of]
+            own = going[replica]
+            chosen = torch.where(own, tokens_of[replica], pad_token_id)
             if own.any():  # else this replica only keeps pace with another
                 ids = torch.cat([ids, chosen[:, None]], dim=1)
                 if streamer is not None:
                     streamer.put(chosen)
-            for tokens, rows in zip(told, going, strict=True):
+            for tokens, rows in zip(tokens_of, going, strict=True):
                 for end in ends:
                     rows &= tokens != end
             if not any(bool(rows.any()) for rows in going):
@@ -114,14 +136,14 @@ def generate(
             fed = chosen[:, None]
             positions = positions[:, -1:] + 1
             mask = torch.cat([mask, torch.ones_like(fed)], dim=1)
-    raise_if_nonfinite(pipe.engine, pipe.links, pipe.num_steps)  # a method may hide it
+    check_finite()  # a method may hide it
     if streamer is not None:
         streamer.end()
     return ids.to(input_ids.device)
 
 
 def _check(
-    pipe: Pipeline,
+    cut: Sequence[staging.Stage],
     input_ids: Tensor,
     attention_mask: Tensor | None,
     max_new_tokens: int,
@@ -139,7 +161,7 @@ def _check(
     batch = {"input_ids": input_ids}
     if attention_mask is not None:
         batch["attention_mask"] = attention_mask
-    pipe.cut_stages[0].check_batch(batch)
+    cut[0].check_batch(batch)
     if attention_mask is not None and attention_mask.dim() != 2:
         raise ValueError(
             f"attention_mask has shape {list(attention_mask.shape)}; expected that of input_ids, "
@@ -152,7 +174,7 @@ def _check(
             "attention_mask ends with 0: generation goes on after the last position, so pad on the "
             "left (tokenizer.padding_side = 'left')"
         )
-    config: Any = pipe.cut_stages[0].original.config
+    config: Any = cut[0].original.config
     limit = getattr(config, "max_position_embeddings", None)
     needed = input_ids.shape[1] + max_new_tokens - 1  # the last token is not fed again
     if limit is not None and needed > limit:
@@ -188,7 +210,7 @@ def _penalty(repetition_penalty: float, mask: Tensor) -> list[Callable[[Tensor, 
 def _warpers(
     do_sample: bool, temperature: float, top_k: int | None, top_p: float | None
 ) -> list[Callable[[Tensor, Tensor], Tensor]]:
-    """What transformers does to scores last, before it draws a token."""
+    """The last things that transformers does to scores before it draws a token."""
     from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
     found: list[Callable[[Tensor, Tensor], Tensor]] = []

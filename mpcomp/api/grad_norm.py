@@ -1,16 +1,12 @@
-"""What optimizers need from a pipeline as a whole: the norm over all stages."""
+"""The norm of all stages' gradients, which no rank knows alone."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from mpcomp.core.dtensor import whole
-
-if TYPE_CHECKING:
-    from mpcomp.api.pipeline import Pipeline
+from mpcomp.api.pipeline import Pipeline
+from mpcomp.core.dtensor import full_tensor
 
 __all__ = ["clip_grad_norm_"]
 
@@ -38,7 +34,7 @@ def clip_grad_norm_(
         raise ValueError(f"max_norm={max_norm}: expected a positive number")
     again = {name for tie in pipe.ties for _, name in tie.copies[1:]}  # counted once
     norms = {
-        name: whole(torch.linalg.vector_norm(parameter.grad, norm_type))
+        name: full_tensor(torch.linalg.vector_norm(parameter.grad, norm_type))
         for name, parameter in pipe.named_parameters()
         if parameter.grad is not None and name not in again
     }

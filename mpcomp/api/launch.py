@@ -1,133 +1,401 @@
-"""From a model to this rank's part of a pipeline, in agreement with all other ranks."""
+"""Launching a pipeline: where its stages live, and how ranks come to agree before they connect.
+
+`mpcomp.api.build.build` asks for the same things in the same order, in one process and in many::
+
+    cut, check       what the model is cut into; refused alike on all ranks, before any is connected
+    connect          ranks compare what they were given, and connect
+    prepare          this rank's stages have their weights and devices now
+    engine           what will run them
+"""
 
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 import stages as staging
-from mpcomp.api.config import Choices
-from mpcomp.api.pipeline import Pipeline
-from mpcomp.api.weights import check_weights, let_go, load_weights
+from mpcomp.api.config import PipelineConfig
 from mpcomp.comm.handshake import announcing_failure, exchange, shake_hands
-from mpcomp.comm.mesh import World, join
+from mpcomp.comm.mesh import ProcessMesh, join
 from mpcomp.core.dtensor import on_meta
 from mpcomp.data_parallel.base import ReplicaMethod
+from mpcomp.data_parallel.connect import connect_replicas
 from mpcomp.data_parallel.methods import param_comp_of, replica_method_of
 from mpcomp.data_parallel.network import ReplicaNetwork
-from mpcomp.data_parallel.replicas import trained_in
+from mpcomp.data_parallel.replica_sync import ReplicaSync, trained_in
 from mpcomp.data_parallel.selection import check_run
 from mpcomp.data_parallel.sharded_average import Sharding
+from mpcomp.engines.base import Engine
 from mpcomp.engines.distributed import DistributedEngine
-from mpcomp.engines.schedules import Schedule, schedule_named
+from mpcomp.engines.local import LocalEngine
+from mpcomp.engines.schedules import schedule_named
 from mpcomp.links.boundary import Boundary
-from mpcomp.links.build import boundaries_of, method_of
-from mpcomp.links.tied_weights import Tie, ties_of
+from mpcomp.links.tied_weights import Tie
 from mpcomp.version import __version__
 from stages.split import Where
 
-__all__ = ["distributed_pipeline"]
+__all__ = ["DistributedLaunch", "Launch", "LocalLaunch", "Plain"]
 
 
-def distributed_pipeline(model: nn.Module, choices: Choices) -> Pipeline:
-    """What `mpcomp.pipeline` returns where there are several processes.
+@dataclass(frozen=True)
+class Plain:
+    """The model as it can be run without data.
 
-    Nothing is connected, and the model stays whole, until all ranks have agreed.
+    Attributes:
+        cut: all stages; where they are sharded, copies on "meta".
+        model: the whole model, where stages are sharded and it has no parameters of its own.
     """
-    schedule = schedule_named(choices.schedule)
-    device = _device(choices)
-    join(device, choices.timeout)
-    world = World(choices.replicas, choices.timeout, device)
-    ranks = world.ranks_per_pipeline
-    if world.size < 2:
-        raise ValueError(
-            "1 rank: a pipeline of one rank sends nothing; start more processes, or pass "
-            "engine='local'"
-        )
-    with announcing_failure(world):
-        cut = staging.split(model, _where(model, choices, schedule, world))
-        schedule.check_stages(len(cut), ranks)
-        _check_one_stage(cut, choices)
-        _check_parameters(cut, schedule, ranks)
-        _check_recompute(choices, schedule)
-        boundaries = boundaries_of(
-            choices.act_comp,
-            choices.grad_comp,
-            [stage.block_names[-1] for stage in cut[:-1]],
-            seed=choices.seed,
-            replica=world.replica,
-            warmup_steps=choices.warmup_steps,
-        )
-        ties = ties_of(
+
+    cut: list[staging.Stage]
+    model: nn.Module | None = None
+
+
+class Launch(ABC):
+    """The ranks that a pipeline is built on.
+
+    Args:
+        config: of the pipeline.
+
+    Attributes:
+        replica: which pipeline this rank is in.
+
+    Raises:
+        ValueError: this engine cannot do what the configuration asks for.
+    """
+
+    replica = 0
+
+    def __init__(self, config: PipelineConfig) -> None:
+        self.config = config
+
+    def failing_together(self) -> AbstractContextManager[None]:
+        """A context for all that may be refused; then the other ranks need not wait."""
+        return nullcontext()
+
+    @abstractmethod
+    def cut(self, model: nn.Module) -> list[staging.Stage]:
+        """All stages.
+
+        Raises:
+            ValueError: the model cannot be cut in this way.
+        """
+
+    def check(self, cut: Sequence[staging.Stage], ties: Sequence[Tie]) -> None:  # noqa: B027
+        """Raises ValueError for what cannot go together."""
+
+    def own_stages(self, cut: Sequence[staging.Stage]) -> list[int]:
+        """Numbers of the stages of this rank."""
+        return list(range(len(cut)))
+
+    def connect(self, cut: Sequence[staging.Stage], methods: list[list[str]]) -> None:  # noqa: B027
+        """Connects the ranks, once they have found that they want the same.
+
+        Args:
+            cut: all stages.
+            methods: of both links of each cut and tie.
+
+        Raises:
+            ValueError: they do not; on every rank.
+            PeerError: a rank failed or did not come.
+        """
+
+    @abstractmethod
+    def device_of(self, stage: int) -> torch.device:
+        """The device of a stage of this rank."""
+
+    def prepare(self, model: nn.Module, cut: Sequence[staging.Stage], own: Sequence[int]) -> Plain:
+        """Takes note of the model before it is sharded; called when weights are in place."""
+        return Plain(list(cut))
+
+    @abstractmethod
+    def engine(
+        self,
+        cut: Sequence[staging.Stage],
+        boundaries: Sequence[Boundary],
+        ties: Sequence[Tie],
+        plain: Plain,
+    ) -> tuple[Engine, ReplicaSync | None]:
+        """The engine, and what keeps replicas of its stages alike."""
+
+
+class LocalLaunch(Launch):
+    """All stages in this process."""
+
+    def __init__(self, config: PipelineConfig) -> None:
+        super().__init__(config)
+        for name in ("schedule", "in_flight", "in_flight_bytes"):
+            if getattr(config, name) is not None:
+                raise ValueError(
+                    f"{name}={getattr(config, name)!r}: the local engine has only its own order; "
+                    f"leave {name} out, or start several processes with torchrun"
+                )
+        if config.replicas != 1:
+            raise ValueError(
+                f"replicas={config.replicas}: one process holds one replica; start "
+                f"{config.replicas} times as many processes as stages with torchrun"
+            )
+        self._devices: list[torch.device] = []
+
+    def cut(self, model: nn.Module) -> list[staging.Stage]:
+        config = self.config
+        split, devices = config.split, config.devices
+        if isinstance(devices, str | torch.device):
+            given, one = [torch.device(devices)], True
+        else:
+            given, one = [torch.device(d) for d in devices or ()], False
+            if devices is not None and not given:
+                raise ValueError("devices=[]: expected at least one device, or None")
+        if split is None or split == "time":
+            if not given and torch.cuda.device_count() > 1:
+                given = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+            if len(given) < 2:
+                raise ValueError(
+                    "split is required here: a pipeline of one stage compresses nothing. Give a "
+                    "number of stages (split=4), block counts, names to cut after, or several "
+                    "devices"
+                )
+            if split == "time":
+                split = staging.balance(model, len(given), by="time", sample=config.sample)
+            else:
+                split = len(given)
+        cut = staging.split(model, split)
+        if len(cut) < 2:
+            raise ValueError(
+                f"split={split!r} makes one stage, which compresses nothing: "
+                "give at least 2 stages, or use the plain model"
+            )
+        if not given:
+            given, one = [torch.device("cpu")], True
+        if one:
+            given = given * len(cut)
+        if len(given) != len(cut):
+            raise ValueError(
+                f"{len(given)} devices for {len(cut)} stages: give one device for each stage "
+                "(they may repeat), or one for all"
+            )
+        self._devices = given
+        return cut
+
+    def device_of(self, stage: int) -> torch.device:
+        return self._devices[stage]
+
+    def engine(
+        self,
+        cut: Sequence[staging.Stage],
+        boundaries: Sequence[Boundary],
+        ties: Sequence[Tie],
+        plain: Plain,
+    ) -> tuple[Engine, ReplicaSync | None]:
+        config = self.config
+        engine = LocalEngine(
             cut,
-            method_of("tie_comp", choices.tie_comp),
-            seed=choices.seed,
-            replica=world.replica,
-            warmup_steps=choices.warmup_steps,
+            boundaries,
+            self._devices,
+            recompute=config.recompute,
+            seed=config.seed,
+            ties=ties,
         )
-        dp_comp = None if choices.dp_comp is None else replica_method_of(choices.dp_comp)
-        if dp_comp is not None:
-            network = choices.network or ReplicaNetwork()
-            check_run(trained_in(cut), dp_comp, network, choices.replicas)
-        param_comp = param_comp_of(choices.param_comp)
-        if choices.shard:
-            _check_sharding(schedule, ties)
-        own = [i for i in range(len(cut)) if schedule.place_of(i, ranks) == world.place]
-        check_weights([cut[i] for i in own], choices.weights)
-        crossings: list[Boundary | Tie] = [*boundaries, *ties]
-        methods = [[str(link.method) for link in each.links] for each in crossings]
-    shake_hands(world, _config(cut, methods, dp_comp, schedule, choices, device))
-    world.connect()
-    for i, stage in enumerate(cut):
-        if i not in own:
-            let_go(stage)
-            continue
-        if choices.weights is not None:
-            load_weights(stage, choices.weights)
-        stage.to(device)
-    staging.tie_names(model, cut)  # else its head keeps an embedding that another rank trains
-    for parameter in (p for stage in cut if choices.shard for p in stage.parameters()):
-        parameter.data = parameter.data.contiguous()  # FSDP2 takes no channels-last weights
-    # A stage that is sharded cannot be run on tensors without data any more, but a copy can.
-    plain = [on_meta(stage) if choices.shard and i in own else stage for i, stage in enumerate(cut)]
-    plain_model = on_meta(model) if choices.shard else None
-    engine = DistributedEngine(
-        cut,
-        boundaries,
-        world,
-        schedule,
-        chunks=choices.chunks,
-        recompute=choices.recompute,
-        seed=choices.seed,
-        in_flight=choices.in_flight,
-        in_flight_bytes=choices.in_flight_bytes,
-        ties=ties,
-        dp_comp=dp_comp,
-        network=choices.network,
-        plain=plain,
-        sharding=Sharding(param_comp) if choices.shard else None,
-    )
-    engine.plain_model = plain_model
-    return Pipeline(
-        [cut[i] for i in own],
-        plain,
-        boundaries,
-        engine,
-        chunks=choices.chunks,
-        loss_fn=choices.loss_for(cut),
-        scaler=choices.scaler,
-        ties=ties,
-        warmup_steps=choices.warmup_steps,
-    )
+        return engine, None
 
 
-def _device(choices: Choices) -> torch.device:
+class DistributedLaunch(Launch):
+    """One process for each rank; nothing is connected until all of them agree."""
+
+    def __init__(self, config: PipelineConfig) -> None:
+        super().__init__(config)
+        self._schedule = schedule_named(config.schedule)
+        device = _device(config)
+        join(device, config.timeout)
+        self.mesh = ProcessMesh(config.replicas, config.timeout, device)
+        self.replica = self.mesh.replica
+        if self.mesh.num_ranks < 2:
+            raise ValueError(
+                "1 rank: a pipeline of one rank sends nothing; start more processes, or pass "
+                "engine='local'"
+            )
+        self._dp_comp: ReplicaMethod | None = None
+        self._sharding: Sharding | None = None
+
+    def failing_together(self) -> AbstractContextManager[None]:
+        return announcing_failure(self.mesh)
+
+    def place_of(self, stage: int) -> int:
+        """The rank of a pipeline that has a stage."""
+        return self._schedule.place_of(stage, self.mesh.num_in_pipeline)
+
+    def cut(self, model: nn.Module) -> list[staging.Stage]:
+        cut = staging.split(model, self._where(model))
+        self._schedule.check_stages(len(cut), self.mesh.num_in_pipeline)
+        self._check_one_stage(cut)
+        self._check_parameters(cut)
+        self._check_recompute()
+        return cut
+
+    def _where(self, model: nn.Module) -> Where:
+        split, mesh = self.config.split, self.mesh
+        if split not in (None, "time"):
+            assert split is not None
+            return split
+        num_stages = mesh.num_in_pipeline * self._schedule.default_stages_per_rank
+        if split is None:
+            return num_stages
+        times = exchange(mesh, "times", staging.seconds(staging.blocks(model), self.config.sample))
+        # All replicas are cut alike, so the slowest machine at each place counts.
+        slowest = [
+            [
+                max(of_block)
+                for of_block in zip(
+                    *times[self.place_of(stage) :: mesh.num_in_pipeline], strict=True
+                )
+            ]
+            for stage in range(num_stages)
+        ]
+        return staging.partition(slowest, num_stages)
+
+    def check(self, cut: Sequence[staging.Stage], ties: Sequence[Tie]) -> None:
+        config = self.config
+        if config.dp_comp is not None:
+            self._dp_comp = replica_method_of(config.dp_comp)
+            network = config.network or ReplicaNetwork()
+            check_run(trained_in(cut), self._dp_comp, network, config.replicas)
+        param_comp = param_comp_of(config.param_comp)
+        if config.shard:
+            self._check_sharding(ties)
+            self._sharding = Sharding(param_comp)
+
+    def own_stages(self, cut: Sequence[staging.Stage]) -> list[int]:
+        return [i for i in range(len(cut)) if self.place_of(i) == self.mesh.place]
+
+    def connect(self, cut: Sequence[staging.Stage], methods: list[list[str]]) -> None:
+        shapes = {
+            name: [list(p.shape), str(p.dtype), p.requires_grad]
+            for stage in cut
+            for name, p in stage.named_parameters()
+        }
+        what_it_comes_to = {
+            "mpcomp": __version__,
+            "torch": torch.__version__.split("+")[0],
+            "device type": self.mesh.device.type,
+            "stages": [list(stage.block_names) for stage in cut],
+            "parameters": shapes,
+            "methods": methods,
+        }
+        shake_hands(self.mesh, {**what_it_comes_to, **self.config.compared()})
+        self.mesh.connect(self._rank_names(len(cut)))
+
+    def _rank_names(self, num_stages: int) -> list[str]:
+        mesh = self.mesh
+        names = []
+        for rank in range(mesh.num_ranks):
+            replica, place = divmod(rank, mesh.num_in_pipeline)
+            there = [str(i) for i in range(num_stages) if self.place_of(i) == place]
+            of_replica = f" of replica {replica}" if mesh.num_replicas > 1 else ""
+            names.append(f"rank {rank} (stage {' and '.join(there)}{of_replica})")
+        return names
+
+    def device_of(self, stage: int) -> torch.device:
+        return self.mesh.device
+
+    def prepare(self, model: nn.Module, cut: Sequence[staging.Stage], own: Sequence[int]) -> Plain:
+        staging.tie_names(model, cut)  # else its head keeps an embedding that another rank trains
+        if self._sharding is None:
+            return Plain(list(cut))
+        for parameter in (p for stage in cut for p in stage.parameters()):
+            parameter.data = parameter.data.contiguous()  # FSDP2 takes no channels-last weights
+        # A stage that is sharded cannot be run on tensors without data any more, but a copy can.
+        copies = [on_meta(stage) if i in own else stage for i, stage in enumerate(cut)]
+        return Plain(copies, on_meta(model))
+
+    def engine(
+        self,
+        cut: Sequence[staging.Stage],
+        boundaries: Sequence[Boundary],
+        ties: Sequence[Tie],
+        plain: Plain,
+    ) -> tuple[Engine, ReplicaSync | None]:
+        config, mesh = self.config, self.mesh
+        replica_sync = None
+        if mesh.num_replicas > 1:
+            replica_sync = connect_replicas(
+                [cut[i] for i in self.own_stages(cut)],
+                self._dp_comp,
+                mesh,
+                network=config.network,
+                seed=config.seed,
+                cut=cut,
+                copy_of={name: tie.name for tie in ties for _, name in tie.copies},
+                sharding=self._sharding,
+            )
+        engine = DistributedEngine(
+            cut,
+            boundaries,
+            mesh,
+            self._schedule,
+            chunks=config.chunks,
+            recompute=config.recompute,
+            seed=config.seed,
+            in_flight=config.in_flight,
+            in_flight_bytes=config.in_flight_bytes,
+            ties=ties,
+            plain=plain.cut,
+            replica_sync=replica_sync,
+        )
+        return engine, replica_sync
+
+    # -- checks ----------------------------------------------------------------------------------
+
+    def _check_parameters(self, cut: Sequence[staging.Stage]) -> None:
+        for place in range(self.mesh.num_in_pipeline):
+            held = [s for i, s in enumerate(cut) if self.place_of(i) == place]
+            if not any(True for stage in held for _ in stage.parameters()):
+                raise ValueError(
+                    f"{' and '.join(stage.name for stage in held)} would be alone on its rank and "
+                    "has no parameters: there is nothing to give to an optimizer there; cut the "
+                    "model at another block"
+                )
+
+    def _check_one_stage(self, cut: Sequence[staging.Stage]) -> None:
+        """A pipeline of one stage compresses nothing, and must not pass for one that does."""
+        config = self.config
+        given = [config.act_comp, config.grad_comp]
+        if len(cut) == 1 and any(str(method) not in ("None", "none") for method in given):
+            raise ValueError(
+                f"act_comp={config.act_comp}, grad_comp={config.grad_comp} with one stage: there "
+                "is no cut to compress at; leave them out, or start more processes"
+            )
+
+    def _check_sharding(self, ties: Sequence[Tie]) -> None:
+        if self._schedule.splits_backward:
+            raise ValueError(
+                f"shard=True with schedule={self._schedule.name!r}, which splits backward into two "
+                "passes: FSDP2 would free parameters between them; use the engine's own schedule, "
+                "GPipe, 1F1B, Interleaved1F1B or LoopedBFS"
+            )
+        if ties:
+            raise ValueError(
+                f"shard=True with {ties[0].name}, a tied weight in two stages: their gradients "
+                "are added up whole, before replicas would have shared them out; keep both in one "
+                "stage, or untie them"
+            )
+
+    def _check_recompute(self) -> None:
+        if self.config.recompute and self._schedule.splits_backward:
+            raise ValueError(
+                f"recompute=True with schedule={self._schedule.name!r}, which splits backward into "
+                "two passes: each would recompute the stage; use another schedule or "
+                "recompute=False"
+            )
+
+
+def _device(config: PipelineConfig) -> torch.device:
     """This rank's device."""
-    given, local_rank = choices.devices, int(os.environ.get("LOCAL_RANK", "0"))
+    given, local_rank = config.devices, int(os.environ.get("LOCAL_RANK", "0"))
     if isinstance(given, str | torch.device):
         return torch.device(given)
     if given is not None:
@@ -143,103 +411,3 @@ def _device(choices: Choices) -> torch.device:
     if local_rank < torch.cuda.device_count():
         return torch.device("cuda", local_rank)
     return torch.device("cpu")
-
-
-def _where(model: nn.Module, choices: Choices, schedule: Schedule, world: World) -> Where:
-    if choices.split not in (None, "time"):
-        assert choices.split is not None
-        return choices.split
-    num_stages = world.ranks_per_pipeline * schedule.default_stages_per_rank
-    if choices.split is None:
-        return num_stages
-    times = exchange(world, "times", staging.seconds(staging.blocks(model), choices.sample))
-    places = [schedule.place_of(i, world.ranks_per_pipeline) for i in range(num_stages)]
-    # All replicas are cut alike, so the slowest machine at each place counts.
-    slowest = [
-        [max(of_block) for of_block in zip(*times[place :: world.ranks_per_pipeline], strict=True)]
-        for place in places
-    ]
-    return staging.partition(slowest, num_stages)
-
-
-def _check_parameters(cut: list[staging.Stage], schedule: Schedule, ranks: int) -> None:
-    for place in range(ranks):
-        held = [s for i, s in enumerate(cut) if schedule.place_of(i, ranks) == place]
-        if not any(True for stage in held for _ in stage.parameters()):
-            raise ValueError(
-                f"{' and '.join(stage.name for stage in held)} would be alone on its rank and has "
-                "no parameters: there is nothing to give to an optimizer there; cut the model at "
-                "another block"
-            )
-
-
-def _check_one_stage(cut: list[staging.Stage], choices: Choices) -> None:
-    """A pipeline of one stage compresses nothing, and must not pass for one that does."""
-    given = [choices.act_comp, choices.grad_comp]
-    if len(cut) == 1 and any(str(method) not in ("None", "none") for method in given):
-        raise ValueError(
-            f"act_comp={choices.act_comp}, grad_comp={choices.grad_comp} with one stage: there is "
-            "no cut to compress at; leave them out, or start more processes"
-        )
-
-
-def _check_sharding(schedule: Schedule, ties: Sequence[Tie]) -> None:
-    if schedule.splits_backward:
-        raise ValueError(
-            f"shard=True with schedule={schedule.name!r}, which splits backward into two passes: "
-            "FSDP2 would free parameters between them; use the engine's own schedule, GPipe, 1F1B, "
-            "Interleaved1F1B or LoopedBFS"
-        )
-    if ties:
-        raise ValueError(
-            f"shard=True with {ties[0].name}, a tied weight in two stages: their gradients are "
-            "added up whole, before replicas would have shared them out; keep both in one stage, "
-            "or untie them"
-        )
-
-
-def _check_recompute(choices: Choices, schedule: Schedule) -> None:
-    if choices.recompute and schedule.splits_backward:
-        raise ValueError(
-            f"recompute=True with schedule={schedule.name!r}, which splits backward into two "
-            "passes: each would recompute the stage; use another schedule or recompute=False"
-        )
-
-
-def _config(
-    cut: list[staging.Stage],
-    methods: list[list[str]],
-    dp_comp: ReplicaMethod | None,
-    schedule: Schedule,
-    choices: Choices,
-    device: torch.device,
-) -> dict[str, Any]:
-    """What must be the same on all ranks, as words and numbers."""
-    shapes = {
-        name: [list(p.shape), str(p.dtype), p.requires_grad]
-        for stage in cut
-        for name, p in stage.named_parameters()
-    }
-    return {
-        "mpcomp": __version__,
-        "torch": torch.__version__.split("+")[0],
-        "device type": device.type,
-        "stages": [list(stage.block_names) for stage in cut],
-        "parameters": shapes,
-        "methods": methods,
-        "dp_comp": str(dp_comp),
-        "network": str(choices.network),
-        "schedule": schedule.name,
-        "in_flight": choices.in_flight,
-        "in_flight_bytes": choices.in_flight_bytes,
-        "chunks": choices.chunks,
-        "replicas": choices.replicas,
-        "shard": choices.shard,
-        "param_comp": str(choices.param_comp),
-        "recompute": choices.recompute,
-        "seed": choices.seed,
-        "warmup_steps": choices.warmup_steps,
-        "loss": getattr(choices.loss_fn, "__qualname__", type(choices.loss_fn).__name__),
-        "loss scaler": choices.scaler is not None and choices.scaler.is_enabled(),
-        "timeout": choices.timeout,
-    }

@@ -67,7 +67,7 @@ def measure_losses(
         valid=(step.valid[chosen],) if step.valid else (),
     )
 
-    @cache  # most links have the pass that nothing is changed in in common
+    @cache  # most links share the pass in which nothing is changed
     def loss_with(probe: Probe) -> float:
         outputs = engine.forward([batch], replace(beside, probe=probe), (batch,))
         if not outputs or not terms:  # the mean over nothing is NaN

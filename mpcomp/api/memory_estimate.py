@@ -1,4 +1,4 @@
-"""How much memory the links' state will need, said before the run.
+"""The memory that the links' state will need, known before the run.
 
 Shapes at the cuts come from fake tensors (`mpcomp.engines.shape_inference`); what a method keeps
 of a row comes from an end that is made for it and never written to.
@@ -6,12 +6,12 @@ of a row comes from an end that is made for it and never written to.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 
-from mpcomp.checkpoint.links import stages_here
+import stages as staging
 from mpcomp.core.microbatch import num_rows, rows_of_chunks, scatter
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.engines.shape_inference import Planner
@@ -19,15 +19,24 @@ from mpcomp.engines.stage_runner import Autocast
 from mpcomp.feedback.base import Feedback
 from mpcomp.feedback.ends import end_of
 from mpcomp.feedback.memory import Side
+from mpcomp.links.boundary import Boundary
 from mpcomp.links.link import Link
-
-if TYPE_CHECKING:
-    from mpcomp.api.pipeline import Pipeline
+from mpcomp.links.tied_weights import Tie
 
 __all__ = ["state_bytes"]
 
 
-def state_bytes(pipe: Pipeline, batch: Any, num_samples: int | None = None) -> dict[str, Any]:
+def state_bytes(
+    batch: Any,
+    num_samples: int | None = None,
+    *,
+    cut: Sequence[staging.Stage],
+    here: Collection[int],
+    boundaries: Sequence[Boundary],
+    ties: Sequence[Tie],
+    chunks: int,
+    device: torch.device,
+) -> dict[str, Any]:
     """Bytes of the rows that feedback methods keep at most, at the ends of links in this process.
 
     Methods by place (EF, EF21, EFMixed) keep one row for each row of the largest batch, and the
@@ -38,10 +47,15 @@ def state_bytes(pipe: Pipeline, batch: Any, num_samples: int | None = None) -> d
     tensor that a row is stored as (one, with bits three). Files take what is said.
 
     Args:
-        pipe: the pipeline.
         batch: as for ``forward_backward``; only its shapes and dtypes matter, and ``labels`` in
             it not at all.
         num_samples: of the training set (the rank's share of it, with replicas).
+        cut: all stages.
+        here: numbers of the stages of this process.
+        boundaries: the cuts.
+        ties: the parameters that two stages share.
+        chunks: microbatches a batch.
+        device: of this rank.
 
     Returns:
         ``total``: bytes in all. ``per_link``: for each end with state a dict of boundary,
@@ -55,26 +69,23 @@ def state_bytes(pipe: Pipeline, batch: Any, num_samples: int | None = None) -> d
     if isinstance(batch, Mapping):
         batch = {name: value for name, value in batch.items() if name != "labels"}
     rows = num_rows(batch)
-    if rows < pipe.chunks:
+    if rows < chunks:
         raise ValueError(
-            f"a batch of {rows} rows for chunks={pipe.chunks}: give one as large as in training"
+            f"a batch of {rows} rows for chunks={chunks}: give one as large as in training"
         )
     if num_samples is not None and num_samples < 1:
         raise ValueError(f"num_samples={num_samples}: expected the size of the training set")
-    microbatch = scatter(batch, rows_of_chunks(rows, pipe.chunks))[0]
-    planner = Planner(pipe.cut_stages, pipe.engine.device)
-    metas = planner.crossing(microbatch, Autocast.of_caller(pipe.engine.device))
-    crossing = [
-        (b.links, meta.with_rows(rows)) for b, meta in zip(pipe.boundaries, metas, strict=True)
-    ]
-    for tie in pipe.ties:
+    microbatch = scatter(batch, rows_of_chunks(rows, chunks))[0]
+    planner = Planner(cut, device)
+    metas = planner.plan(microbatch, Autocast.of_caller(device))
+    sent = [(b.links, meta.with_rows(rows)) for b, meta in zip(boundaries, metas, strict=True)]
+    for tie in ties:
         (stage, name), _ = tie.copies
-        parameter = pipe.cut_stages[stage].get_parameter(name)
-        crossing.append((tie.links, TensorMeta((1, parameter.numel()))))
-    here = set(stages_here(pipe))
+        parameter = cut[stage].get_parameter(name)
+        sent.append((tie.links, TensorMeta((1, parameter.numel()))))
     entries = [
         entry
-        for links, meta in crossing
+        for links, meta in sent
         for link in links
         if link.feedback is not None
         for entry in _of_link(link, link.feedback, meta, num_samples, here)
@@ -83,7 +94,7 @@ def state_bytes(pipe: Pipeline, batch: Any, num_samples: int | None = None) -> d
 
 
 def _of_link(
-    link: Link, method: Feedback, meta: TensorMeta, num_samples: int | None, here: set[int]
+    link: Link, method: Feedback, meta: TensorMeta, num_samples: int | None, here: Collection[int]
 ) -> list[dict[str, Any]]:
     entries = []
     for side, stage in ((Side.SENDER, link.sender_stage), (Side.RECEIVER, link.receiver_stage)):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from mpcomp.core.dtensor import placed_like, whole
+from mpcomp.core.dtensor import distribute_like, full_tensor
 
 __all__ = ["OriginalNames"]
 
@@ -54,7 +54,7 @@ class OriginalNames(nn.Module):
         state = {} if destination is None else destination
         for stage in self.stages:
             own = stage.state_dict(prefix=prefix, keep_vars=keep_vars)
-            state.update(own if keep_vars else {name: whole(x) for name, x in own.items()})
+            state.update(own if keep_vars else {name: full_tensor(x) for name, x in own.items()})
         return state
 
     def load_state_dict(
@@ -73,7 +73,7 @@ class OriginalNames(nn.Module):
             )
         for stage in self.stages:
             own = stage.state_dict()
-            part = {k: placed_like(state_dict[k], x) for k, x in own.items() if k in state_dict}
+            part = {k: distribute_like(state_dict[k], x) for k, x in own.items() if k in state_dict}
             stage.load_state_dict(part, strict=False, assign=assign)
         return _IncompatibleKeys(missing, unexpected)
 

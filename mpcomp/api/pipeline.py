@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
+import copy
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import stages as staging
 from mpcomp import checkpoint
@@ -20,28 +20,30 @@ from mpcomp.api.evaluation import Metric, evaluating, mean_over
 from mpcomp.api.generation import generate
 from mpcomp.api.loss_probe import measure_losses
 from mpcomp.api.memory_estimate import state_bytes
-from mpcomp.api.parts import Parts
+from mpcomp.api.original_names import OriginalNames
 from mpcomp.api.report import print_report, report_of
-from mpcomp.api.scaling import check_without_gradients
-from mpcomp.api.step_sync import bytes_sent, raise_if_nonfinite, settle
-from mpcomp.core.dtensor import local
+from mpcomp.api.scaling import check_without_gradients, gradients_overflowed, overflow_gradients
+from mpcomp.api.step_sync import bytes_sent, finish_step, raise_if_nonfinite
 from mpcomp.core.loss import LossFn, StepLoss, num_terms, with_target
 from mpcomp.core.microbatch import gather, map_tensors, num_rows, rows_of_chunks, scatter
 from mpcomp.core.padding import valid_positions
 from mpcomp.core.sample_ids import ids_of_batch, split_sample_ids
 from mpcomp.core.step import Step
 from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.data_parallel.exchange import Exchange
+from mpcomp.data_parallel.replica_sync import ReplicaSync
 from mpcomp.engines.base import Engine
 from mpcomp.engines.shape_inference import Planner
 from mpcomp.engines.stage_runner import Autocast
 from mpcomp.links.adaptation import Adaptation
 from mpcomp.links.boundary import Boundary
+from mpcomp.links.link import Link
 from mpcomp.links.tied_weights import Tie
 
 __all__ = ["LossFn", "Metric", "Pipeline"]
 
 
-class Pipeline(Parts):
+class Pipeline(OriginalNames):
     """A model cut into stages, whose activations and gradients are compressed at every cut.
 
     Made by `mpcomp.pipeline`. Two ways to train:
@@ -59,6 +61,9 @@ class Pipeline(Parts):
         cut_stages: all of them; those of other ranks on "meta".
         boundaries: the cuts, each with its two links.
         ties: the parameters that two stages share, each with its two links.
+        engine: runs the stages.
+        mesh: the ranks.
+        replica_sync: keeps the replicas of this rank's stages alike; None for one replica.
         chunks: number of microbatches.
         num_steps: training steps so far, skipped ones counted.
         step_skipped: whether the last step was skipped (non-finite under a loss scaler).
@@ -76,8 +81,20 @@ class Pipeline(Parts):
         scaler: torch.amp.GradScaler | None,
         ties: Sequence[Tie] = (),
         warmup_steps: int = 0,
+        replica_sync: ReplicaSync | None = None,
+        plain_model: nn.Module | None = None,
     ) -> None:
-        super().__init__(stages, cut, boundaries, ties, engine)
+        # Where stages are sharded, plans are made with copies of them, which must follow too.
+        super().__init__(stages, elsewhere=[s for s in cut if all(s is not o for o in stages)])
+        self.cut_stages = list(cut)
+        self.boundaries = list(boundaries)
+        self.ties = list(ties)
+        self.engine = engine
+        self.mesh = engine.mesh
+        self.replica_sync = replica_sync
+        # In a tuple, so that torch does not register it.
+        self._plain_model = (plain_model,)
+        self._bytes_of_all = (0, 0)
         self.chunks = chunks
         self.num_steps = 0
         self.step_skipped = False
@@ -89,10 +106,90 @@ class Pipeline(Parts):
         self._open: Step | None = None
         self._began = 0.0  # when the open step did
         self.adaptation = Adaptation(
-            self.links, num_ranks=engine.num_ranks, num_replicas=engine.num_replicas
+            self.links, num_ranks=self.mesh.num_ranks, num_replicas=self.mesh.num_replicas
         )
         #: Of the last steps on this rank: seconds, and of these waiting for messages.
         self.step_times: deque[tuple[float, float]] = deque(maxlen=100)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Pipeline:
+        self.engine.forget_shapes()  # dtypes may change
+        super()._apply(fn, recurse)
+        return self
+
+    # -- ranks --------------------------------------------------------------------------------
+
+    def collect(self, value: Any) -> list[Any]:
+        """A value that JSON can hold from every rank, by rank; every rank calls it."""
+        return self.mesh.all_gather_object(value)
+
+    @property
+    def rank(self) -> int:
+        """Number of this process, 0 to `num_ranks` - 1."""
+        return self.mesh.rank
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of processes."""
+        return self.mesh.num_ranks
+
+    @property
+    def replica(self) -> int:
+        """Number of the pipeline that this rank is in, 0 to `num_replicas` - 1."""
+        return self.mesh.replica
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of pipelines."""
+        return self.mesh.num_replicas
+
+    # -- messages -----------------------------------------------------------------------------
+
+    @property
+    def crossings(self) -> list[Boundary | Tie]:
+        """All that sends messages: boundaries, then ties."""
+        return [*self.boundaries, *self.ties]
+
+    @property
+    def links(self) -> list[Link]:
+        """All links: of each cut that of activations, then that of gradients; those of ties."""
+        return [link for each in self.crossings for link in each.links]
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes of all messages of training so far, headers included; of all ranks."""
+        return self._bytes_sent()[0]
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes that training so far would have sent uncompressed, in the tensors' own dtypes."""
+        return self._bytes_sent()[1]
+
+    def _bytes_sent(self) -> tuple[int, int]:
+        return self._bytes_of_all if self.mesh.num_ranks > 1 else bytes_sent(self.links)
+
+    def gather_scalars(self, values: Mapping[str, Tensor]) -> Tensor:
+        """One number for a parameter, from all ranks of a replica, in the model's order: [n].
+
+        Args:
+            values: 0-d tensors by the names of this rank's parameters; some may be left out.
+        """
+        names = [name for stage in self.cut_stages for name, _ in stage.named_parameters()]
+        if self.mesh.num_ranks == 1:
+            found = [values[name] for name in names if name in values]
+            if not found:
+                return torch.zeros(0, device=self.mesh.device)
+            return torch.stack([value.to(self.mesh.device) for value in found])
+        own = [values[name].item() if name in values else 0.0 for name in names]
+        there = [float(name in values) for name in names]
+        sums = self.mesh.all_reduce_sum([*own, *there])
+        replicas = self.mesh.num_replicas
+        kept = [
+            total / replicas
+            for total, count in zip(sums[: len(names)], sums[len(names) :], strict=True)
+            if count
+        ]
+        dtype = next((value.dtype for value in values.values()), torch.float32)
+        return torch.tensor(kept, dtype=dtype, device=self.mesh.device)
 
     # -- training and inference ---------------------------------------------------------------
 
@@ -116,9 +213,9 @@ class Pipeline(Parts):
             batch = {name: value for name, value in batch.items() if name != "labels"}
         if not train:
             output = gather(outputs) if (outputs := self._infer(batch, batch)[0]) else None
-            raise_if_nonfinite(self.engine, self.links, self.num_steps)
-            return self.engine.everywhere(output) if everywhere else output
-        if self.engine.num_ranks > 1:
+            self._check_finite()
+            return self._output_on_all(output) if everywhere else output
+        if self.mesh.num_ranks > 1:
             raise ValueError(
                 "pipe(x) with gradients: autograd does not reach other processes; train with "
                 "pipe.forward_backward(x, y), or infer under torch.no_grad() or pipe.eval()"
@@ -129,7 +226,7 @@ class Pipeline(Parts):
                 "are added up at the end of pipe.forward_backward(x, y); train with that, or infer "
                 "under torch.no_grad() or pipe.eval()"
             )
-        self._settle()
+        self._finish_step()
         sizes = self._microbatch_rows(batch, train)
         step = self._step(sizes, batch, sample_ids, train)
         if any(state.measures_losses for state in self.adaptation.states):
@@ -183,7 +280,7 @@ class Pipeline(Parts):
             )
         if not self.training:
             raise ValueError("forward_backward in evaluation mode: call pipe.train() first")
-        self._settle()
+        self._finish_step()
         batch, target = with_target(batch, target)
         sizes = self._microbatch_rows(batch, True)
         if num_rows(target) != sum(sizes):
@@ -198,11 +295,11 @@ class Pipeline(Parts):
             num_terms(self._loss_fn, part, size) for part, size in zip(targets, sizes, strict=True)
         ]
         if self.engine.computes_loss:
-            targets = [map_tensors(part, lambda t: t.to(self.engine.device)) for part in targets]
+            targets = [map_tensors(part, lambda t: t.to(self.mesh.device)) for part in targets]
         loss = StepLoss(self._loss_fn, terms, self.scaler)
         if self.scaler is not None and not self.engine.computes_loss:
             # A scaler is made by its first loss, but `unscale_` and `update` need it on all ranks.
-            self.scaler.scale(torch.zeros((), device=self.engine.device))
+            self.scaler.scale(torch.zeros((), device=self.mesh.device))
         self._begin_adaptation(parts)
         with self._undone_on_error(False):
             measure_losses(
@@ -211,7 +308,7 @@ class Pipeline(Parts):
         self._open, self._began = step, time.perf_counter()
         with self._undone_on_error(True), torch.enable_grad():
             self.engine.forward_backward(parts, targets, step, loss, same)
-            total = self._settle(loss)
+            total = self._finish_step(loss)
         assert total is not None
         waited = self.engine.waited_s - waited_before
         self.step_times.append((time.perf_counter() - begin, waited))
@@ -238,17 +335,15 @@ class Pipeline(Parts):
         if metric is None:
             raise ValueError("evaluate needs a metric: evaluate(loader, metric)")
 
-        self.engine.align_replicas()
+        self._align_replicas()
         with evaluating(self, *self.cut_stages), torch.no_grad():
             mean = mean_over(
                 lambda batch, target: self._infer(batch, (batch, target), target),
                 loader,
                 metric,
-                self.engine.device,
-                self.engine.collect,
-                self.engine.together,
+                self.mesh,
             )
-        raise_if_nonfinite(self.engine, self.links, self.num_steps)
+        self._check_finite()
         return mean
 
     def generate(
@@ -284,7 +379,11 @@ class Pipeline(Parts):
             FloatingPointError: NaN or Inf at a cut or in the logits.
         """
         return generate(
+            self.next_tokens,
             self,
+            self.cut_stages,
+            self.replica,
+            self._check_finite,
             input_ids,
             attention_mask=attention_mask,
             max_new_tokens=max_new_tokens,
@@ -318,7 +417,7 @@ class Pipeline(Parts):
         with self._undone_on_error(False):
             chosen = self.engine.next_tokens(batch, step, choose, same=same)
         if any(bool((each < 0).any()) for each in chosen):  # there was no number to choose by
-            raise_if_nonfinite(self.engine, self.links, self.num_steps)
+            self._check_finite()
             raise FloatingPointError("generate: NaN or Inf in the logits; the model has diverged")
         return chosen
 
@@ -327,7 +426,7 @@ class Pipeline(Parts):
 
         For accumulation: the last `forward_backward` before the optimizer's step goes outside.
         """
-        return self.engine.without_reduction()
+        return nullcontext() if self.replica_sync is None else self.replica_sync.disabled()
 
     # -- state of AQ-SGD ----------------------------------------------------------------------
 
@@ -355,7 +454,16 @@ class Pipeline(Parts):
 
     def state_bytes(self, batch: Any, num_samples: int | None = None) -> dict[str, Any]:
         """Bytes that links of this process will keep at most: `mpcomp.api.memory_estimate`."""
-        return state_bytes(self, batch, num_samples)
+        return state_bytes(
+            batch,
+            num_samples,
+            cut=self.cut_stages,
+            here=self._here(),
+            boundaries=self.boundaries,
+            ties=self.ties,
+            chunks=self.chunks,
+            device=self.mesh.device,
+        )
 
     # -- compression on and off ---------------------------------------------------------------
 
@@ -379,7 +487,7 @@ class Pipeline(Parts):
         """A context within which everything goes dense."""
         return self.compressed(act=False, grad=False, dp=False)
 
-    # -- what happened ------------------------------------------------------------------------
+    # -- figures of the run ------------------------------------------------------------------------
 
     def report(self, *, show: bool = True) -> dict[str, Any]:
         """Bytes, ratio, fidelity, time and non-finite counts, per boundary and direction.
@@ -396,15 +504,73 @@ class Pipeline(Parts):
         Returns:
             The figures as a dict of plain numbers and words.
         """
-        report = report_of(self)
-        if show and self.engine.rank == 0:
+        report = report_of(
+            self.engine,
+            self.links,
+            after=[
+                *(stage.block_names[-1] for stage in self.cut_stages[:-1]),
+                *(tie.name for tie in self.ties),  # numbered on, as if they were cuts
+            ],
+            adaptation=self.adaptation,
+            exchange=self.exchange,
+            step_times=self.step_times,
+            num_steps=self.num_steps,
+            bytes_sent=(self.wire_bytes, self.dense_bytes),
+        )
+        if show and self.rank == 0:
             print_report(report)
         return report
 
     @property
+    def exchange(self) -> Exchange | None:
+        """The exchange of gradients between replicas; None where none are compressed."""
+        return None if self.replica_sync is None else self.replica_sync.exchange
+
+    @property
     def adaptive_history(self) -> list[dict[str, Any]]:
-        """What adaptive links sent with in each step; see `mpcomp.links.adaptation`."""
+        """An entry for each step: what adaptive links sent with; see `mpcomp.links.adaptation`."""
         return list(self.adaptation.history)
+
+    # -- the model ----------------------------------------------------------------------------
+
+    def merge(self) -> nn.Module:
+        """The original model, with the trained weights, on the first stage's device.
+
+        With several processes a copy of it with all weights, on the CPU of every rank.
+        """
+        model = self._plain_model[0] or staging.merge(self.cut_stages)
+        if self.mesh.num_ranks == 1:
+            return model.to(self.engine.device_of(0))
+        self._align_replicas()
+        whole = copy.deepcopy(model)
+        state = self.mesh.all_gather_tensors(_on_cpu(self.state_dict()), "weights")
+        whole.load_state_dict(state, assign=True)
+        staging.tie_names(whole, self.cut_stages)
+        return whole.cpu()
+
+    def save_pretrained(self, folder: str | Path, **options: Any) -> None:
+        """Writes a model of transformers as its own ``save_pretrained`` does; every rank calls it.
+
+        The folder is written by the first rank.
+
+        Args:
+            folder: to be made.
+            options: for the model's ``save_pretrained``.
+
+        Raises:
+            TypeError: the model has no ``save_pretrained``.
+        """
+        original: Any = self.cut_stages[0].original
+        if not hasattr(original, "save_pretrained"):
+            raise TypeError(
+                f"save_pretrained: {type(original).__name__} is no model of transformers; use "
+                "pipe.merge() and torch.save, or pipe.save"
+            )
+        model: Any = self.merge()
+        with self.mesh.failing_together("saving the model"):
+            if self.rank == 0:
+                model.save_pretrained(folder, **options)
+        self.collect(None)  # none goes on to read what is not there yet
 
     # -- persistence --------------------------------------------------------------------------
 
@@ -414,8 +580,8 @@ class Pipeline(Parts):
         Raises:
             ValueError: the optimizer has momentum, and so has the method between replicas.
         """
-        if self.engine.exchange is not None:
-            self.engine.exchange.method.check_optimizer(optimizer)
+        if self.exchange is not None:
+            self.exchange.method.check_optimizer(optimizer)
         self._lr_of = optimizer
 
     def save(
@@ -427,8 +593,10 @@ class Pipeline(Parts):
         extra: Mapping[str, Any] | None = None,
     ) -> None:
         """Writes a checkpoint, each rank its part; see `mpcomp.checkpoint.save`."""
-        self._settle()
-        checkpoint.save(self, Path(folder), optimizer=optimizer, scheduler=scheduler, extra=extra)
+        self._finish_step()
+        checkpoint.save(
+            self._run_state(), Path(folder), optimizer=optimizer, scheduler=scheduler, extra=extra
+        )
 
     def load(
         self,
@@ -441,27 +609,64 @@ class Pipeline(Parts):
 
         See `mpcomp.checkpoint.load`.
         """
-        extra = checkpoint.load(self, Path(folder), optimizer=optimizer, scheduler=scheduler)
+        run = self._run_state()
+        extra = checkpoint.load(run, Path(folder), optimizer=optimizer, scheduler=scheduler)
+        self.num_steps = run.num_steps
         self._open = None  # only now: a load that fails leaves an open step open
         for each in self.crossings:
             each.settle(finite=False)
         for link in self.links:
             link.found_nonfinite(train=True)  # counts and clears
-        wire_bytes, dense_bytes = self.engine.agree(bytes_sent(self.links))
-        self._agreed_bytes = (int(wire_bytes), int(dense_bytes))
+        wire_bytes, dense_bytes = self.mesh.all_reduce_sum(bytes_sent(self.links))
+        self._bytes_of_all = (int(wire_bytes), int(dense_bytes))
         return extra
 
     # -- inside -------------------------------------------------------------------------------
+
+    def _here(self) -> list[int]:
+        """Numbers of the stages of this rank."""
+        return [stage.index for stage in self.stages if isinstance(stage, staging.Stage)]
+
+    def _run_state(self) -> checkpoint.RunState:
+        return checkpoint.RunState(
+            mesh=self.mesh,
+            model=self,
+            cut=self.cut_stages,
+            here=self._here(),
+            chunks=self.chunks,
+            links=self.links,
+            device_of=self.engine.device_of,
+            exchange=self.exchange,
+            scaler=self.scaler,
+            num_steps=self.num_steps,
+        )
+
+    def _output_on_all(self, output: Tensor | None) -> Tensor:
+        """The output of this replica's last stage, on every rank of the replica."""
+        place = self.engine.output_place
+        return self.mesh.broadcast_in_pipelines(output, place, "output of the last stage")
+
+    def _check_finite(self) -> None:
+        raise_if_nonfinite(self.mesh, self.links, self.num_steps)
+
+    def _align_replicas(self) -> None:
+        """Gives all replicas the buffers (BatchNorm's statistics) of the first."""
+        if self.replica_sync is not None:
+            self.replica_sync.align_buffers()
+
+    def _finish_replicas(self, finite: bool) -> None:
+        if self.replica_sync is not None:
+            self.replica_sync.finish_step(finite)
 
     def _begin_adaptation(self, parts: Sequence[Any]) -> None:
         """Lets adaptive links with a budget begin, before the first step has sent anything."""
 
         def metas() -> list[list[TensorMeta]]:
-            planner = Planner(self.cut_stages, self.engine.device)
-            autocast = Autocast.of_caller(self.engine.device)
-            return [planner.crossing(part, autocast) for part in parts]
+            planner = Planner(self.cut_stages, self.mesh.device)
+            autocast = Autocast.of_caller(self.mesh.device)
+            return [planner.plan(part, autocast) for part in parts]
 
-        self.adaptation.begin(metas, self.engine.agree)
+        self.adaptation.begin(metas, self.mesh.all_reduce_sum)
 
     def _microbatch_rows(self, batch: Any, train: bool) -> list[int]:
         rows = num_rows(batch)
@@ -496,46 +701,30 @@ class Pipeline(Parts):
             link.check_step(step, sizes)
         return step
 
-    def _settle(self, loss: StepLoss | None = None) -> Tensor | None:
+    def _finish_step(self, loss: StepLoss | None = None) -> Tensor | None:
         """Ends the open step, if there is one; returns its loss, if given one."""
         step, self._open = self._open, None
         if step is None:
             return None
         overflowed = self._overflowed(step)
-        outcome = settle(
-            self.engine, self.crossings, step, loss, overflowed, self.adaptation, self._began
+        result = finish_step(
+            self.mesh, self.crossings, step, loss, overflowed, self.adaptation, self._began
         )
-        self.engine.settle_replicas(outcome.finite)
-        if self.scaler is not None and step.scaled and self.engine.num_ranks > 1:
-            if not outcome.finite:
-                self._overflow_gradients()
-            check_without_gradients(self.scaler, skipped=not outcome.finite)
-        self._agreed_bytes = outcome.wire_bytes, outcome.dense_bytes
-        self.step_skipped = not outcome.finite
+        self._finish_replicas(result.finite)
+        if self.scaler is not None and step.scaled and self.mesh.num_ranks > 1:
+            if not result.finite:
+                overflow_gradients(self.parameters())
+            check_without_gradients(self.scaler, skipped=not result.finite)
+        self._bytes_of_all = result.wire_bytes, result.dense_bytes
+        self.step_skipped = not result.finite
         self.num_steps += 1
-        return outcome.loss
-
-    def _overflow_gradients(self) -> None:
-        """Makes this rank's scaler skip the step, as it must where another rank's gradients
-
-        have overflowed: each scaler looks at its own alone.
-        """
-        for parameter in self.parameters():
-            if parameter.grad is not None:
-                parameter.grad.fill_(math.inf)
+        return result.loss
 
     def _overflowed(self, step: Step) -> bool:
         """Whether the scaler skips the step, or has: then it has already lowered the scale."""
         if self.scaler is None or not step.scaled:
             return False
-        return self.scaler.get_scale() < step.loss_scale or self._gradients_overflowed()
-
-    def _gradients_overflowed(self) -> bool:
-        grads = [local(p.grad) for p in self.parameters() if p.grad is not None]
-        if not grads:
-            return False
-        largest = torch.nn.utils.get_total_norm(grads, norm_type=math.inf)
-        return not bool(largest.isfinite())
+        return self.scaler.get_scale() < step.loss_scale or gradients_overflowed(self.parameters())
 
     @contextmanager
     def _undone_on_error(self, train: bool) -> Iterator[None]:
@@ -547,8 +736,12 @@ class Pipeline(Parts):
                 self._open = None
                 for each in self.crossings:
                     each.settle(finite=False)
-                self.engine.settle_replicas(finite=False)
+                self._finish_replicas(finite=False)
                 self.adaptation.discard()
             for link in self.links:
                 link.found_nonfinite(train)  # counts and clears
             raise
+
+
+def _on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu() for name, tensor in tensors.items()}

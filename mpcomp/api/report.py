@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 import statistics
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from tabulate import tabulate
 
-from mpcomp.api.cost_model import Payoff, RankTimes
+from mpcomp.api.cost_model import CostModel, RankTimes
 from mpcomp.core.traffic import Traffic
-
-if TYPE_CHECKING:
-    from mpcomp.api.pipeline import Pipeline
+from mpcomp.data_parallel.exchange import Exchange
+from mpcomp.engines.base import Engine
+from mpcomp.links.adaptation import Adaptation
+from mpcomp.links.link import Link
 
 __all__ = ["print_report", "report_of"]
 
@@ -26,19 +28,39 @@ _DIRECTIONS = {
 }
 
 
-def report_of(pipe: Pipeline) -> dict[str, Any]:
-    """All figures under their names; training and evaluation apart. Every rank calls it."""
-    engine = pipe.engine
+def report_of(
+    engine: Engine,
+    links: Sequence[Link],
+    *,
+    after: Sequence[str],
+    adaptation: Adaptation,
+    exchange: Exchange | None,
+    step_times: Sequence[tuple[float, float]],
+    num_steps: int,
+    bytes_sent: tuple[int, int],
+) -> dict[str, Any]:
+    """All figures under their names; training and evaluation apart. Every rank calls it.
+
+    Args:
+        engine: runs the stages.
+        links: all links of the pipeline.
+        after: of each cut the block before it, of each tied weight its name.
+        adaptation: of the adaptive links.
+        exchange: of the replicas' gradients, if they are compressed.
+        step_times: of the last steps on this rank: seconds, and of these waiting for messages.
+        num_steps: training steps so far.
+        bytes_sent: of all ranks, and what they would have been uncompressed.
+    """
+    mesh = engine.mesh
     own = {
-        "links": [{p: t.to_state() for p, t in link.meter.phases.items()} for link in pipe.links],
-        "times": _times_of(pipe),
-        "replicas": _replicas_of(pipe),
+        "links": [{p: t.to_state() for p, t in link.meter.phases.items()} for link in links],
+        "times": _times_of(links, step_times, num_steps),
+        "replicas": _replicas_of(exchange),
     }
-    found = engine.collect(own)
+    found = mesh.all_gather_object(own)
+    wire_bytes, dense_bytes = bytes_sent
     boundaries: list[dict[str, Any]] = []
-    after = [stage.block_names[-1] for stage in pipe.cut_stages[:-1]]
-    after += [tie.name for tie in pipe.ties]  # numbered on, as if they were cuts
-    for i, link in enumerate(pipe.links):
+    for i, link in enumerate(links):
         states = [rank["links"][i] for rank in found]
         merged = {phase: Traffic.merged(s[phase] for s in states) for phase in _PHASES}
         boundaries.append(
@@ -47,28 +69,27 @@ def report_of(pipe: Pipeline) -> dict[str, Any]:
                 "after": after[link.boundary],
                 "direction": link.direction,
                 "method": str(link.method),
-                "adaptive": pipe.adaptation.report(link),
+                "adaptive": adaptation.report(link),
                 "on_wire": link.on_wire,
                 **{phase: traffic.to_dict() for phase, traffic in merged.items()},
             }
         )
     return {
         "engine": engine.name,
-        "ranks": engine.num_ranks,
+        "ranks": mesh.num_ranks,
         "in_flight": engine.in_flight,
-        "steps": pipe.num_steps,
-        "wire_bytes": pipe.wire_bytes,
-        "dense_bytes": pipe.dense_bytes,
-        "wire_ratio": pipe.wire_bytes / pipe.dense_bytes if pipe.dense_bytes else None,
+        "steps": num_steps,
+        "wire_bytes": wire_bytes,
+        "dense_bytes": dense_bytes,
+        "wire_ratio": wire_bytes / dense_bytes if dense_bytes else None,
         "boundaries": boundaries,
         "replicas": _replicas([rank["replicas"] for rank in found]),
-        "payoff": _payoff(pipe, boundaries, [rank["times"] for rank in found]),
+        "payoff": _cost(engine, boundaries, [rank["times"] for rank in found], num_steps),
     }
 
 
-def _replicas_of(pipe: Pipeline) -> dict[str, Any] | None:
-    """What this rank has exchanged with its replicas, and how many elements that is about."""
-    exchange = pipe.engine.exchange
+def _replicas_of(exchange: Exchange | None) -> dict[str, Any] | None:
+    """This rank's totals of the exchange with its replicas, and how many elements it is about."""
     if exchange is None:
         return None
     return {"elements": exchange.num_compressible, **exchange.report()}
@@ -109,33 +130,38 @@ def _replicas(ranks: list[dict[str, Any] | None]) -> dict[str, Any] | None:
     return figures
 
 
-def _times_of(pipe: Pipeline) -> list[float] | None:
-    if not pipe.step_times:
+def _times_of(
+    links: Sequence[Link], step_times: Sequence[tuple[float, float]], num_steps: int
+) -> list[float] | None:
+    if not step_times:
         return None
-    coding = sum(link.meter.train.seconds for link in pipe.links)
-    step = statistics.median(times[0] for times in pipe.step_times)
-    busy = statistics.median(seconds - waited for seconds, waited in pipe.step_times)
-    return [step, step - busy, coding / pipe.num_steps]
+    coding = sum(link.meter.train.seconds for link in links)
+    step = statistics.median(times[0] for times in step_times)
+    busy = statistics.median(seconds - waited for seconds, waited in step_times)
+    return [step, step - busy, coding / num_steps]
 
 
-def _payoff(
-    pipe: Pipeline, boundaries: list[dict[str, Any]], times: list[list[float] | None]
+def _cost(
+    engine: Engine,
+    boundaries: list[dict[str, Any]],
+    times: list[list[float] | None],
+    num_steps: int,
 ) -> dict[str, Any] | None:
     """Whether compression pays; None for one process, which has no links to be slow."""
     known = [RankTimes(*each) for each in times if each]
     sent = [entry["train"] for entry in boundaries if entry["train"]["wire_bytes"]]
-    if pipe.engine.num_ranks == 1 or not known or not sent:
+    if engine.mesh.num_ranks == 1 or not known or not sent:
         return None
-    steps = pipe.num_steps * pipe.num_replicas
+    steps = num_steps * engine.mesh.num_replicas
     busiest = max(sent, key=lambda traffic: traffic["dense_bytes"])
-    rates = [link[0] for link in pipe.engine.probe() if link is not None]
-    payoff = Payoff.of(
+    rates = [link[0] for link in engine.probe() if link is not None]
+    model = CostModel.of(
         known,
         busiest["wire_bytes"] / steps,
         busiest["dense_bytes"] / steps,
         min(rates) if rates else None,
     )
-    return {**payoff.to_dict(), "says": payoff.sentences()}
+    return {**model.to_dict(), "says": model.sentences()}
 
 
 def print_report(report: dict[str, Any]) -> None:

@@ -1,14 +1,34 @@
-"""Loss scalers on several ranks: a rank without gradients skips a step as the others do."""
+"""Loss scalers on several ranks: all skip the same steps, each looking at its own gradients."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-__all__ = ["check_without_gradients"]
+from mpcomp.core.dtensor import local
+
+__all__ = ["check_without_gradients", "gradients_overflowed", "overflow_gradients"]
+
+
+def gradients_overflowed(parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether one of the gradients here is not finite."""
+    grads = [local(p.grad) for p in parameters if p.grad is not None]
+    if not grads:
+        return False
+    largest = torch.nn.utils.get_total_norm(grads, norm_type=math.inf)
+    return not bool(largest.isfinite())
+
+
+def overflow_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Makes this rank's scaler skip the step, as it must where another's gradients overflowed."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.fill_(math.inf)
 
 
 def check_without_gradients(scaler: torch.amp.GradScaler, *, skipped: bool) -> None:

@@ -17,24 +17,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mpcomp.comm.mesh import Mesh
 from mpcomp.core.checks import nonfinite_error
 from mpcomp.core.loss import StepLoss
 from mpcomp.core.step import Step
-from mpcomp.engines.base import Engine
 from mpcomp.links.adaptation import Adaptation
 from mpcomp.links.boundary import Boundary
 from mpcomp.links.link import Link
 from mpcomp.links.tied_weights import Tie
 
-__all__ = ["Outcome", "bytes_sent", "raise_if_nonfinite", "settle"]
+__all__ = ["StepResult", "bytes_sent", "finish_step", "raise_if_nonfinite"]
 
 #: Dtypes of a loss, by the number that ranks exchange.
 _LOSS_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What all ranks know of a step.
+class StepResult:
+    """A finished step, as all ranks know it.
 
     Attributes:
         finite: whether its updates were stored.
@@ -49,19 +49,19 @@ class Outcome:
     dense_bytes: int
 
 
-def settle(
-    engine: Engine,
+def finish_step(
+    mesh: Mesh,
     boundaries: Sequence[Boundary | Tie],
     step: Step,
     loss: StepLoss | None,
     overflowed: bool,
     adaptation: Adaptation,
     began: float,
-) -> Outcome:
+) -> StepResult:
     """Ends a step: all ranks commit what links noted, or all discard it.
 
     Args:
-        engine: connects the ranks.
+        mesh: the ranks.
         boundaries: the cuts, and the ties.
         step: the step.
         loss: its loss, if it was computed here or elsewhere.
@@ -76,13 +76,13 @@ def settle(
     broken = [float(link.found_nonfinite(train=True)) for link in links]
     failed = any(boundary.failed for boundary in boundaries)  # and has raised its error
     total = loss.total if loss is not None else None
-    alone = engine.num_ranks == 1  # then nobody needs the loss as a number, which waits for a GPU
-    said = [0.0, 0.0]
+    alone = mesh.num_ranks == 1  # then nobody needs the loss as a number, which waits for a GPU
+    own_loss = [0.0, 0.0]
     if total is not None and not alone:
-        said = [float(total), _LOSS_DTYPES.index(total.dtype)]
+        own_loss = [float(total), _LOSS_DTYPES.index(total.dtype)]
     measured = adaptation.figures(time.perf_counter() - began)
-    sums = engine.agree(
-        [float(failed or overflowed), *said, *bytes_sent(links), *broken, *measured]
+    sums = mesh.all_reduce_sum(
+        [float(failed or overflowed), *own_loss, *bytes_sent(links), *broken, *measured]
     )
     stopped, value, dtype, wire_bytes, dense_bytes, *rest = sums
     flags, measured = rest[: len(links)], rest[len(links) :]
@@ -94,17 +94,17 @@ def settle(
         raise nonfinite_error(_origin(found).name, step.index)
     adaptation.settle(step, measured, finite=finite)
     if loss is not None and not alone:
-        replicas = engine.num_replicas
+        replicas = mesh.num_replicas
         of_dtype = _LOSS_DTYPES[int(dtype) // replicas]
-        total = torch.tensor(value / replicas, dtype=of_dtype, device=engine.device)
-    return Outcome(finite, total, int(wire_bytes), int(dense_bytes))
+        total = torch.tensor(value / replicas, dtype=of_dtype, device=mesh.device)
+    return StepResult(finite, total, int(wire_bytes), int(dense_bytes))
 
 
-def raise_if_nonfinite(engine: Engine, links: Sequence[Link], step: int) -> None:
+def raise_if_nonfinite(mesh: Mesh, links: Sequence[Link], step: int) -> None:
     """For inference, where one rank saw what all must raise, or an accelerator saw it later."""
     flags = [float(link.found_nonfinite(train=False)) for link in links]
-    if engine.num_ranks > 1:
-        flags = engine.agree(flags)
+    if mesh.num_ranks > 1:
+        flags = mesh.all_reduce_sum(flags)
     for link, flag in zip(links, flags, strict=True):
         if flag:
             raise nonfinite_error(link.name, step)
@@ -117,6 +117,6 @@ def bytes_sent(links: Sequence[Link]) -> tuple[int, int]:
 
 
 def _origin(found: Sequence[Link]) -> Link:
-    """Where non-finite values began: activations take them to later stages, gradients back."""
+    """The link where non-finite values began: activations take them on, gradients back."""
     activations = [link for link in found if link.direction == "act"]
     return activations[0] if activations else found[-1]

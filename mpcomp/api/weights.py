@@ -1,4 +1,4 @@
-"""Each rank holds the weights of its own stages: the others are let go, or never read.
+"""Each rank holds the weights of its own stages: the others are freed, or never read.
 
 A model can be built on the "meta" device, where tensors have shapes and no memory; its weights are
 then read from safetensors files, by each rank those of its stages.
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import stages as staging
 from mpcomp.checkpoint.files import weights_files
 
-__all__ = ["check_weights", "let_go", "load_weights"]
+__all__ = ["check_weights", "load_weights", "to_meta"]
 
 
 def check_weights(stages: Iterable[staging.Stage], weights: str | Path | None) -> None:
@@ -81,7 +81,7 @@ def load_weights(stage: staging.Stage, weights: str | Path) -> None:
     stage.load_state_dict(values, assign=True)
 
 
-def let_go(stage: nn.Module) -> None:
+def to_meta(stage: nn.Module) -> None:
     """Frees the parameters and buffers of a stage that another rank trains.
 
     Shapes stay, on the meta device. Buffers that no state_dict has stay whole, as nothing could
@@ -117,7 +117,7 @@ def _stored(stage: staging.Stage) -> list[tuple[list[str], Tensor]]:
 
 
 def _name_of(names: list[str], there: Mapping[str, Path]) -> str:
-    """Which of a tensor's names the files have: that of tied weights may be any."""
+    """The one of a tensor's names that the files have: that of tied weights may be any."""
     return next(name for name in names if name in there)
 
 

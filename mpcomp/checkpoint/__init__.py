@@ -24,6 +24,7 @@ before it changes anything on any. No rank waits for another longer than ``timeo
 """
 
 from mpcomp.checkpoint.loading import load
+from mpcomp.checkpoint.run_state import RunState
 from mpcomp.checkpoint.saving import save
 
-__all__ = ["load", "save"]
+__all__ = ["RunState", "load", "save"]

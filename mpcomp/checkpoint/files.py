@@ -62,8 +62,8 @@ def write_part(
 
 def write_meta(folder: Path, meta: Mapping[str, Any]) -> None:
     """Writes ``checkpoint.json``, and waits until the disk has it."""
-    said = {"format": FORMAT, "version": VERSION, **meta}
-    (folder / META).write_text(json.dumps(said, indent=1))
+    entries = {"format": FORMAT, "version": VERSION, **meta}
+    (folder / META).write_text(json.dumps(entries, indent=1))
     sync(folder / META)
     sync(folder)
 
@@ -90,7 +90,7 @@ def _on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank, or the only one, has written; tensors are read when they are asked for.
+    """The files of one rank, or of the only one; tensors are read when they are asked for.
 
     Attributes:
         folder: with the three files.
@@ -145,7 +145,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Saved:
-    """What a checkpoint says of itself before its parts are read.
+    """A checkpoint, as far as it is known before its parts are read.
 
     Attributes:
         folder: of the checkpoint.

@@ -7,36 +7,36 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from mpcomp.engines.base import Engine
+from mpcomp.comm.mesh import Mesh
 
 __all__ = ["generator_states", "set_generators"]
 
 
-def generator_states(engine: Engine) -> dict[str, Tensor]:
+def generator_states(mesh: Mesh) -> dict[str, Tensor]:
     """By device: "cpu", "cuda.0"."""
     states = {"cpu": torch.get_rng_state()}
-    for i in _own_gpus(engine):
+    for i in _own_gpus(mesh):
         states[f"cuda.{i}"] = torch.cuda.get_rng_state(i)
     return states
 
 
-def set_generators(engine: Engine, states: Mapping[str, Tensor]) -> None:
+def set_generators(mesh: Mesh, states: Mapping[str, Tensor]) -> None:
     """Restores `generator_states`, where there is one for a device."""
     torch.set_rng_state(states["cpu"])
     on_gpus = [state for name, state in states.items() if name != "cpu"]
-    for i in _own_gpus(engine):
+    for i in _own_gpus(mesh):
         state = states.get(f"cuda.{i}")
-        if state is None and engine.num_ranks > 1 and len(on_gpus) == 1:
+        if state is None and mesh.num_ranks > 1 and len(on_gpus) == 1:
             state = on_gpus[0]  # this rank's, which had another number on its machine
         if state is not None:
             torch.cuda.set_rng_state(state, i)
 
 
-def _own_gpus(engine: Engine) -> list[int]:
+def _own_gpus(mesh: Mesh) -> list[int]:
     """Of one process all GPUs; of several its own: touching another takes memory there."""
-    if engine.num_ranks == 1:
+    if mesh.num_ranks == 1:
         return list(range(torch.cuda.device_count()))
-    if engine.device.type != "cuda":
+    if mesh.device.type != "cuda":
         return []
-    index = engine.device.index
+    index = mesh.device.index
     return [torch.cuda.current_device() if index is None else index]

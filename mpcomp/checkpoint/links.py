@@ -1,4 +1,4 @@
-"""What a checkpoint holds of links: the state of their ends, by role, and their traffic.
+"""Links in a checkpoint: the state of their ends, by role, and their traffic.
 
 And of adaptive links what they have come to, which is the same on all ranks, as plain JSON.
 """
@@ -6,48 +6,30 @@ And of adaptive links what they have come to, which is the same on all ranks, as
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
-import stages as staging
 from mpcomp.checkpoint.files import Part, Saved
-from mpcomp.core.traffic import Meter
+from mpcomp.checkpoint.run_state import RunState
+from mpcomp.core.traffic import Meter, Traffic
 from mpcomp.links.link import Link
-
-if TYPE_CHECKING:
-    from mpcomp.api.pipeline import Pipeline
 
 __all__ = [
     "check_links",
-    "cut_of",
     "links_entries",
     "restored_links",
-    "stages_here",
     "sum_of_links",
 ]
-
-
-def stages_here(pipe: Pipeline) -> list[int]:
-    """Numbers of the stages of this rank."""
-    return [stage.index for stage in pipe.stages if isinstance(stage, staging.Stage)]
-
-
-def cut_of(pipe: Pipeline) -> dict[str, Any]:
-    """What links' state depends on."""
-    return {
-        "chunks": pipe.chunks,
-        "stages": [list(stage.block_names) for stage in pipe.cut_stages],
-    }
 
 
 # -- saving ---------------------------------------------------------------------------------------
 
 
-def links_entries(pipe: Pipeline, tensors: dict[str, Tensor]) -> dict[str, Any]:
+def links_entries(run: RunState, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """All links by key: stored rows into ``tensors``, the rest returned."""
     entries = {}
-    for link in pipe.links:
+    for link in run.links:
         state = link.state_dict()
         held = {k: value for k, value in state.items() if isinstance(value, Tensor)}
         tensors.update({f"{_key(link)}.{k}": value for k, value in held.items()})
@@ -61,7 +43,7 @@ def links_entries(pipe: Pipeline, tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def sum_of_links(entries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """What ranks have together, from the `links_entries` of each.
+    """The links of all ranks together, from the `links_entries` of each.
 
     Returns:
         By link: its method, whether an end of it has state, whether it is adaptive, and the traffic
@@ -75,74 +57,67 @@ def sum_of_links(entries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
                 total[key]["adaptive"] = entry.get("adaptive") is not None
             total[key]["held"] |= entry["sample"] is not None
             for phase, traffic in entry["traffic"].items():
-                before = total[key]["traffic"].get(phase)
-                total[key]["traffic"][phase] = _sum(before, traffic) if before else traffic
+                total[key]["traffic"].setdefault(phase, []).append(traffic)
+    for entry in total.values():
+        entry["traffic"] = {
+            phase: Traffic.merged(states).to_state() for phase, states in entry["traffic"].items()
+        }
     return total
-
-
-def _sum(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _plus(a[name], b[name]) for name in a}
-
-
-def _plus(a: Any, b: Any) -> Any:
-    if a is None or b is None:  # energies of a link that has compared nothing here
-        return b if a is None else a
-    return [x + y for x, y in zip(a, b, strict=True)] if isinstance(a, list) else a + b
 
 
 # -- loading --------------------------------------------------------------------------------------
 
 
-def check_links(pipe: Pipeline, saved: Saved, links: Mapping[str, Any]) -> None:
+def check_links(run: RunState, saved: Saved, links: Mapping[str, Any]) -> None:
     """Links' state belongs to a cut, its methods and its replica: it cannot be carried to others.
 
     Args:
-        pipe: to be loaded.
+        run: to be loaded.
         saved: the checkpoint.
         links: all of its links, as `sum_of_links` gives them.
 
     Raises:
-        ValueError: there is state, and ``pipe`` has no place for it.
+        ValueError: there is state, and ``run`` has no place for it.
     """
     ends = sorted(key for key, entry in links.items() if entry["held"])
     held = sorted({*ends, *(key for key, entry in links.items() if entry.get("adaptive"))})
     if not held:
         return
-    if saved.cut != cut_of(pipe):
+    if saved.cut != run.cut_entry():
         raise ValueError(
             f"{saved.folder} holds state of links for the cut {saved.cut}, this pipeline has "
-            f"{cut_of(pipe)}: use the same split"
+            f"{run.cut_entry()}: use the same split"
         )
-    own = {_key(link): str(link.method) for link in pipe.links}
+    own = {_key(link): str(link.method) for link in run.links}
     for key in held:
         if own[key] != links[key]["method"]:
             raise ValueError(
                 f"{saved.folder} holds state of {links[key]['method']} for {key}, this pipeline "
                 f"has {own[key]} there: use the same compressors"
             )
-    if ends and pipe.replica >= saved.num_replicas:  # what is adapted all replicas share
+    if ends and run.mesh.replica >= saved.num_replicas:  # what is adapted all replicas share
         raise ValueError(
             f"{saved.folder} holds state of links of {saved.num_replicas} replicas, and none for "
-            f"replica {pipe.replica} (counted from 0) of this pipeline: use replicas="
+            f"replica {run.mesh.replica} (counted from 0) of this pipeline: use replicas="
             f"{saved.num_replicas}"
         )
 
 
 def restored_links(
-    pipe: Pipeline, parts: Iterable[Part], total: Mapping[str, Any] | None
+    run: RunState, parts: Iterable[Part], total: Mapping[str, Any] | None
 ) -> list[tuple[Link, dict[str, Any], dict[str, Any]]]:
     """For each link its state, as it takes it, and its traffic, by phase.
 
     Args:
-        pipe: to be loaded.
+        run: to be loaded.
         parts: those that have the state of ends that live here.
         total: links with the traffic of all ranks: they go on where they are sent from, in the
             first replica. None to go on with the traffic of the parts.
     """
     restored = []
     fresh = {phase: traffic.to_state() for phase, traffic in Meter().phases.items()}
-    for link in pipe.links:
-        key, roles = _key(link), _roles_here(pipe, link)
+    for link in run.links:
+        key, roles = _key(link), _roles_here(run, link)
         state: dict[str, Any] = {}
         traffic: dict[str, Any] = {}
         for part in parts:
@@ -157,7 +132,7 @@ def restored_links(
                     state["sample"] = entry["sample"]
             traffic = entry["traffic"]
         if total is not None:
-            counts_here = "sender" in roles and pipe.replica == 0
+            counts_here = "sender" in roles and run.mesh.replica == 0
             traffic = total[key]["traffic"] if counts_here and key in total else {}
         restored.append((link, state, {**fresh, **traffic}))
     return restored
@@ -167,8 +142,7 @@ def _key(link: Link) -> str:
     return f"link.{link.boundary}.{link.direction}"
 
 
-def _roles_here(pipe: Pipeline, link: Link) -> list[str]:
+def _roles_here(run: RunState, link: Link) -> list[str]:
     """The ends of a link that live on this rank."""
-    here = stages_here(pipe)
     ends = (("sender", link.sender_stage), ("receiver", link.receiver_stage))
-    return [role for role, at in ends if at in here]
+    return [role for role, at in ends if at in run.here]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,17 +13,13 @@ from mpcomp.checkpoint.files import Part, Saved
 from mpcomp.checkpoint.generators import set_generators
 from mpcomp.checkpoint.links import (
     check_links,
-    cut_of,
     restored_links,
-    stages_here,
     sum_of_links,
 )
 from mpcomp.checkpoint.optimizers import restored_optimizer
 from mpcomp.checkpoint.replicas import check_replicas, needs_all_replicas, restored_replicas
-from mpcomp.comm.agreement import Together
-
-if TYPE_CHECKING:
-    from mpcomp.api.pipeline import Pipeline
+from mpcomp.checkpoint.run_state import RunState
+from mpcomp.comm.agreement import SharedOutcome
 
 __all__ = ["load"]
 
@@ -32,7 +28,7 @@ _Scheduler = torch.optim.lr_scheduler.LRScheduler
 
 
 def load(
-    pipe: Pipeline,
+    run: RunState,
     folder: Path,
     *,
     optimizer: _Optimizer | None = None,
@@ -56,38 +52,38 @@ def load(
             changed then, on any.
         PeerError: another rank has gone.
     """
-    engine = pipe.engine
-    with Together(engine) as opening:
+    mesh = run.mesh
+    with SharedOutcome(mesh) as opening:
         saved = Saved.of(folder)
-        said = [saved.token, saved.num_steps, len(saved.parts)]
-        opening.value = [said, stages_here(pipe)]
-    _check_one_save(folder, [said for said, _ in opening.values])
-    placement = [stages for _, stages in opening.values[: engine.num_in_pipeline]]
+        own = [saved.token, saved.num_steps, len(saved.parts)]
+        opening.value = [own, list(run.here)]
+    _check_one_save(folder, [of_rank for of_rank, _ in opening.values])
+    placement = [stages for _, stages in opening.values[: mesh.num_in_pipeline]]
     unchanged = (
         saved.placement == placement
-        and saved.num_replicas == engine.num_replicas
-        and saved.cut["stages"] == cut_of(pipe)["stages"]
+        and saved.num_replicas == mesh.num_replicas
+        and saved.cut["stages"] == run.cut_entry()["stages"]
     )
-    with Together(engine):
-        restore = _prepared(pipe, saved, unchanged, optimizer, scheduler)
-    with Together(engine):
+    with SharedOutcome(mesh):
+        restore = _prepared(run, saved, unchanged, optimizer, scheduler)
+    with SharedOutcome(mesh):
         extra = restore()
     return extra
 
 
-def _check_one_save(folder: Path, said: Sequence[Sequence[Any]]) -> None:
+def _check_one_save(folder: Path, saves: Sequence[Sequence[Any]]) -> None:
     """On every rank alike: separate disks may hold different saves."""
-    for rank, of_rank in enumerate(said):
-        if of_rank != said[0]:
+    for rank, of_rank in enumerate(saves):
+        if of_rank != saves[0]:
             raise ValueError(
                 f"{folder} is not of the same save on all ranks: step {of_rank[1]} on rank {rank}, "
-                f"step {said[0][1]} on rank 0. If a save was interrupted, the former or the new "
+                f"step {saves[0][1]} on rank 0. If a save was interrupted, the former or the new "
                 f"checkpoint is beside it, under a name that begins with .{folder.name}-"
             )
 
 
 def _prepared(
-    pipe: Pipeline,
+    run: RunState,
     saved: Saved,
     unchanged: bool,
     optimizer: _Optimizer | None,
@@ -96,23 +92,23 @@ def _prepared(
     """Checks and reads all that this rank needs; returns what will put it in place.
 
     Args:
-        pipe: to be loaded.
+        run: to be loaded.
         saved: the checkpoint.
         unchanged: every rank has the stages that it had.
         optimizer: to be loaded.
         scheduler: to be loaded.
     """
-    folder, engine = saved.folder, pipe.engine
-    parts = [saved.part(rank) for rank in _ranks_to_read(pipe, saved, unchanged)]
-    check_replicas(pipe, saved)
-    own: dict[str, Tensor] = pipe.state_dict()
-    everywhere = {k: v for stage in pipe.cut_stages for k, v in stage.state_dict().items()}
-    _check_weights(folder, own if unchanged else everywhere, parts)
+    folder, mesh = saved.folder, run.mesh
+    parts = [saved.part(rank) for rank in _ranks_to_read(run, saved, unchanged)]
+    check_replicas(run, saved)
+    own: dict[str, Tensor] = run.model.state_dict()
+    whole = {k: v for stage in run.cut for k, v in stage.state_dict().items()}
+    _check_weights(folder, own if unchanged else whole, parts)
     links = saved.links
     if links is None:
         links = sum_of_links(part.meta["links"] for part in parts)
-    check_links(pipe, saved, links)
-    place = engine.rank % engine.num_in_pipeline
+    check_links(run, saved, links)
+    place = mesh.rank % mesh.num_in_pipeline
     nearest = parts[0] if unchanged or place >= len(parts) else parts[place]
     plain: dict[str, Any] = {
         what: next((p.meta[what] for p in (nearest, *parts) if p.meta[what] is not None), None)
@@ -122,57 +118,57 @@ def _prepared(
         if wanted is not None and plain[what] is None:
             raise ValueError(f"{folder} holds no {what}: it was saved without one")
     state_of_optimizer = (
-        restored_optimizer(folder, pipe, optimizer, parts) if optimizer is not None else None
+        restored_optimizer(folder, run, optimizer, parts) if optimizer is not None else None
     )
     weights: dict[str, Tensor] = {}
     for part in parts:
         weights.update(part.read_weights(own.keys() - weights.keys()))
-    of_links = restored_links(pipe, parts, None if unchanged else links)
-    of_replicas = restored_replicas(pipe, saved, _by_replica(pipe, saved, parts), unchanged)
+    of_links = restored_links(run, parts, None if unchanged else links)
+    of_replicas = restored_replicas(run, saved, _by_replica(run, saved, parts), unchanged)
     generators = nearest.read_state("generator.")
 
     def restore() -> dict[str, Any]:
-        pipe.load_state_dict(weights)
+        run.model.load_state_dict(weights)
         if optimizer is not None and state_of_optimizer is not None:
             optimizer.load_state_dict(state_of_optimizer)
         if scheduler is not None:
             scheduler.load_state_dict(plain["scheduler"])
-        if pipe.scaler is not None and plain["scaler"] is not None:
-            pipe.scaler.load_state_dict(plain["scaler"])
+        if run.scaler is not None and plain["scaler"] is not None:
+            run.scaler.load_state_dict(plain["scaler"])
         for link, state, traffic in of_links:
             ends = (("sender", link.sender_stage), ("receiver", link.receiver_stage))
-            devices = {role: engine.device_of(stage) for role, stage in ends}
+            devices = {role: run.device_of(stage) for role, stage in ends}
             link.load_state_dict(state, devices)
             for phase, counts in traffic.items():
                 link.meter.phases[phase].load_state(counts)
         of_replicas()
-        pipe.num_steps = saved.num_steps
-        set_generators(engine, generators)
+        run.num_steps = saved.num_steps
+        set_generators(mesh, generators)
         extra: dict[str, Any] = nearest.meta["extra"]
         return extra
 
     return restore
 
 
-def _ranks_to_read(pipe: Pipeline, saved: Saved, unchanged: bool) -> list[int]:
+def _ranks_to_read(run: RunState, saved: Saved, unchanged: bool) -> list[int]:
     """Numbers of the parts that this rank is restored from.
 
     Raises:
         ValueError: not all of them are in the folder.
     """
-    engine = pipe.engine
+    mesh = run.mesh
     if unchanged:
-        ranks = [engine.rank]
+        ranks = [mesh.rank]
     else:  # of the same replica; those that are new go on from the first
         per_replica = len(saved.placement)
-        replica = engine.replica if engine.replica < saved.num_replicas else 0
+        replica = mesh.replica if mesh.replica < saved.num_replicas else 0
         ranks = [replica * per_replica + place for place in range(per_replica)]
-    needed = range(len(saved.parts)) if needs_all_replicas(pipe, saved) else ranks
+    needed = range(len(saved.parts)) if needs_all_replicas(run, saved) else ranks
     missing = [saved.parts[rank].name for rank in needed if not saved.parts[rank].is_dir()]
     if missing:
         if saved.links is not None:  # if the parts would not help, that is the error
-            check_links(pipe, saved, saved.links)
-            check_replicas(pipe, saved)
+            check_links(run, saved, saved.links)
+            check_replicas(run, saved)
         raise ValueError(
             f"{saved.folder} lacks {', '.join(missing)}: each part lies where its rank ran. Copy "
             "them into this folder"
@@ -186,9 +182,9 @@ def _ranks_to_read(pipe: Pipeline, saved: Saved, unchanged: bool) -> list[int]:
     return ranks
 
 
-def _by_replica(pipe: Pipeline, saved: Saved, own: Sequence[Part]) -> list[Sequence[Part]]:
+def _by_replica(run: RunState, saved: Saved, own: Sequence[Part]) -> list[Sequence[Part]]:
     """The parts that this rank's exchange is restored from, of each replica that it needs."""
-    if not needs_all_replicas(pipe, saved):
+    if not needs_all_replicas(run, saved):
         return [own]
     count = len(saved.placement)
     return [

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from mpcomp.checkpoint.files import Part
-from mpcomp.core.dtensor import placed_like, whole
-
-if TYPE_CHECKING:
-    from mpcomp.api.pipeline import Pipeline
+from mpcomp.checkpoint.run_state import RunState
+from mpcomp.core.dtensor import distribute_like, full_tensor
 
 __all__ = ["optimizer_entry", "restored_optimizer"]
 
 
 def optimizer_entry(
-    pipe: Pipeline, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]
+    run: RunState, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]
 ) -> dict[str, Any]:
     """The optimizer's state: tensors into ``tensors``, the rest returned."""
-    names = {id(p): name for name, p in pipe.named_parameters()}
+    names = {id(p): name for name, p in run.model.named_parameters()}
     groups, plain = [], {}
     for group in optimizer.param_groups:
         settings = {key: value for key, value in group.items() if key != "params"}
@@ -31,20 +29,20 @@ def optimizer_entry(
         for p in group["params"]:
             for key, value in optimizer.state.get(p, {}).items():
                 if isinstance(value, Tensor):
-                    tensors[f"optimizer.{key}.{names[id(p)]}"] = whole(value)
+                    tensors[f"optimizer.{key}.{names[id(p)]}"] = full_tensor(value)
                 else:
                     plain[f"{key}.{names[id(p)]}"] = value
     return {"class": type(optimizer).__name__, "groups": groups, "plain": plain}
 
 
 def restored_optimizer(
-    folder: Path, pipe: Pipeline, optimizer: torch.optim.Optimizer, parts: Sequence[Part]
+    folder: Path, run: RunState, optimizer: torch.optim.Optimizer, parts: Sequence[Part]
 ) -> dict[str, Any]:
     """The form that ``optimizer.load_state_dict`` takes.
 
     Args:
         folder: of the checkpoint, for messages.
-        pipe: to be loaded.
+        run: to be loaded.
         optimizer: over parameters of this rank, in the groups that it was saved with.
         parts: which together have the state of these parameters.
 
@@ -57,7 +55,7 @@ def restored_optimizer(
             raise ValueError(
                 f"{folder} holds the state of {entry['class']}, not of {type(optimizer).__name__}"
             )
-    parameters = dict(pipe.named_parameters())
+    parameters = dict(run.model.named_parameters())
     names = {id(p): name for name, p in parameters.items()}
     own = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     here = set(names.values())
@@ -97,5 +95,5 @@ def _ordered_as(parameter: Tensor, value: Any) -> Any:
     if not isinstance(value, Tensor) or value.shape != parameter.shape:
         return value
     if isinstance(parameter, DTensor):
-        return placed_like(value, parameter)
+        return distribute_like(value, parameter)
     return torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)

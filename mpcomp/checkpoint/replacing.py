@@ -28,7 +28,7 @@ def new_token() -> str:
 
 
 class Replacement:
-    """What will take the place of a folder, or of nothing.
+    """A folder that will take the place of another, or of nothing.
 
     Args:
         folder: to be replaced.

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of the exchange between replicas: state by parameter, counts, decisions.
+"""The exchange between replicas in a checkpoint: state by parameter, counts, decisions.
 
 Each rank writes what it remembers of the parameters of its stages; the same ranks read that again
 and go on bit for bit. What a replica remembers is of a parameter, so other ranks per pipeline put
@@ -14,15 +14,13 @@ mean over those that were saved::
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mpcomp.checkpoint.files import Part, Saved
-
-if TYPE_CHECKING:
-    from mpcomp.api.pipeline import Pipeline
+from mpcomp.checkpoint.run_state import RunState
 
 __all__ = [
     "check_replicas",
@@ -41,9 +39,9 @@ _COMPRESSED = ("error", "second_error")
 # -- saving ---------------------------------------------------------------------------------------
 
 
-def replicas_entry(pipe: Pipeline, tensors: dict[str, Tensor]) -> dict[str, Any] | None:
-    """What this rank's exchange needs to go on: tensors into ``tensors``, the rest returned."""
-    exchange = pipe.engine.exchange
+def replicas_entry(run: RunState, tensors: dict[str, Tensor]) -> dict[str, Any] | None:
+    """The state of this rank's exchange: tensors into ``tensors``, the rest returned."""
+    exchange = run.exchange
     if exchange is None:
         return None
     state = exchange.state_dict()
@@ -54,7 +52,7 @@ def replicas_entry(pipe: Pipeline, tensors: dict[str, Tensor]) -> dict[str, Any]
 
 
 def whole_of_replicas(entries: Iterable[Mapping[str, Any] | None]) -> dict[str, Any] | None:
-    """What `replicas_entry` of all ranks have in common, and what they counted together."""
+    """The common part of all ranks' `replicas_entry`, and what they counted together."""
     known = [entry for entry in entries if entry is not None]
     if not known:
         return None
@@ -70,13 +68,13 @@ def whole_of_replicas(entries: Iterable[Mapping[str, Any] | None]) -> dict[str, 
 # -- loading --------------------------------------------------------------------------------------
 
 
-def check_replicas(pipe: Pipeline, saved: Saved) -> None:
+def check_replicas(run: RunState, saved: Saved) -> None:
     """State of an exchange can go to other replicas, but not to another method, or to none.
 
     Raises:
-        ValueError: there is state, and ``pipe`` has no place for it.
+        ValueError: there is state, and ``run`` has no place for it.
     """
-    entry, exchange = saved.replicas, pipe.engine.exchange
+    entry, exchange = saved.replicas, run.exchange
     if entry is None or not entry["held"]:
         return
     here = "none" if exchange is None else str(exchange.method)
@@ -87,22 +85,22 @@ def check_replicas(pipe: Pipeline, saved: Saved) -> None:
         )
 
 
-def needs_all_replicas(pipe: Pipeline, saved: Saved) -> bool:
+def needs_all_replicas(run: RunState, saved: Saved) -> bool:
     """Whether what each replica remembers depends on more than one of those that were saved."""
-    entry, exchange = saved.replicas, pipe.engine.exchange
+    entry, exchange = saved.replicas, run.exchange
     if entry is None or exchange is None or not entry["held"]:
         return False
     network = {"path": exchange.network.path, "per_machine": exchange.network.per_machine}
-    return saved.num_replicas != pipe.engine.num_replicas or entry["network"] != network
+    return saved.num_replicas != run.mesh.num_replicas or entry["network"] != network
 
 
 def restored_replicas(
-    pipe: Pipeline, saved: Saved, parts: Sequence[Sequence[Part]], unchanged: bool
+    run: RunState, saved: Saved, parts: Sequence[Sequence[Part]], unchanged: bool
 ) -> Callable[[], None]:
     """Checks and reads what this rank's exchange goes on with; returns what will put it in place.
 
     Args:
-        pipe: to be loaded.
+        run: to be loaded.
         saved: the checkpoint.
         parts: of each replica that is needed, those with parameters of this rank.
         unchanged: every rank has the stages that it had.
@@ -110,18 +108,18 @@ def restored_replicas(
     Raises:
         ValueError: state that has no place here.
     """
-    exchange, whole = pipe.engine.exchange, saved.replicas
+    exchange, whole = run.exchange, saved.replicas
     if exchange is None:
         return lambda: None
     if whole is None or not (whole["held"] or whole["method"] == str(exchange.method)):
         return exchange.reset
-    names = {name for name, p in pipe.named_parameters() if p.requires_grad}
+    names = {name for name, p in run.model.named_parameters() if p.requires_grad}
     replicas = [_of_replica(each, names) for each in parts]
-    tensors = _averaged(replicas) if needs_all_replicas(pipe, saved) else replicas[0]
+    tensors = _averaged(replicas) if needs_all_replicas(run, saved) else replicas[0]
     entries = [part.meta["replicas"] for each in parts for part in each]
     totals = entries[0]["totals"]
     if not unchanged:  # what all have counted goes on where the first rank counts
-        here = whole["totals"] if pipe.engine.rank == 0 else dict.fromkeys(totals, 0)
+        here = whole["totals"] if run.mesh.rank == 0 else dict.fromkeys(totals, 0)
         totals = {**here, "steps": totals["steps"]}
     rest = {
         "method": whole["method"],
@@ -135,7 +133,7 @@ def restored_replicas(
 
 
 def _of_replica(parts: Sequence[Part], names: set[str]) -> dict[str, Tensor]:
-    """What one replica remembers of some parameters."""
+    """One replica's state of some parameters."""
     found: dict[str, Tensor] = {}
     for part in parts:  # a sharded parameter's pieces have numbers behind its name
         found.update(
@@ -154,7 +152,7 @@ def _split(key: str) -> tuple[str, str, str]:
 
 
 def _averaged(replicas: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """What every replica of another number goes on with."""
+    """The state that every replica goes on with, where there are more or fewer than before."""
     # With several replicas on a machine only the first of each holds anything.
     held: dict[str, list[Tensor]] = {}
     for replica in replicas:

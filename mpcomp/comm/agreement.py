@@ -1,43 +1,52 @@
-"""A block of code that fails on all ranks if it fails on one."""
+"""A block of code that fails on all ranks if it fails on one, where all can go on from that.
+
+It is for work that needs no other rank, such as reading a file. There are two more such guards, as
+ranks cannot tell each other in the same way at all times:
+
+* before they are connected through the store, without waiting for anybody
+  (`mpcomp.comm.handshake.announcing_failure`);
+* while messages are under way by closing the connections, which ends the pipeline
+  (`mpcomp.comm.mesh.Mesh.failing_together`).
+"""
 
 from __future__ import annotations
 
 from types import TracebackType
 from typing import Any
 
-from mpcomp.engines.base import Engine
+from mpcomp.comm.mesh import Mesh
 
-__all__ = ["Together"]
+__all__ = ["SharedOutcome"]
 
 _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind for kind in (OSError, ValueError, TypeError, RuntimeError)
 }
 
 
-class Together:
+class SharedOutcome:
     """Runs a block on every rank; when it is left, all ranks have left it.
 
-        with Together(engine) as here:
-            here.value = read(file)     # of this rank
-        here.values                     # of all ranks, by rank
+        with SharedOutcome(mesh) as outcome:
+            outcome.value = read(file)     # of this rank
+        outcome.values                     # of all ranks, by rank
 
     The block must not itself need other ranks. In one process it is an ordinary block.
 
     Args:
-        engine: connects the ranks.
+        mesh: the ranks.
 
     Raises:
         OSError, ValueError, TypeError, RuntimeError: on every rank, what the block raised on the
             first rank on which it did; the message names that rank.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        #: What the others are told: anything JSON can hold.
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        #: For the other ranks: anything JSON can hold.
         self.value: Any = None
         self.values: list[Any] = []
 
-    def __enter__(self) -> Together:
+    def __enter__(self) -> SharedOutcome:
         return self
 
     def __exit__(
@@ -49,12 +58,12 @@ class Together:
         if error is not None and not isinstance(error, Exception):
             return  # this process is ending, which the others will notice
         own = None if error is None else [_kind_of(error), str(error)]
-        said = self._engine.collect([own, self.value])
-        if self._engine.num_ranks > 1:
-            for rank, (failure, _) in enumerate(said):
+        gathered = self._mesh.all_gather_object([own, self.value])
+        if self._mesh.num_ranks > 1:
+            for rank, (failure, _) in enumerate(gathered):
                 if failure is not None:
                     raise _KINDS[failure[0]](f"rank {rank}: {failure[1]}") from error
-        self.values = [value for _, value in said]
+        self.values = [value for _, value in gathered]
 
 
 def _kind_of(error: Exception) -> str:

@@ -55,9 +55,9 @@ class Peers:
     def gather(self, x: Tensor) -> tuple[Tensor, Any]:
         """Begins to collect ``x`` [n], which is as long everywhere, as [replicas, n]."""
         self.traffic_bytes += (self.size - 1) * x.nbytes
-        told = torch.empty(self.size, x.numel(), dtype=x.dtype, device=x.device)
+        gathered = torch.empty(self.size, x.numel(), dtype=x.dtype, device=x.device)
         with self.waiting():
-            return told, dist.all_gather(list(told), x, group=self.group, async_op=True)
+            return gathered, dist.all_gather(list(gathered), x, group=self.group, async_op=True)
 
     def scatter(self, parts: Sequence[Tensor], own_length: int) -> tuple[Tensor, Any]:
         """Begins to send part i to replica i; gives what all have sent here [replicas, n].
@@ -68,19 +68,19 @@ class Peers:
         """
         whole = torch.cat(list(parts))
         self.traffic_bytes += whole.nbytes - parts[self.rank].nbytes
-        told = torch.empty(self.size * own_length, dtype=whole.dtype, device=whole.device)
+        gathered = torch.empty(self.size * own_length, dtype=whole.dtype, device=whole.device)
         with self.waiting():
             work = dist.all_to_all_single(
-                told,
+                gathered,
                 whole,
                 [own_length] * self.size,
                 [part.numel() for part in parts],
                 group=self.group,
                 async_op=True,
             )
-        return told.reshape(self.size, own_length), work
+        return gathered.reshape(self.size, own_length), work
 
-    def tell(self, x: Tensor) -> Any:
+    def broadcast(self, x: Tensor) -> Any:
         """Begins to overwrite ``x`` by that of the first replica of the group."""
         if self.rank == 0:
             self.traffic_bytes += (self.size - 1) * x.nbytes

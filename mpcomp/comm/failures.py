@@ -60,7 +60,7 @@ class PeerLost(Exception):
 
 
 class Waits:
-    """What this rank is waiting for at the moment."""
+    """The wait that this rank is in at the moment."""
 
     def __init__(self) -> None:
         #: Since when (`time.monotonic`), for which rank (None: one of several), for what.
@@ -88,7 +88,7 @@ class Waits:
 
 @dataclass(frozen=True)
 class _Record:
-    """What a rank leaves behind."""
+    """A rank's last words, in the store."""
 
     rank: int
     where: str
@@ -98,7 +98,7 @@ class _Record:
 
 
 class Faults:
-    """What this rank does when it, or a rank it needs, fails.
+    """This rank's part in finding out who failed: it itself, or a rank that it needs.
 
     Args:
         store: shared by all ranks.
@@ -107,6 +107,7 @@ class Faults:
         timeout_s: of waits.
         waits: what this rank waits for.
         name_of: names a rank, as in "rank 1 (stage 1)".
+        where: says what this rank is doing: "stage 1, microbatch 3, forward".
         close: closes this rank's connections.
     """
 
@@ -119,6 +120,7 @@ class Faults:
         waits: Waits,
         *,
         name_of: Callable[[int], str],
+        where: Callable[[], str],
         close: Callable[[], None],
     ) -> None:
         self._store = store
@@ -127,6 +129,7 @@ class Faults:
         self._timeout_s = timeout_s
         self._waits = waits
         self._name_of = name_of
+        self._where = where
         self._close = close
         self._ended: str | None = None
         self._noted: tuple[float, int | None, str] | None = None  # the wait of the early record
@@ -135,8 +138,6 @@ class Faults:
         self._left = False  # whether the last record is in the store
         self._unreachable = ""  # why the store did not answer
         self._different = ""  # what ranks waited for that do not make the same calls
-        #: Where this rank is, for its record: "stage 1, microbatch 3, forward".
-        self.where = "start"
         threading.Thread(
             target=_watch_waits,
             args=(weakref.ref(self), self._stopped, min(1.0, timeout_s / 10)),
@@ -165,8 +166,8 @@ class Faults:
             raise PeerError(self._ended) from lost
         except BaseException as error:
             reason = f"{type(error).__name__}: {error}"
-            self._ended = f"{self._name_of(self._rank)} failed at {self.where}: {reason}"
-            record = _Record(self._rank, self.where, reason)
+            self._ended = f"{self._name_of(self._rank)} failed at {self._where()}: {reason}"
+            record = _Record(self._rank, self._where(), reason)
             self._answered(lambda: self._leave(record))
             self.stop()
             raise
@@ -208,7 +209,7 @@ class Faults:
         return seen if first.rank == self._rank else f"{seen} {here}"
 
     def _seen(self, record: _Record, cause: int | None) -> str:
-        """What it means that somebody waited in vain, and for whom that was in the end."""
+        """A sentence: somebody waited in vain, and for whom that was in the end."""
         peer = "another rank" if cause is None else self._name_of(cause)
         closed = "closed" in record.reason or "reset" in record.reason
         how = "is gone" if closed else "did not answer in time"
@@ -218,7 +219,7 @@ class Faults:
         )
 
     def _answered(self, ask: Callable[[], _T]) -> _T | None:
-        """What the store answers; None if its host hangs, which it would wait for without end."""
+        """The store's answer; None if its host hangs, which it would wait for without end."""
         answers: list[_T] = []
         if not self._unreachable:
             thread = threading.Thread(target=lambda: answers.append(ask()), daemon=True)
@@ -309,5 +310,5 @@ def _key(rank: int) -> str:
 def _first_line(text: str) -> str:
     line = text.strip().splitlines()[0] if text.strip() else "no reason given"
     # gloo begins with the place in its own source.
-    said = line.rpartition(".cc:")[2].partition("] ")[2] if ".cc:" in line else line
-    return said.partition(". This is typically")[0][:160]
+    reason = line.rpartition(".cc:")[2].partition("] ")[2] if ".cc:" in line else line
+    return reason.partition(". This is typically")[0][:160]

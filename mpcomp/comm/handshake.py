@@ -1,4 +1,4 @@
-"""Before and during a run: do all ranks mean the same?
+"""Agreement of all ranks, before a run and at each of its steps: do they mean the same?
 
 Once, before any connection is made, every rank writes what it was given into the store as JSON and
 reads what the others wrote. At each step a few hashes are compared: ranks that were handed other
@@ -9,18 +9,29 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mpcomp.comm.failures import PeerError
-from mpcomp.comm.mesh import World
+from mpcomp.comm.mesh import ProcessMesh
+from mpcomp.core.step import Step
 
-__all__ = ["announcing_failure", "exchange", "fingerprint", "shake_hands"]
+__all__ = [
+    "Difference",
+    "StepFingerprint",
+    "announcing_failure",
+    "check_alike",
+    "check_step",
+    "exchange",
+    "fingerprint",
+    "shake_hands",
+    "step_name",
+]
 
 #: Elements of a tensor that its fingerprint reads: batches that differ, differ all over.
 _SAMPLED = 1 << 16
@@ -28,65 +39,185 @@ _SAMPLED = 1 << 16
 _FAILED = "failed before the handshake"
 
 
-def shake_hands(world: World, config: Mapping[str, Any]) -> None:
+class Difference(NamedTuple):
+    """One thing in which two ranks differ.
+
+    Attributes:
+        rank: that has another value.
+        first: the rank that it is compared with.
+        name: of the thing.
+        value: of ``rank``; None if it has none.
+        expected: that of ``first``.
+    """
+
+    rank: int
+    first: int
+    name: str
+    value: Any
+    expected: Any
+
+
+def check_alike(
+    gathered: Sequence[Mapping[str, Any]],
+    message: Callable[[Sequence[Difference]], str],
+    *,
+    group: int | None = None,
+) -> None:
+    """Compares named values of all ranks; so every rank comes to the same result.
+
+    Args:
+        gathered: of each rank.
+        message: what differences mean, and what to do about them.
+        group: number of neighbouring ranks that must be alike; all of them by default.
+
+    Raises:
+        ValueError: ranks differ; on every rank.
+    """
+    found = []
+    for rank, values in enumerate(gathered):
+        first = rank - rank % (group or len(gathered))
+        expected = gathered[first]
+        found += [
+            Difference(rank, first, name, values.get(name), expected.get(name))
+            for name in {**expected, **values}
+            if values.get(name) != expected.get(name)
+        ]
+    if found:
+        raise ValueError(message(found))
+
+
+def shake_hands(mesh: ProcessMesh, config: Mapping[str, Any]) -> None:
     """Compares ``config`` over all ranks.
 
     Args:
-        world: the ranks.
+        mesh: the ranks.
         config: what JSON can hold.
 
     Raises:
         ValueError: ranks differ; the message says which in what. The same on every rank.
         PeerError: a rank has not come within the timeout.
     """
-    said = exchange(world, "hello", dict(config))
-    differences = [
-        f"rank {rank} has {name}={_shown(other.get(name))}, rank 0 has {_shown(said[0].get(name))}"
-        for rank, other in enumerate(said)
-        for name in {**said[0], **other}
-        if other.get(name) != said[0].get(name)
-    ]
-    if differences:
-        raise ValueError(
-            "ranks were given different pipelines: "
-            + "; ".join(differences)
-            + ". Run the same script with the same arguments on every rank"
+
+    def message(found: Sequence[Difference]) -> str:
+        each = [
+            f"rank {d.rank} has {d.name}={_shown(d.value)}, rank {d.first} has {_shown(d.expected)}"
+            for d in found
+        ]
+        return (
+            f"ranks were given different pipelines: {'; '.join(each)}. Run the same script with "
+            "the same arguments on every rank"
         )
+
+    check_alike(exchange(mesh, "hello", dict(config)), message)
+
+
+class StepFingerprint(NamedTuple):
+    """A rank's announcement of what it is about to do, in whole numbers.
+
+    Attributes:
+        data: hash of what all ranks of a replica were handed.
+        settings: hash of what must be the same on all ranks.
+        rows: of the batch, or terms of the loss.
+        trained: the first stage there with something to train, or the number of stages.
+        tied_trained: of `mpcomp.links.tied_weights.trained_and_frozen`.
+        tied_frozen: likewise.
+    """
+
+    data: int
+    settings: int
+    rows: int
+    trained: int
+    tied_trained: int
+    tied_frozen: int
+
+    @classmethod
+    def of(
+        cls,
+        step: Step,
+        settings: tuple[Any, ...],
+        data: tuple[Any, ...],
+        *,
+        rows: int,
+        trained: int,
+        tied: tuple[int, int],
+    ) -> StepFingerprint:
+        """The announcement of this rank.
+
+        Args:
+            step: the step to come.
+            settings: what all ranks have to agree in besides.
+            data: what the ranks of a replica have to agree in.
+            rows: as the attribute, as are ``trained`` and ``tied``.
+        """
+        on = (step.compress_act, step.compress_grad, step.compress_dp)
+        own = (step.index, step.train, *on, step.loss_scale)
+        return cls(fingerprint(*data), fingerprint(own, step.lr, *settings), rows, trained, *tied)
+
+
+def step_name(step: Step) -> str:
+    """A step's number and kind, for messages."""
+    return f"step {step.index} ({'training' if step.train else 'evaluation'})"
+
+
+def check_step(gathered: Sequence[StepFingerprint], step: Step, num_in_pipeline: int) -> None:
+    """Compares what all ranks have announced.
+
+    Raises:
+        ValueError: ranks were handed other data, or take another step; on every rank.
+    """
+    check_alike(
+        [{"settings": one.settings} for one in gathered],
+        lambda found: (
+            f"rank {found[0].rank} and rank 0 do not take the same step: they differ in its "
+            "number, training or evaluation, compression on or off, loss scale, learning rate, "
+            f"autocast or arguments of generate (this rank is at {step_name(step)}). Run the same "
+            "calls on every rank, in the same order"
+        ),
+    )
+    check_alike(
+        [{"data": one.data} for one in gathered],
+        lambda found: (
+            f"rank {found[0].rank} and rank {found[0].first} were given different data in "
+            f"{step_name(step)}: the batch, target or sample ids differ. Seed the loader's shuffle "
+            "and augmentation alike on all ranks of a replica"
+        ),
+        group=num_in_pipeline,
+    )
 
 
 @contextmanager
-def announcing_failure(world: World) -> Iterator[None]:
+def announcing_failure(mesh: ProcessMesh) -> Iterator[None]:
     """Runs a block before the handshake; if it fails here, the other ranks need not wait."""
     try:
         yield
     except Exception as error:
         for what in ("times", "hello"):
             failure = json.dumps({_FAILED: f"{type(error).__name__}: {error}"})
-            world.store.set(f"{what}/{world.rank}", failure)
+            mesh.store.set(f"{what}/{mesh.rank}", failure)
         raise
 
 
-def exchange(world: World, what: str, value: Any) -> list[Any]:
-    """What JSON can hold, from every rank, through the store: needs no connection.
+def exchange(mesh: ProcessMesh, what: str, value: Any) -> list[Any]:
+    """Values that JSON can hold, from every rank, through the store: no connection is needed.
 
     Raises:
         ValueError: a rank has failed before it came to this.
         PeerError: a rank has not come within the timeout.
     """
-    world.store.set(f"{what}/{world.rank}", json.dumps(value))
-    keys = [f"{what}/{rank}" for rank in range(world.size)]
+    mesh.store.set(f"{what}/{mesh.rank}", json.dumps(value))
+    keys = [f"{what}/{rank}" for rank in range(mesh.num_ranks)]
     try:
-        world.store.wait(keys, timedelta(seconds=world.timeout_s))
+        mesh.store.wait(keys, timedelta(seconds=mesh.timeout_s))
     except RuntimeError as error:
-        late = [str(rank) for rank in range(world.size) if not world.store.check([keys[rank]])]
+        late = [str(rank) for rank in range(mesh.num_ranks) if not mesh.store.check([keys[rank]])]
         raise PeerError(
-            f"rank {', '.join(late)} did not come to the handshake within {world.timeout_s:g} s: "
+            f"rank {', '.join(late)} did not come to the handshake within {mesh.timeout_s:g} s: "
             "it has failed, was not started, or cannot reach the rendezvous"
         ) from error
-    values = [json.loads(world.store.get(key)) for key in keys]
-    for rank, said in enumerate(values):
-        if isinstance(said, dict) and _FAILED in said:
-            raise ValueError(f"rank {rank} cannot take part: {said[_FAILED]}")
+    values = [json.loads(mesh.store.get(key)) for key in keys]
+    for rank, found in enumerate(values):
+        if isinstance(found, dict) and _FAILED in found:
+            raise ValueError(f"rank {rank} cannot take part: {found[_FAILED]}")
     return values
 
 
@@ -102,26 +233,26 @@ def fingerprint(*values: Any) -> int:
 
 def _feed(digest: Any, value: Any) -> None:
     if isinstance(value, Tensor):
-        _say(digest, (tuple(value.shape), value.dtype))
+        _feed_text(digest, (tuple(value.shape), value.dtype))
         flat = value.detach().reshape(-1)
         if flat.numel() > _SAMPLED:
             flat = flat[:: flat.numel() // _SAMPLED]
         digest.update(flat.cpu().contiguous().view(torch.uint8).numpy().tobytes())
     elif isinstance(value, Mapping):
-        _say(digest, f"mapping of {len(value)}")
+        _feed_text(digest, f"mapping of {len(value)}")
         for key in sorted(value, key=repr):
-            _say(digest, key)
+            _feed_text(digest, key)
             _feed(digest, value[key])
     elif isinstance(value, tuple | list):
-        _say(digest, f"sequence of {len(value)}")
+        _feed_text(digest, f"sequence of {len(value)}")
         for item in value:
             _feed(digest, item)
     else:
-        _say(digest, value)
+        _feed_text(digest, value)
 
 
-def _say(digest: Any, value: Any) -> None:
-    """With its length, so that (1, 11) and (11, 1) are not one string of digits."""
+def _feed_text(digest: Any, value: Any) -> None:
+    """Adds a value with its length, so that (1, 11) and (11, 1) are not one string of digits."""
     text = repr(value).encode()
     digest.update(f"{len(text)}:".encode() + text)
 

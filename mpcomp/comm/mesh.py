@@ -1,18 +1,22 @@
-"""The ranks of a run, their place in the mesh of pipelines × replicas, and small agreements.
+"""The ranks of a run: their place in the mesh of pipelines × replicas, and small collectives.
 
     replica 0   rank 0 ── rank 1 ── rank 2      a row is a pipeline
     replica 1   rank 3 ── rank 4 ── rank 5      a column holds the same stages
 
-Everything here is small and on the CPU, over a gloo group of its own; nothing is pickled.
+Everything here is small and on the CPU, over a gloo group of its own; nothing is pickled. What
+needs other ranks only through these takes a `Mesh`, and a `LocalMesh` where there are none.
 """
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import os
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, suppress
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -22,12 +26,15 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.device_mesh import DeviceMesh
 
-from mpcomp.comm.failures import PeerError, Waits, grace_of
+from mpcomp.comm.failures import Faults, PeerError, Waits, grace_of
 
-__all__ = ["World", "join", "launched"]
+__all__ = ["LocalMesh", "Mesh", "ProcessMesh", "join", "launched"]
 
 #: Pipelines made so far in this process: all ranks make them in the same order.
 _counter = itertools.count()
+
+#: What a collective is for that is given no other purpose, in errors.
+_END_OF_STEP = "end of a step"
 
 
 def launched() -> bool:
@@ -54,8 +61,132 @@ def join(device: torch.device, timeout_s: float) -> None:
     dist.init_process_group(backend, timeout=timedelta(seconds=max(timeout_s, 300)))
 
 
-class World:
-    """All ranks of a run.
+class Mesh(ABC):
+    """The ranks of a run, as one of them sees them; all make the same calls in the same order.
+
+    Attributes:
+        device: where tensors of this rank are.
+        rank: of this process.
+        num_ranks: of processes.
+        num_replicas: number of pipelines.
+        replica: which of them this rank is in.
+        num_in_pipeline: ranks of one pipeline.
+        place: this rank's number among those.
+        where: what this rank is doing, for errors, as in "stage 1, microbatch 3, forward".
+    """
+
+    device: torch.device
+    rank = 0
+    num_ranks = 1
+    num_replicas = 1
+    replica = 0
+    num_in_pipeline = 1
+    place = 0
+    where = "start"
+
+    @abstractmethod
+    def all_reduce_sum(self, values: Sequence[float], what: str = "") -> list[float]:
+        """Elementwise sums over all ranks, in fp64.
+
+        Args:
+            values: as many on each rank.
+            what: is waited for, for errors, as in all collectives here.
+        """
+
+    @abstractmethod
+    def all_gather(self, values: Sequence[int], what: str) -> list[list[int]]:
+        """Whole numbers of 64 bits, as many on each rank, from every rank, by rank."""
+
+    @abstractmethod
+    def all_gather_object(self, value: Any, what: str = "figures of all ranks") -> list[Any]:
+        """A value that JSON can hold, from every rank, by rank."""
+
+    @abstractmethod
+    def broadcast(self, x: Tensor, source: int, what: str) -> None:
+        """Overwrites ``x``, on the CPU and of the same shape on all ranks, by that of one rank."""
+
+    @abstractmethod
+    def broadcast_object(self, value: Any, source: int, what: str) -> Any:
+        """A value that JSON can hold, from one rank to all."""
+
+    @abstractmethod
+    def broadcast_tensor(self, x: Tensor | None, source: int, what: str) -> Tensor:
+        """A tensor of any shape from one rank to all, on each one's device."""
+
+    @abstractmethod
+    def failing_together(self, where: str = "") -> AbstractContextManager[None]:
+        """A context for whatever needs other ranks, or is needed by them.
+
+        What fails in it on one rank ends the pipeline on all of them, as messages that were begun
+        cannot be taken back. What can be, needs `mpcomp.comm.agreement.SharedOutcome` instead.
+
+        Args:
+            where: sets `where`, if given.
+
+        Raises:
+            PeerError: another rank failed, or has failed before.
+        """
+
+    def broadcast_in_pipelines(self, x: Tensor | None, place: int, what: str) -> Tensor:
+        """In each pipeline a tensor from its rank at ``place`` to all ranks of it."""
+        with self.failing_together():
+            for replica in range(self.num_replicas):
+                shared = self.broadcast_tensor(x, replica * self.num_in_pipeline + place, what)
+                if replica == self.replica:
+                    own = shared
+        return own
+
+    def all_gather_tensors(self, tensors: Mapping[str, Tensor], what: str) -> dict[str, Tensor]:
+        """Tensors under distinct names from the ranks of the first pipeline, on every rank."""
+        gathered: dict[str, Tensor] = {}
+        with self.failing_together():
+            for rank in range(self.num_in_pipeline):
+                for name in self.broadcast_object(list(tensors), rank, f"names of {what}"):
+                    own = tensors[name] if rank == self.rank else None
+                    gathered[name] = self.broadcast_tensor(own, rank, what)
+        return gathered
+
+
+class LocalMesh(Mesh):
+    """One rank, which has all there is already.
+
+    Args:
+        device: where outputs and losses are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def all_reduce_sum(self, values: Sequence[float], what: str = "") -> list[float]:
+        return list(values)
+
+    def all_gather(self, values: Sequence[int], what: str) -> list[list[int]]:
+        return [list(values)]
+
+    def all_gather_object(self, value: Any, what: str = "") -> list[Any]:
+        return [value]
+
+    def broadcast(self, x: Tensor, source: int, what: str) -> None:
+        pass
+
+    def broadcast_object(self, value: Any, source: int, what: str) -> Any:
+        return value
+
+    def broadcast_tensor(self, x: Tensor | None, source: int, what: str) -> Tensor:
+        assert x is not None
+        return x
+
+    def failing_together(self, where: str = "") -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def all_gather_tensors(self, tensors: Mapping[str, Tensor], what: str) -> dict[str, Tensor]:
+        return dict(tensors)
+
+
+class ProcessMesh(Mesh):
+    """Several processes, over torch.distributed.
+
+    Until `connect` nothing but the rendezvous' store is reached (`mpcomp.comm.handshake`).
 
     Args:
         replicas: number of pipelines.
@@ -67,15 +198,15 @@ class World:
     """
 
     def __init__(self, replicas: int, timeout_s: float, device: torch.device) -> None:
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        if replicas < 1 or self.size % replicas:
+        self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
+        if replicas < 1 or self.num_ranks % replicas:
             raise ValueError(
-                f"replicas={replicas} with {self.size} ranks: expected a divisor of {self.size}, "
-                "as every replica is a whole pipeline"
+                f"replicas={replicas} with {self.num_ranks} ranks: expected a divisor of "
+                f"{self.num_ranks}, as every replica is a whole pipeline"
             )
         self.num_replicas = replicas
-        self.ranks_per_pipeline = self.size // replicas
-        self.replica, self.place = divmod(self.rank, self.ranks_per_pipeline)
+        self.num_in_pipeline = self.num_ranks // replicas
+        self.replica, self.place = divmod(self.rank, self.num_in_pipeline)
         self.device = device
         self.timeout_s = timeout_s
         #: Of a single wait; the rest is for finding out why it was in vain.
@@ -84,20 +215,36 @@ class World:
         self.store = PrefixStore(f"mpcomp/{next(_counter)}", store)
         self.waits = Waits()
         self._groups: list[dist.ProcessGroup] = []
+        self._closing: list[Callable[[], None]] = []
+        self._guarded = False  # whether a `failing_together` is under way
 
-    def connect(self) -> None:
-        """Makes the groups; all ranks together, once they agree that they want the same."""
-        everyone = torch.arange(self.size).reshape(self.num_replicas, -1)
+    def connect(self, names: Sequence[str]) -> None:
+        """Makes the groups; all ranks together, once they agree that they want the same.
+
+        Args:
+            names: of all ranks, for errors, as in "rank 1 (stage 1)".
+        """
+        everyone = torch.arange(self.num_ranks).reshape(self.num_replicas, -1)
         self._control = self._group(everyone.flatten().tolist(), backend="gloo")
         pipes = [self._group(row.tolist()) for row in everyone]
         columns = [self._group(column.tolist()) for column in everyone.T]
         self.pipe_group = pipes[self.replica]
         self.replica_group = columns[self.place]
-        self.mesh = DeviceMesh.from_group(
+        self.device_mesh = DeviceMesh.from_group(
             [self.replica_group, self.pipe_group],
             self.device.type,
             mesh=everyone,
             mesh_dim_names=("replica", "pipe"),
+        )
+        self._faults = Faults(
+            self.store,
+            self.rank,
+            self.num_ranks,
+            self.timeout_s,
+            self.waits,
+            name_of=lambda rank: names[rank],
+            where=lambda: self.where,
+            close=self.close,
         )
 
     def pair(self, a: int, b: int) -> dist.ProcessGroup | None:
@@ -107,7 +254,7 @@ class World:
         """
         own = None
         for row in range(self.num_replicas):
-            ranks = [row * self.ranks_per_pipeline + place for place in (a, b)]
+            ranks = [row * self.num_in_pipeline + place for place in (a, b)]
             group = self._group(sorted(ranks))
             if self.rank in ranks:
                 own = group
@@ -115,7 +262,7 @@ class World:
 
     def rank_at(self, place: int) -> int:
         """The rank at a place of this rank's own pipeline."""
-        return self.replica * self.ranks_per_pipeline + place
+        return self.replica * self.num_in_pipeline + place
 
     def _group(self, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
         group = self._new(ranks, backend)
@@ -137,66 +284,102 @@ class World:
         return group
 
     def close(self) -> None:
-        """Closes all connections."""
-        for group in self._groups:
-            with suppress(ValueError, RuntimeError):  # destroyed with all others at the end
-                dist.destroy_process_group(group)
-        self._groups.clear()
-        for name in ("_control", "pipe_group", "replica_group", "mesh"):
+        """Drops all connections, so that ranks that wait for this one need not wait any longer.
+
+        A socket closes when nothing refers to its group any more, not even a pending receive in
+        the frame of a traceback.
+        """
+        for close in self._closing:
+            close()
+        _destroy(self._groups)
+        for name in ("_control", "pipe_group", "replica_group", "device_mesh"):
             if hasattr(self, name):
                 delattr(self, name)
+        gc.collect()
 
-    # -- agreements: every rank calls them in the same order ------------------------------------
+    def close_first(self, close: Callable[[], None]) -> None:
+        """Has `close` call this before it closes what is here."""
+        self._closing.append(close)
 
-    def gather(self, values: Sequence[int], what: str) -> list[list[int]]:
-        """Whole numbers of 64 bits from every rank, by rank."""
-        own = torch.tensor(list(values), dtype=torch.int64)
-        gathered = [torch.empty_like(own) for _ in range(self.size)]
-        with self.waiting(what):
-            dist.all_gather(gathered, own, group=self._control)
-        return [numbers.tolist() for numbers in gathered]
+    def end_with(self, owner: object) -> None:
+        """Destroys the groups when ``owner`` is no more: they have a thread and sockets each."""
+        weakref.finalize(owner, _destroy, self._groups).atexit = False
 
-    def sum(self, values: Sequence[float], what: str) -> list[float]:
-        """Elementwise sums over all ranks, in fp64."""
+    # -- collectives -----------------------------------------------------------------------------
+
+    def all_reduce_sum(self, values: Sequence[float], what: str = "") -> list[float]:
         total = torch.tensor(values, dtype=torch.float64)
-        with self.waiting(what):
+        with self._collective(what or _END_OF_STEP, "" if what else _END_OF_STEP):
             dist.all_reduce(total, group=self._control)
         result: list[float] = total.tolist()
         return result
 
-    def share(self, value: Any, source: int, what: str) -> Any:
-        """What JSON can hold, from one rank to all."""
-        raw = json.dumps(value).encode() if self.rank == source else b""
-        length = torch.tensor([len(raw)])
-        with self.waiting(what):
-            dist.broadcast(length, src=source, group=self._control)
-            data = torch.empty(int(length), dtype=torch.uint8)
-            if raw:
-                data.copy_(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
-            dist.broadcast(data, src=source, group=self._control)
+    def all_gather(self, values: Sequence[int], what: str) -> list[list[int]]:
+        own = torch.tensor(list(values), dtype=torch.int64)
+        gathered = [torch.empty_like(own) for _ in range(self.num_ranks)]
+        with self._collective(what):
+            dist.all_gather(gathered, own, group=self._control)
+        return [numbers.tolist() for numbers in gathered]
+
+    def all_gather_object(self, value: Any, what: str = "figures of all ranks") -> list[Any]:
+        with self.failing_together():
+            return [self.broadcast_object(value, rank, what) for rank in range(self.num_ranks)]
+
+    def broadcast(self, x: Tensor, source: int, what: str) -> None:
+        with self._collective(what):
+            dist.broadcast(x, src=source, group=self._control)
+
+    def broadcast_object(self, value: Any, source: int, what: str) -> Any:
+        with self.failing_together():
+            raw = json.dumps(value).encode() if self.rank == source else b""
+            length = torch.tensor([len(raw)])
+            with self.waiting(what):
+                dist.broadcast(length, src=source, group=self._control)
+                data = torch.empty(int(length), dtype=torch.uint8)
+                if raw:
+                    data.copy_(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
+                dist.broadcast(data, src=source, group=self._control)
         return json.loads(bytes(data.numpy()))
 
-    def share_tensor(self, x: Tensor | None, source: int, what: str) -> Tensor:
-        """A tensor from one rank to all, on this rank's device."""
+    def broadcast_tensor(self, x: Tensor | None, source: int, what: str) -> Tensor:
         described = None
         if self.rank == source:
             assert x is not None
             described = [list(x.shape), str(x.dtype).removeprefix("torch.")]
-        shape, dtype = self.share(described, source, what)
+        shape, dtype = self.broadcast_object(described, source, what)
         host = torch.empty(shape, dtype=getattr(torch, dtype))
         if x is not None and self.rank == source:
             host.copy_(x.detach())
         if host.numel():
-            with self.waiting(what):
-                raw = host.reshape(-1).view(torch.uint8)  # gloo does not know every dtype
-                dist.broadcast(raw, src=source, group=self._control)
+            # As bytes: gloo does not know every dtype.
+            self.broadcast(host.reshape(-1).view(torch.uint8), source, what)
         return host.to(self.device)
 
-    def tell(self, x: Tensor, source: int, what: str) -> None:
-        """Overwrites ``x``, on the CPU and of the same shape on all ranks, by that of one rank."""
-        with self.waiting(what):
-            dist.broadcast(x, src=source, group=self._control)
+    @contextmanager
+    def failing_together(self, where: str = "") -> Iterator[None]:
+        self.where = where or self.where
+        if self._guarded:  # the outermost one lets go of all frames that hold a connection
+            yield
+            return
+        self._guarded = True
+        try:
+            with self._faults.watch():
+                yield
+        finally:
+            self._guarded = False
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
-        """A context for a collective, in which this rank waits for all others."""
+        """A context for a collective alone, in which this rank waits for all others."""
         return self.waits.on(None, what)
+
+    @contextmanager
+    def _collective(self, what: str, where: str = "") -> Iterator[None]:
+        with self.failing_together(where), self.waiting(what):
+            yield
+
+
+def _destroy(groups: list[dist.ProcessGroup]) -> None:
+    for group in groups:
+        with suppress(ValueError, RuntimeError):  # destroyed with all others at the end
+            dist.destroy_process_group(group)
+    groups.clear()

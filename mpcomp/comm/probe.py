@@ -1,4 +1,4 @@
-"""How fast a link is, measured between its two ends."""
+"""The speed of a link, measured between its two ends."""
 
 from __future__ import annotations
 

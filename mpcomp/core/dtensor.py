@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-__all__ = ["local", "on_meta", "placed_like", "whole"]
+__all__ = ["distribute_like", "full_tensor", "local", "on_meta"]
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
 
-def whole(x: Tensor) -> Tensor:
+def full_tensor(x: Tensor) -> Tensor:
     """The whole of a sharded tensor, for which all replicas call this; any other as it is."""
     return x.full_tensor() if isinstance(x, DTensor) else x
 
@@ -24,7 +24,7 @@ def local(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def placed_like(x: Tensor, other: Tensor) -> Tensor:
+def distribute_like(x: Tensor, other: Tensor) -> Tensor:
     """A whole tensor cut as ``other`` is, without communication; as it is if that is whole."""
     if not isinstance(other, DTensor) or isinstance(x, DTensor):
         return x

@@ -108,6 +108,7 @@ def import_all(package: str, folders: Iterable[str]) -> None:
 
 def registered(base: type[_T]) -> Iterator[type[_T]]:
     """All concrete classes below ``base`` that have a spec name, nearest first."""
+    _load_methods()
     for cls in base.__subclasses__():
         if "spec" in cls.__dict__:
             yield cls
@@ -118,6 +119,20 @@ def closest(word: str, known: Iterable[str]) -> str:
     """``; did you mean 'x'?`` for an error message, or nothing."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f"; did you mean {near[0]!r}?" if near else ""
+
+
+#: Rooms whose modules define methods. By name: what reads specs imports none of those who have one.
+_ROOMS = ("compressors", "feedback", "adaptive", "data_parallel")
+_loaded: set[str] = set()
+
+
+def _load_methods() -> None:
+    """Imports every module that may define a method, once: a class registers by being there."""
+    for room in _ROOMS:
+        if room not in _loaded:
+            package = importlib.import_module(f"{__name__.partition('.')[0]}.{room}")
+            import_all(package.__name__, package.__path__)
+            _loaded.add(room)
 
 
 def _names() -> dict[str, tuple[type[SpecValue], dict[str, Any]]]:

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from mpcomp.comm.mesh import ProcessMesh
 from mpcomp.core.step import Step
 from mpcomp.data_parallel.exchange import Exchange
-from mpcomp.data_parallel.replicas import check_unchanged, described
+from mpcomp.data_parallel.replica_sync import ReplicaSync, check_unchanged, parameter_ids
 
 __all__ = ["GROUP_BYTES", "CompressedAverage"]
 
@@ -19,7 +20,7 @@ __all__ = ["GROUP_BYTES", "CompressedAverage"]
 GROUP_BYTES = 25_000_000
 
 
-class CompressedAverage:
+class CompressedAverage(ReplicaSync):
     """Replaces the gradients of a rank's stages by what a method makes of all replicas' ones.
 
     It runs when all microbatches are done, and so under every schedule alike; there is no reducer
@@ -27,35 +28,32 @@ class CompressedAverage:
 
     Args:
         stages: of this rank.
+        mesh: the connected ranks.
         exchange: of their parameters.
         tied: names of parameters that another rank may have a copy of. Each goes by itself, so that
             no figure of it depends on what else a rank has.
-
-    Attributes:
-        exchange: as given.
-        enabled: whether steps are exchanged, or gradients added up for a later one.
     """
 
     def __init__(
-        self, stages: Sequence[nn.Module], exchange: Exchange, tied: Collection[str] = ()
+        self,
+        stages: Sequence[nn.Module],
+        mesh: ProcessMesh,
+        exchange: Exchange,
+        tied: Collection[str] = (),
     ) -> None:
-        self._stages = list(stages)
-        self._known = [described(stage) for stage in stages]
+        super().__init__(stages, mesh)
+        self._known = [parameter_ids(stage) for stage in stages]
         self._tied = frozenset(tied)
-        self.exchange = exchange
-        self.enabled = True
+        self.exchange: Exchange | None = exchange
 
-    def __call__(self, step: Step) -> None:
-        """Exchanges the gradients of a step.
-
-        Raises:
-            ValueError: parameters are not those that were connected.
-        """
+    def reduce(self, step: Step) -> None:
+        self._mesh.where = f"step {step.index}, exchanging gradients with other replicas"
         if not self.enabled:
             return
         for stage, known in zip(self._stages, self._known, strict=True):
             check_unchanged(stage, known)
         exchange = self.exchange
+        assert exchange is not None
         exchange.begin(loss_scale=step.loss_scale, lr=step.lr, compress=step.compress_dp)
         group: dict[str, Any] = {}
         num_bytes = 0
@@ -72,16 +70,6 @@ class CompressedAverage:
                 group, num_bytes = {}, 0
         exchange.add(group)
         exchange.finish()
-
-    def check_begin(self, step: Step) -> None:
-        """Raises ValueError, on all ranks alike, if the step cannot be exchanged."""
-        if self.enabled:
-            self.exchange.check_lr(step.lr)
-
-    def check_finite(self, step: Step) -> None:
-        """Raises FloatingPointError on all ranks for NaN or Inf; see `Exchange.check_finite`."""
-        if self.enabled:
-            self.exchange.check_finite(step.index, scaled=step.scaled)
 
     def _trained(self) -> list[tuple[str, nn.Parameter]]:
         return [

@@ -14,7 +14,7 @@ from mpcomp.compressors import Compressor
 from mpcomp.core.spec import shown
 from mpcomp.data_parallel.exchange import Exchange
 from mpcomp.data_parallel.fsdp import compress_sharded
-from mpcomp.data_parallel.gradients import CompressedGradients, check_alike
+from mpcomp.data_parallel.gradients import CompressedGradients, check_same_arguments
 from mpcomp.data_parallel.methods import param_comp_of, replica_method_of
 from mpcomp.data_parallel.network import ReplicaNetwork
 
@@ -134,7 +134,7 @@ def compress_gradients(
             *(f"{name} {tuple(p.shape)} {p.dtype}" for name, p in parameters.items()),
         ]
         device = next(iter(parameters.values())).device
-        check_alike(words, model.process_group, device)
+        check_same_arguments(words, model.process_group, device)
         _check_unhooked(model)
         exchange = Exchange(
             parameters,

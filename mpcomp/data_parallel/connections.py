@@ -1,4 +1,4 @@
-"""Whom a replica exchanges with: all others, those of its machine, those between machines."""
+"""The replicas that one exchanges with: all, those of its machine, those between machines."""
 
 from __future__ import annotations
 

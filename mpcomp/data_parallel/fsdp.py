@@ -22,21 +22,23 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPM
 from mpcomp.compressors import Compressor
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.data_parallel.base import ReplicaMethod
-from mpcomp.data_parallel.gradients import CompressedGradients, check_alike
+from mpcomp.data_parallel.gradients import CompressedGradients, check_same_arguments
 from mpcomp.data_parallel.item import matrix_of
 from mpcomp.data_parallel.network import ReplicaNetwork
-from mpcomp.data_parallel.sharded import Part, ShardedExchange
+from mpcomp.data_parallel.sharded import ShardedExchange, ShardedParameter
 
 __all__ = ["Owner", "ShardedGradients", "Shards", "compress_sharded", "reduce_now"]
 
 
 class Owner(Protocol):
-    """What carries out the collectives of FSDP2's modules."""
+    """An object that carries out the collectives of FSDP2's modules."""
 
-    def reduce(self, blocks: Tensor, parts: Sequence[Part], out: Tensor, *, mean: bool) -> None:
+    def reduce_block(
+        self, blocks: Tensor, parts: Sequence[ShardedParameter], out: Tensor, *, mean: bool
+    ) -> None:
         """One block's reduce-scatter; see `ShardedExchange.reduce`."""
 
-    def gather(self, own: Tensor, parts: Sequence[Part], out: Tensor) -> None:
+    def gather_block(self, own: Tensor, parts: Sequence[ShardedParameter], out: Tensor) -> None:
         """One block's all-gather; see `ShardedExchange.gather`."""
 
 
@@ -66,7 +68,9 @@ class ShardedGradients(CompressedGradients):
         finally:
             self._compress = before
 
-    def reduce(self, blocks: Tensor, parts: Sequence[Part], out: Tensor, *, mean: bool) -> None:
+    def reduce_block(
+        self, blocks: Tensor, parts: Sequence[ShardedParameter], out: Tensor, *, mean: bool
+    ) -> None:
         """One block's reduce-scatter; the first of a backward begins the step."""
         backward = torch._C._current_graph_task_id()
         if backward != self._backward:
@@ -81,7 +85,7 @@ class ShardedGradients(CompressedGradients):
         self.exchange.finish()
         self.exchange.settle(finite=not self.exchange.nonfinite)
 
-    def gather(self, own: Tensor, parts: Sequence[Part], out: Tensor) -> None:
+    def gather_block(self, own: Tensor, parts: Sequence[ShardedParameter], out: Tensor) -> None:
         """One block's all-gather."""
         self.exchange.gather(own, parts, out, compress=self._compress)
 
@@ -93,9 +97,9 @@ class _Allocating:
 
 
 class _ReduceScatter(_Allocating, ReduceScatter):
-    """What FSDP2 calls in place of its reduce-scatter, for one of its modules."""
+    """The callable in place of FSDP2's reduce-scatter, for one of its modules."""
 
-    def __init__(self, group: Any, parts: Sequence[Part], owner: Owner) -> None:
+    def __init__(self, group: Any, parts: Sequence[ShardedParameter], owner: Owner) -> None:
         self._group, self._parts, self._owner = group, list(parts), owner
 
     def __call__(
@@ -115,9 +119,9 @@ class _ReduceScatter(_Allocating, ReduceScatter):
                 "leave set_gradient_divide_factor out"
             )
         with torch.no_grad():
-            self._owner.reduce(blocks, parts, output_tensor, mean=kinds[op])
+            self._owner.reduce_block(blocks, parts, output_tensor, mean=kinds[op])
 
-    def _with_gradient(self, numel: int) -> list[Part]:
+    def _with_gradient(self, numel: int) -> list[ShardedParameter]:
         """The parts of a gradient; those that are frozen have none."""
         trained = [
             part
@@ -135,9 +139,9 @@ class _ReduceScatter(_Allocating, ReduceScatter):
 
 
 class _AllGather(_Allocating, AllGather):
-    """What FSDP2 calls in place of its all-gather, for one of its modules."""
+    """The callable in place of FSDP2's all-gather, for one of its modules."""
 
-    def __init__(self, parts: Sequence[Part], owner: Owner) -> None:
+    def __init__(self, parts: Sequence[ShardedParameter], owner: Owner) -> None:
         self._parts, self._owner = list(parts), owner
 
     def __call__(
@@ -155,7 +159,9 @@ class _AllGather(_Allocating, AllGather):
                 "leave param_comp out"
             )
         with torch.no_grad():
-            self._owner.gather(input_tensor, self._parts, output_tensor.view(group.size(), -1))
+            self._owner.gather_block(
+                input_tensor, self._parts, output_tensor.view(group.size(), -1)
+            )
 
 
 class Shards:
@@ -222,7 +228,7 @@ def compress_sharded(
         *(f"{part.name} {part.pieces} {part.dims}" for part in shards.parts),
         *shards.dtypes,
     ]
-    check_alike(words, shards.group, shards.device)
+    check_same_arguments(words, shards.group, shards.device)
     shards.check_dtypes()
     exchange = ShardedExchange(
         shards.parts,
@@ -287,7 +293,9 @@ def _names_of(model: nn.Module) -> Iterator[tuple[tuple[int, str], str]]:
             yield (id(module), name), f"{prefix}.{name}" if prefix else name
 
 
-def _parts_of(param_group: Any, names: Mapping[tuple[int, str], str], num_ranks: int) -> list[Part]:
+def _parts_of(
+    param_group: Any, names: Mapping[tuple[int, str], str], num_ranks: int
+) -> list[ShardedParameter]:
     """The parameters of a group, in the order in which FSDP2 sends them."""
     parts = []
     for param in param_group.fsdp_params:
@@ -301,5 +309,5 @@ def _parts_of(param_group: Any, names: Mapping[tuple[int, str], str], num_ranks:
             pieces.append(matrix_of(TensorMeta((*shape[:dim], size, *shape[dim + 1 :]), dtype)))
         place = param._module_info
         name = names[id(place.module), place.param_name]
-        parts.append(Part(name, tuple(pieces), matrix_of(padded), len(shape)))
+        parts.append(ShardedParameter(name, tuple(pieces), matrix_of(padded), len(shape)))
     return parts

@@ -1,17 +1,17 @@
-"""What a user holds of a model's compressed gradients, whoever moves them."""
+"""The handle of a model's compressed gradients that a user holds, whoever moves them."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from mpcomp.comm.handshake import check_alike, fingerprint
 from mpcomp.data_parallel.exchange import Exchange
 
-__all__ = ["CompressedGradients", "check_alike"]
+__all__ = ["CompressedGradients", "check_same_arguments"]
 
 
 class CompressedGradients:
@@ -56,7 +56,7 @@ class CompressedGradients:
         return self.exchange.report()
 
     def state_dict(self) -> dict[str, Any]:
-        """What this replica needs to go on exactly: ``tensors``, and ``rest`` for JSON."""
+        """All that this replica needs to go on exactly: ``tensors``, and ``rest`` for JSON."""
         return self.exchange.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -68,15 +68,17 @@ class CompressedGradients:
         self.exchange.load_state_dict(state)
 
 
-def check_alike(words: Sequence[str], group: dist.ProcessGroup, device: torch.device) -> None:
+def check_same_arguments(
+    words: Sequence[str], group: dist.ProcessGroup, device: torch.device
+) -> None:
     """Raises ValueError on all ranks if they were given different things."""
-    digest = hashlib.blake2b("\n".join(words).encode(), digest_size=8).digest()
-    own = torch.tensor([int.from_bytes(digest, "little", signed=True)], device=device)
-    said = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(said, own, group=group)
-    other = [rank for rank, number in enumerate(said) if number.item() != said[0].item()]
-    if other:
-        raise ValueError(
-            f"replicas {', '.join(map(str, other))} were given another model, method, network or "
-            "seed than replica 0: give the same to all"
-        )
+    own = torch.tensor([fingerprint(list(words))], device=device)
+    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, own, group=group)
+    check_alike(
+        [{"arguments": number.item()} for number in gathered],
+        lambda found: (
+            f"replicas {', '.join(str(d.rank) for d in found)} were given another model, method, "
+            "network or seed than replica 0: give the same to all"
+        ),
+    )

@@ -99,7 +99,7 @@ def broadcast(items: Sequence[Item], peers: Peers) -> Path:
     for item in items:
         flat = item.meta.flatten(item.gradient).reshape(-1).clone()
         flats.append(flat)
-        works.append(peers.tell(flat))
+        works.append(peers.broadcast(flat))
     yield works
     for item, flat in zip(items, flats, strict=True):
         item.gradient.copy_(item.meta.unflatten(flat))

@@ -1,4 +1,4 @@
-"""How replicas are connected, and which way is the cheapest for a message of so many bytes.
+"""The network between replicas, and the cheapest way over it for a message of so many bytes.
 
 With n replicas, latency a (s) and bandwidth b (bytes/s) of each one's link, a dense gradient of D
 bytes and a message of B bytes take about
@@ -38,7 +38,7 @@ TWICE: Final = 2.0
 
 @dataclass(frozen=True)
 class ReplicaNetwork:
-    """What is known of the links between replicas.
+    """Latency, bandwidth and layout of the links between replicas.
 
     Args:
         path: "auto" for the cheapest; "gather" or "two-phase" for all payloads that cannot be
@@ -105,7 +105,7 @@ class ReplicaNetwork:
             )
 
     def seconds(self, path: str, num_bytes: float, num_replicas: int) -> float:
-        """What a path takes for messages of so many bytes a replica; see the module's table."""
+        """The time of a path for messages of so many bytes a replica; see the module's table."""
         n = num_replicas
         latency = self.latency_ms / 1000
         transfer = num_bytes * 8 / (self.bandwidth_mbps * 1e6)

@@ -1,19 +1,29 @@
-"""Replicas of a pipeline: gradients are averaged once a step."""
+"""The mean of replicas' gradients, by DDP's reducer: bit for bit what DDP gives.
+
+The uncompressed mean of an exchange (`algorithms.dense_sum`) is no replacement. On gloo it has
+DDP's bits with 2 replicas, fp32 and bf16, but not with others: of 12 million fp32 gradients in
+three buckets 43 % differ with 3 replicas, where DDP multiplies by 1/3 and an exchange divides by 3,
+and 15 % with 4, where the order of a ring's sums follows from the place in the buffer, and so from
+how gradients are grouped; by one unit in the last place (1.4e-7 of the largest).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["GradientAverage", "check_unchanged", "described", "trained_in"]
+import stages as staging
+from mpcomp.comm.mesh import ProcessMesh
+from mpcomp.core.step import Step
+from mpcomp.data_parallel.replica_sync import ReplicaSync, check_unchanged, parameter_ids
+
+__all__ = ["GradientAverage"]
 
 
-class GradientAverage:
-    """Averages one stage's gradients over its replicas, by DDP's reducer and so by its hooks.
+class GradientAverage(ReplicaSync):
+    """Averages gradients by DDP's reducer, and so by its hooks.
 
     DDP reduces in the last backward of a step. A pipeline has one backward for each microbatch,
     and schedules that split backward never run one that DDP would notice: replicas would drift
@@ -21,47 +31,39 @@ class GradientAverage:
     gradients are there; then a backward of zeros through the parameters wakes them, once.
 
     Args:
-        stage: on every replica with equal parameter shapes; takes the values of replica 0.
-        group: the ranks that have this stage.
+        stages: on every replica with equal parameter shapes; they take the values of replica 0.
+        mesh: the connected ranks.
+
+    Attributes:
+        reducers: of each stage; None where there is nothing to train. A hook of DDP can be
+            registered there.
     """
 
-    def __init__(self, stage: nn.Module, group: dist.ProcessGroup) -> None:
-        self._stage = stage
-        self._parameters = [p for p in stage.parameters() if p.requires_grad]
-        self._known = described(stage)
-        self.enabled = True
-        #: None where there is nothing to train. Gradient compression registers its hook here.
-        self.ddp: DistributedDataParallel | None = None
-        if self._parameters:
-            self.ddp = DistributedDataParallel(stage, process_group=group)
+    def __init__(self, stages: Sequence[staging.Stage], mesh: ProcessMesh) -> None:
+        super().__init__(stages, mesh)
+        self._numbers = [stage.index for stage in stages]
+        self._known = [parameter_ids(stage) for stage in stages]
+        self.reducers: list[DistributedDataParallel | None] = [
+            DistributedDataParallel(stage, process_group=mesh.replica_group) if known else None
+            for stage, known in zip(stages, self._known, strict=True)
+        ]
 
-    def __call__(self) -> None:
+    def reduce(self, step: Step) -> None:
         """Replaces ``.grad`` by its mean over the replicas."""
         if not self.enabled:
             return
-        check_unchanged(self._stage, self._known)
-        if self.ddp is None:
-            return
-        self.ddp.reducer.prepare_for_backward([])
-        torch.autograd.backward(self._parameters, [torch.zeros_like(p) for p in self._parameters])
+        for number, stage, known, ddp in zip(
+            self._numbers, self._stages, self._known, self.reducers, strict=True
+        ):
+            self._mesh.where = f"stage {number}, averaging over replicas"
+            check_unchanged(stage, known)
+            if ddp is None:
+                continue
+            parameters = [p for p in stage.parameters() if p.requires_grad]
+            with self._mesh.waiting("gradients of other replicas"):
+                ddp.reducer.prepare_for_backward([])
+                torch.autograd.backward(parameters, [torch.zeros_like(p) for p in parameters])
 
-
-def described(stage: nn.Module) -> list[tuple[int, torch.dtype]]:
-    """What DDP's hooks hang on: they are lost without a word when one of these changes."""
-    return [(id(p), p.dtype) for p in stage.parameters() if p.requires_grad]
-
-
-def check_unchanged(stage: nn.Module, known: list[tuple[int, torch.dtype]]) -> None:
-    """Raises ValueError if the parameters are not those that were `described`."""
-    if described(stage) != known:
-        raise ValueError(
-            "parameters were replaced, frozen, unfrozen or given another dtype after the "
-            "replicas were connected, so their gradients would not be averaged: change the "
-            "model before mpcomp.pipeline"
-        )
-
-
-def trained_in(stages: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
-    """The parameters of stages that require gradients, by name."""
-    named = (item for stage in stages for item in stage.named_parameters())
-    return {name: parameter for name, parameter in named if parameter.requires_grad}
+    def close(self) -> None:
+        super().close()
+        self.reducers.clear()

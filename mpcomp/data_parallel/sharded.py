@@ -35,14 +35,14 @@ from mpcomp.data_parallel.network import ReplicaNetwork
 from mpcomp.data_parallel.selection import matrices
 from mpcomp.feedback.base import narrow
 
-__all__ = ["ParameterTraffic", "Part", "ShardedExchange"]
+__all__ = ["ParameterTraffic", "ShardedExchange", "ShardedParameter"]
 
 #: At the front of a message: whether the sender's gradient was finite.
 _STATUS = TensorMeta((16,), torch.uint8)
 
 
 @dataclass(frozen=True)
-class Part:
+class ShardedParameter:
     """One parameter among those that travel together.
 
     Attributes:
@@ -64,7 +64,7 @@ class Part:
 
 @dataclass
 class ParameterTraffic:
-    """What gathering parameters took on this rank.
+    """Bytes and seconds of gathering parameters on this rank.
 
     Attributes:
         gathers: blocks that were gathered.
@@ -102,7 +102,7 @@ class ShardedExchange(Exchange):
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[ShardedParameter],
         method: ReplicaMethod,
         group: dist.ProcessGroup,
         *,
@@ -129,7 +129,9 @@ class ShardedExchange(Exchange):
 
     # -- gradients ------------------------------------------------------------------------------
 
-    def reduce(self, blocks: Tensor, parts: Sequence[Part], out: Tensor, *, mean: bool) -> None:
+    def reduce(
+        self, blocks: Tensor, parts: Sequence[ShardedParameter], out: Tensor, *, mean: bool
+    ) -> None:
         """Exchanges the gradient of parameters that travel together.
 
         Args:
@@ -144,9 +146,9 @@ class ShardedExchange(Exchange):
             finite = bool(blocks.sum(dtype=torch.float32).isfinite())
             step.found_nonfinite(not finite)
             status = torch.full(_STATUS.shape, int(not finite), dtype=torch.uint8)
-            said = Encoded(Identity(), (status.to(blocks.device),))
+            status_part = Encoded(Identity(), (status.to(blocks.device),))
             items = [self._items_of(row, parts, peer) for peer, row in enumerate(blocks)]
-            messages = [packed([said, *map(self._encode, row)]) for row in items]
+            messages = [packed([status_part, *map(self._encode, row)]) for row in items]
             own = items[self.rank]
             codecs = [self._codec(item) for item in own]
             metas = [
@@ -158,13 +160,13 @@ class ShardedExchange(Exchange):
                 for codec, meta in zip(codecs, metas, strict=True)
             ]
             length = message_length(sum(layouts, (_STATUS,)))
-            told, work = peers.scatter(messages, length)
+            gathered, work = peers.scatter(messages, length)
         with self.totals.timed("wait_s"), peers.waiting():
             work.wait()
         with self.totals.timed("decode_s"):
             means = [item.target.new_zeros(item.numel) for item in own]
             first = packed_length((_STATUS,))
-            for message in told:
+            for message in gathered:
                 start = first
                 for item, meta, codec, total in zip(own, metas, codecs, means, strict=True):
                     start = add_message(
@@ -173,10 +175,10 @@ class ShardedExchange(Exchange):
             for item, total in zip(own, means, strict=True):
                 item.finish(total)  # overwrites this rank's row of blocks
             torch.mul(blocks[self.rank], 1 if mean else peers.size, out=out)
-            if any(bool(message[0]) for message in told):
+            if any(bool(message[0]) for message in gathered):
                 out.fill_(torch.nan)
 
-    def _items_of(self, row: Tensor, parts: Sequence[Part], peer: int) -> list[Item]:
+    def _items_of(self, row: Tensor, parts: Sequence[ShardedParameter], peer: int) -> list[Item]:
         """The pieces of a row, loaded."""
         items, start = [], 0
         for part in parts:
@@ -191,7 +193,7 @@ class ShardedExchange(Exchange):
         return items
 
     def _codec(self, item: Item) -> Compressor:
-        """What a piece is sent with, known to both ends."""
+        """The compressor that a piece is sent with, known to both ends."""
         codec = self.controller.codec(item.name) if item.compressible else None
         if not isinstance(codec, Compressor):
             return Identity()
@@ -213,7 +215,9 @@ class ShardedExchange(Exchange):
 
     # -- parameters -----------------------------------------------------------------------------
 
-    def gather(self, own: Tensor, parts: Sequence[Part], out: Tensor, *, compress: bool) -> None:
+    def gather(
+        self, own: Tensor, parts: Sequence[ShardedParameter], out: Tensor, *, compress: bool
+    ) -> None:
         """Collects parameters that travel together.
 
         What was rounded is what every rank gets, its owner too, so all compute with equal weights.
@@ -234,10 +238,10 @@ class ShardedExchange(Exchange):
             shape = shape_for(codec, self._padded(part, own.dtype)).shape
             sent.append(encode_with(codec, x.reshape(shape), self._param_draw(part, self.rank)))
         message = packed(sent)
-        told = torch.empty(out.shape[0], message.numel(), dtype=torch.uint8, device=own.device)
+        gathered = torch.empty(out.shape[0], message.numel(), dtype=torch.uint8, device=own.device)
         with self._connections.everyone.waiting():
-            dist.all_gather(list(told), message, group=self._group)
-        for rank, (row, received) in enumerate(zip(out, told, strict=True)):
+            dist.all_gather(list(gathered), message, group=self._group)
+        for rank, (row, received) in enumerate(zip(out, gathered, strict=True)):
             start = at = 0
             for part, codec in metas:
                 meta = shape_for(codec, self._padded(part, own.dtype))
@@ -253,10 +257,12 @@ class ShardedExchange(Exchange):
         traffic.seconds += time.perf_counter() - begin
 
     @staticmethod
-    def _padded(part: Part, dtype: torch.dtype) -> TensorMeta:
+    def _padded(part: ShardedParameter, dtype: torch.dtype) -> TensorMeta:
         return TensorMeta(part.padded.shape, dtype)
 
-    def _param_codec(self, part: Part, dtype: torch.dtype, compress: bool) -> Compressor:
+    def _param_codec(
+        self, part: ShardedParameter, dtype: torch.dtype, compress: bool
+    ) -> Compressor:
         """Matrices go compressed, where that makes them smaller; the same on all ranks."""
         codec, meta = self.param_comp, self._padded(part, dtype)
         if codec is None or not compress or part.dims < 2:
@@ -265,7 +271,7 @@ class ShardedExchange(Exchange):
             return Identity()
         return codec if codec.wire_bytes(shape_for(codec, meta)) < meta.dense_bytes else Identity()
 
-    def _param_draw(self, part: Part, rank: int) -> Any:
+    def _param_draw(self, part: ShardedParameter, rank: int) -> Any:
         """Backward gathers what forward has: what is drawn depends on the step alone."""
         return lambda alike: generator_for(
             "parameters", self._seed, part.name, self.step, -1 if alike else rank

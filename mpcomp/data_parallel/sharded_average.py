@@ -12,25 +12,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import stages as staging
+from mpcomp.comm.mesh import ProcessMesh
 from mpcomp.compressors import Compressor
 from mpcomp.core.step import Step
 from mpcomp.data_parallel.base import ReplicaMethod
 from mpcomp.data_parallel.fsdp import Shards, reduce_now
-from mpcomp.data_parallel.sharded import Part, ShardedExchange
+from mpcomp.data_parallel.replica_sync import ReplicaSync
+from mpcomp.data_parallel.sharded import ShardedExchange, ShardedParameter
 
 __all__ = ["ShardedAverage", "Sharding"]
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """How replicas share parameters.
+    """A way for replicas to share parameters.
 
     Attributes:
         param_comp: compressor of those that they gather; None for none.
@@ -39,93 +39,83 @@ class Sharding:
     param_comp: Compressor | None = None
 
 
-class ShardedAverage:
+class ShardedAverage(ReplicaSync):
     """Shards a rank's stages over their replicas, and exchanges their gradients once a step.
 
     Args:
         stages: of this rank, with equal weights on all replicas; they are sharded here.
-        group: the ranks that have these stages.
-        device: of the stages.
+        mesh: the connected ranks; the stages are on its device.
         method: between replicas.
         param_comp: compressor of the parameters that are gathered.
         connections: further arguments of `ShardedExchange`.
-
-    Attributes:
-        exchange: what does the work.
-        enabled: whether steps are exchanged, or gradients added up for a later one.
     """
+
+    exchange: ShardedExchange | None
 
     def __init__(
         self,
         stages: Sequence[staging.Stage],
-        group: dist.ProcessGroup,
-        device: torch.device,
+        mesh: ProcessMesh,
         method: ReplicaMethod,
         *,
         param_comp: Compressor | None,
         **connections: Any,
     ) -> None:
-        self._stages = list(stages)
+        super().__init__(stages, mesh)
+        group, device = mesh.replica_group, mesh.device
         # torch takes meshes of the same ranks and names for equal, and what it keeps of operations
         # would lead to the groups of a pipeline that is gone. So each has a name of its own.
         names = (f"replicas of group {group.group_name}",)
-        mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=names)
-        for stage in self._stages:
-            for block in _apart(stage):
-                fully_shard(block, mesh=mesh, reshard_after_forward=False)
-            fully_shard(stage, mesh=mesh, reshard_after_forward=False)
+        sharded_over = DeviceMesh.from_group(group, device.type, mesh_dim_names=names)
+        for stage in stages:
+            for block in _separate_blocks(stage):
+                fully_shard(block, mesh=sharded_over, reshard_after_forward=False)
+            fully_shard(stage, mesh=sharded_over, reshard_after_forward=False)
         shards = Shards(self._stages)
         shards.check_dtypes()
         self.exchange = ShardedExchange(
             shards.parts, method, group, device=device, param_comp=param_comp, **connections
         )
-        self.enabled = True
         self._compress = True
         shards.connect(self, gathers=param_comp is not None)
 
     def begin(self, step: Step) -> None:
-        """Before the first microbatch of a step, or of a pass of evaluation."""
         self._compress = step.compress_dp
 
-    def __call__(self, step: Step) -> None:
-        """Exchanges the gradients of a step."""
+    def reduce(self, step: Step) -> None:
+        self._mesh.where = f"step {step.index}, exchanging gradients with other replicas"
         if not self.enabled:
             return
         exchange = self.exchange
+        assert exchange is not None
         exchange.begin(loss_scale=step.loss_scale, lr=step.lr, compress=step.compress_dp)
         for stage in self._stages:
             reduce_now(stage)
         exchange.finish()
 
     def end(self) -> None:
-        """After the last microbatch: parameters may change now, so none stays gathered."""
+        # Parameters may change now, so none stays gathered.
         for stage in self._stages:
             for module in stage.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()
 
-    def check_begin(self, step: Step) -> None:
-        """Raises ValueError, on all ranks alike, if the step cannot be exchanged."""
-        if self.enabled:
-            self.exchange.check_lr(step.lr)
-
-    def check_finite(self, step: Step) -> None:
-        """Raises FloatingPointError on all ranks for NaN or Inf, without a loss scaler."""
-        if self.enabled:
-            self.exchange.check_finite(step.index, scaled=step.scaled)
-
     # -- what FSDP2's modules ask for -------------------------------------------------------------
 
-    def reduce(self, blocks: Tensor, parts: Sequence[Part], out: Tensor, *, mean: bool) -> None:
+    def reduce_block(
+        self, blocks: Tensor, parts: Sequence[ShardedParameter], out: Tensor, *, mean: bool
+    ) -> None:
         """One block's reduce-scatter."""
+        assert self.exchange is not None
         self.exchange.reduce(blocks, parts, out, mean=mean)
 
-    def gather(self, own: Tensor, parts: Sequence[Part], out: Tensor) -> None:
+    def gather_block(self, own: Tensor, parts: Sequence[ShardedParameter], out: Tensor) -> None:
         """One block's all-gather."""
+        assert self.exchange is not None
         self.exchange.gather(own, parts, out, compress=self._compress)
 
 
-def _apart(stage: staging.Stage) -> list[nn.Module]:
+def _separate_blocks(stage: staging.Stage) -> list[nn.Module]:
     """The blocks that share no parameter with another; those that do go with the stage itself."""
     blocks = [stage.get_submodule(name) for name in stage.block_names]
     users: dict[int, int] = {}

@@ -1,1 +1,1 @@
-"""How messages move: local (torchgpipe in one process)."""
+"""Engines, which run stages: local (torchgpipe), distributed (torch.distributed.pipelining)."""

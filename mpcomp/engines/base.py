@@ -1,20 +1,19 @@
-"""What a pipeline asks of an engine: run the stages, move the messages, agree with other ranks."""
+"""An engine: what runs the stages of one rank, and moves the messages between them."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from mpcomp.comm.mesh import Mesh
 from mpcomp.core.loss import StepLoss
 from mpcomp.core.step import Step
-from mpcomp.data_parallel.exchange import Exchange
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "choose_finite"]
 
 
 class Engine(ABC):
@@ -22,23 +21,27 @@ class Engine(ABC):
 
     Attributes:
         name: as given to ``mpcomp.pipeline(engine=...)``.
-        device: where outputs, losses and targets of this rank are.
-        num_replicas: number of pipelines.
-        replica: which of them this rank is in.
-        rank: of this process.
-        num_ranks: of processes.
-        num_in_pipeline: ranks of one pipeline.
-        computes_loss: whether the last stage is on this rank.
+        mesh: the ranks.
+        output_place: the rank of a pipeline that has the last stage.
+        waited_s: seconds of training that this rank has waited for messages.
+        in_flight: microbatches that the first stage has under way, where that can be chosen.
     """
 
     name: ClassVar[str]
-    device: torch.device
-    num_replicas = 1
-    replica = 0
-    rank = 0
-    num_ranks = 1
-    num_in_pipeline = 1
-    computes_loss = True
+    mesh: Mesh
+    output_place = 0
+    waited_s: float = 0.0
+    in_flight: int | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """The device of outputs, losses and targets on this rank."""
+        return self.mesh.device
+
+    @property
+    def computes_loss(self) -> bool:
+        """Whether the last stage is on this rank."""
+        return self.output_place == self.mesh.place
 
     @abstractmethod
     def forward(
@@ -61,7 +64,7 @@ class Engine(ABC):
         *,
         same: Any = None,
     ) -> list[Tensor]:
-        """What ``choose`` makes of the last stage's output [b, 1, n]: int64 [b] of each replica.
+        """The tokens chosen from the last stage's output [b, 1, n]: int64 [b] of each replica.
 
         On every rank; negative numbers where that output has NaN or Inf.
 
@@ -86,14 +89,7 @@ class Engine(ABC):
 
     @abstractmethod
     def device_of(self, stage: int) -> torch.device:
-        """Where a stage lives, if on this rank, and the ends of links with it."""
-
-    #: The model without data, where stages are sharded and it has no parameters of its own.
-    plain_model: nn.Module | None = None
-    #: Seconds of training that this rank has waited for messages.
-    waited_s: float = 0.0
-    #: Microbatches that the first stage has under way, where that can be chosen.
-    in_flight: int | None = None
+        """The device of a stage, if it is on this rank, and of the ends of links with it."""
 
     def probe(self) -> list[tuple[float, float] | None]:
         """(Mbit/s, round trip in seconds) of each cut; None where nothing leaves the rank."""
@@ -102,49 +98,9 @@ class Engine(ABC):
     def forget_shapes(self) -> None:  # noqa: B027  (nothing is known ahead in one process)
         """Finds out anew what crosses the cuts, as dtypes have changed."""
 
-    @staticmethod
-    def choose_finite(output: Tensor, choose: Callable[[Tensor], Tensor]) -> Tensor:
-        """``choose``, or -1 for every row of an output that is not finite."""
-        if bool(output.isfinite().all()):
-            return choose(output)
-        return torch.full((output.shape[0],), -1, dtype=torch.int64)
 
-    # -- agreement with other ranks; alone there is nothing to agree about ----------------------
-
-    def agree(self, figures: Sequence[float]) -> list[float]:
-        """Sums of figures over all ranks."""
-        return list(figures)
-
-    def everywhere(self, output: Tensor | None) -> Tensor:
-        """The output of this replica's last stage, on every rank of the replica."""
-        assert output is not None
-        return output
-
-    def collect(self, value: Any) -> list[Any]:
-        """What JSON can hold, from every rank, in their order."""
-        return [value]
-
-    def share_tensors(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors under distinct names from the ranks of a replica, all of them on each."""
-        return tensors
-
-    def align_replicas(self) -> None:  # noqa: B027  (nothing to do for one)
-        """Gives all replicas the buffers (BatchNorm's statistics) of the first."""
-
-    def without_reduction(self) -> AbstractContextManager[None]:
-        """A context within which replicas add up gradients without averaging them."""
-        return nullcontext()
-
-    @property
-    def exchange(self) -> Exchange | None:
-        """What compresses gradients between replicas; None where nothing does."""
-        return None
-
-    def settle_replicas(self, finite: bool) -> None:
-        """Ends the step of `exchange`, if one is under way; see there."""
-        if self.exchange is not None:
-            self.exchange.settle(finite)
-
-    def together(self, where: str = "") -> AbstractContextManager[None]:
-        """A context in which this rank needs others, and they it; ``where`` is for errors."""
-        return nullcontext()
+def choose_finite(output: Tensor, choose: Callable[[Tensor], Tensor]) -> Tensor:
+    """``choose``, or -1 for every row of an output that is not finite."""
+    if bool(output.isfinite().all()):
+        return choose(output)
+    return torch.full((output.shape[0],), -1, dtype=torch.int64)

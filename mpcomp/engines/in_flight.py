@@ -1,4 +1,4 @@
-"""How many microbatches are under way at once: within a memory bound, and chosen by measurement.
+"""The number of microbatches under way at once: within a memory bound, chosen by measurement.
 
 A deeper pipeline hides more of a slow link and keeps more activations. Results do not depend on the
 depth, so it can be tried out while training: the first steps measure.
@@ -10,18 +10,13 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from mpcomp.engines.base import Engine
+from mpcomp.comm.mesh import Mesh
+from mpcomp.engines.saved_bytes import SavedBytes
 from mpcomp.engines.schedules import InFlight1F1B, warmup_of
+from mpcomp.engines.torch_stage import CutStage
 
-if TYPE_CHECKING:
-    from mpcomp.engines.torch_stage import CutStage
-
-__all__ = ["Depth", "DepthSearch", "SavedBytes", "deepest_within"]
+__all__ = ["Depth", "DepthSearch", "deepest_within"]
 
 #: Steps that measure each depth, after one that does not count.
 _TRIALS = 3
@@ -38,7 +33,7 @@ class Depth:
         chunks: microbatches a step, beyond which no depth goes.
         in_flight: the depth wanted; "auto" to search, None for twice the stages less one.
         bound: bytes of activations that this rank may keep; None for no bound.
-        engine: connects the ranks.
+        mesh: the ranks.
     """
 
     def __init__(
@@ -48,9 +43,9 @@ class Depth:
         chunks: int,
         in_flight: int | str | None,
         bound: int | None,
-        engine: Engine,
+        mesh: Mesh,
     ) -> None:
-        self._engine = engine
+        self._mesh = mesh
         self._schedule = schedule
         self._stages = stages
         self._chunks = chunks
@@ -63,7 +58,9 @@ class Depth:
 
     def _limit(self, limit: int) -> None:
         if self._wanted == "auto":
-            self._search = DepthSearch(self._num_stages, self._chunks, limit, self._engine.agree)
+            self._search = DepthSearch(
+                self._num_stages, self._chunks, limit, self._mesh.all_reduce_sum
+            )
             self._schedule.in_flight = self._search.depth
             return
         wanted = 2 * self._num_stages - 1 if self._wanted is None else int(self._wanted)
@@ -95,7 +92,7 @@ class Depth:
             kept[stage.stage_index] = stage.saved.total
             stage.saved = None
         deepest = deepest_within(bound, kept, self._num_stages, self._chunks)
-        found = self._engine.collect([deepest, sum(kept.values())])
+        found = self._mesh.all_gather_object([deepest, sum(kept.values())])
         limit, needed = min(d for d, _ in found), max(size for _, size in found)
         if limit == 0:
             raise ValueError(
@@ -172,33 +169,3 @@ def deepest_within(bound: int, kept: dict[int, int], num_stages: int, chunks: in
         if sum(warmup_of(stage, num_stages, depth) * size for stage, size in kept.items()) <= bound
     ]
     return max(fitting, default=0)
-
-
-class SavedBytes:
-    """Counts what autograd keeps for backward, each piece of memory once."""
-
-    def __init__(self) -> None:
-        self._storages: dict[int, int] = {}
-
-    @property
-    def total(self) -> int:
-        """Bytes so far."""
-        return sum(self._storages.values())
-
-    def add(self, x: Tensor) -> None:
-        """Counts the memory of a tensor."""
-        storage = x.untyped_storage()
-        self._storages[storage.data_ptr()] = storage.nbytes()
-
-    @contextmanager
-    def counting(self, anyway: Sequence[Tensor]) -> Iterator[None]:
-        """Counts within a block what is not among the tensors that are kept ``anyway``."""
-        own = {x.untyped_storage().data_ptr() for x in anyway}
-
-        def pack(x: Tensor) -> Tensor:
-            if x.untyped_storage().data_ptr() not in own:
-                self.add(x)
-            return x
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            yield

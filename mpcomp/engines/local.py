@@ -29,10 +29,11 @@ from torchgpipe.pipeline import clock_cycles
 from torchgpipe.skip.layout import SkipLayout
 
 import stages as staging
+from mpcomp.comm.mesh import LocalMesh
 from mpcomp.core.loss import StepLoss
 from mpcomp.core.step import Step
 from mpcomp.core.tensor_meta import TensorMeta
-from mpcomp.engines.base import Engine
+from mpcomp.engines.base import Engine, choose_finite
 from mpcomp.engines.stage_runner import Autocast, StageRunner, no_autocast
 from mpcomp.links.boundary import Boundary
 from mpcomp.links.tied_weights import Tie, apart
@@ -66,7 +67,7 @@ class LocalEngine(Engine):
     ) -> None:
         assert len(stages) == len(devices) == len(boundaries) + 1
         self.devices = list(devices)
-        self.device = self.devices[-1]
+        self.mesh = LocalMesh(self.devices[-1])
         self.boundaries = list(boundaries)
         self._ties = list(ties)
         for tie in ties:
@@ -95,7 +96,7 @@ class LocalEngine(Engine):
         same: Any = None,
     ) -> list[Tensor]:
         (output,) = self.forward([batch], step)
-        return [self.choose_finite(output, choose).cpu()]
+        return [choose_finite(output, choose).cpu()]
 
     def forward_backward(
         self,

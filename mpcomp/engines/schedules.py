@@ -26,7 +26,7 @@ __all__ = ["OWN", "InFlight1F1B", "Schedule", "schedule_named", "warmup_of"]
 
 @dataclass(frozen=True)
 class Schedule:
-    """What the engine knows of a schedule.
+    """A schedule, as far as the engine knows it.
 
     Attributes:
         name: torch's, or `OWN`'s.

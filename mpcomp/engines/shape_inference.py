@@ -1,4 +1,4 @@
-"""What will cross each cut, found without running the model.
+"""Shapes and dtypes at each cut, found without running the model.
 
 Fake tensors go through all stages: shapes, dtypes and memory order come out, nothing is computed,
 and neither buffers nor generators notice. Both ends of a cut do this alike, so no shape ever
@@ -37,8 +37,8 @@ class Planner:
         self._device = device
         self._known: dict[Any, list[TensorMeta]] = {}
 
-    def crossing(self, microbatch: Any, autocast: Autocast) -> list[TensorMeta]:
-        """What crosses each cut for this microbatch.
+    def plan(self, microbatch: Any, autocast: Autocast) -> list[TensorMeta]:
+        """The tensors that cross the cuts for this microbatch, in order.
 
         Raises:
             TypeError, ValueError: a stage's output cannot cross a cut.

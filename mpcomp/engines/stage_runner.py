@@ -32,7 +32,7 @@ class Autocast:
 
     @classmethod
     def of_caller(cls, device: torch.device) -> Autocast:
-        """What is in force in this thread for ``device``'s type."""
+        """The autocast in force in this thread for ``device``'s type."""
         kind = device.type
         return cls(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
 
@@ -106,7 +106,7 @@ class StageRunner:
         self._seed = seed
 
     def inputs(self, batch: Any) -> Any:
-        """What this stage needs of a microbatch, on its device."""
+        """The part of a microbatch that this stage needs, on its device."""
         needed = batch if self.index == 0 else self.stage.takes(batch)
         return map_tensors(needed, lambda t: t.to(self.device))
 

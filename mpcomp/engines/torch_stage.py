@@ -14,30 +14,29 @@ memory, which ends in BatchNorm's statistics, and it unpickles what comes over t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from mpcomp.comm.channels import Channel
-from mpcomp.comm.failures import Faults
+from mpcomp.comm.mesh import ProcessMesh
 from mpcomp.core.microbatch import map_tensors
 from mpcomp.core.step import Step
 from mpcomp.core.tensor_meta import TensorMeta
-from mpcomp.engines.in_flight import SavedBytes
+from mpcomp.engines.saved_bytes import SavedBytes
 from mpcomp.engines.stage_runner import Autocast, StageRunner, no_autocast
 from mpcomp.links.boundary import Boundary
 
-__all__ = ["Crossing", "CutStage", "run_schedule"]
+__all__ = ["ConnectedBoundary", "CutStage", "run_schedule"]
 
 
 @dataclass(frozen=True)
-class Crossing:
+class ConnectedBoundary:
     """A boundary and how its messages move, as one rank sees it."""
 
     boundary: Boundary
@@ -51,39 +50,30 @@ class CutStage(PipelineStage):
     Args:
         runner: the stage and how to run it.
         num_stages: of the pipeline.
-        group: the ranks of the pipeline.
+        mesh: the connected ranks; told where this one is.
         before: the cut before this stage, None for the first.
         after: the cut after it, None for the last.
-        faults: told where this rank is.
-        replica: number of this pipeline.
-        reduce: averages the stage's gradients over replicas.
     """
 
     def __init__(
         self,
         runner: StageRunner,
         num_stages: int,
-        group: dist.ProcessGroup,
+        mesh: ProcessMesh,
         *,
-        before: Crossing | None,
-        after: Crossing | None,
-        faults: Faults,
-        replica: int,
-        reduce: Callable[[], None],
+        before: ConnectedBoundary | None,
+        after: ConnectedBoundary | None,
     ) -> None:
         assert isinstance(runner.stage, nn.Module)
-        super().__init__(runner.stage, runner.index, num_stages, runner.device, group=group)
+        super().__init__(
+            runner.stage, runner.index, num_stages, runner.device, group=mesh.pipe_group
+        )
         self._runner = runner
         self._before = before
         self._after = after
-        self._faults = faults
-        self._replica = replica
-        self._reduce = reduce
+        self._mesh = mesh
         #: Counts what the first microbatch keeps for backward, while somebody wants to know.
         self.saved: SavedBytes | None = None
-        #: Whether the engine reduces after all stages: something has to come first, as the sum
-        #: over the two copies of a tied parameter.
-        self.reduces_last = False
         self._runtime_validate = False  # with torch's debug level; it knows of no messages
         if hasattr(self, "_stage_meta"):  # from torch 2.13 on; its length counts the inputs
             self._stage_meta.inputs = (None,)  # type: ignore[assignment]
@@ -118,8 +108,8 @@ class CutStage(PipelineStage):
         self.clear_runtime_states()
         if self._before is not None:
             cut = self.stage_index - 1
-            for i, crossing in enumerate(metas):
-                size = self._before.boundary.activation_bytes(crossing[cut], step, i, self.device)
+            for i, at_cuts in enumerate(metas):
+                size = self._before.boundary.activation_bytes(at_cuts[cut], step, i, self.device)
                 self._before.act.post(i, size)
 
     def finish(self) -> None:
@@ -134,7 +124,6 @@ class CutStage(PipelineStage):
         """Lets go of all connections."""
         self.group = None
         self._before = self._after = None
-        self._reduce = lambda: None
 
     # -- one microbatch -------------------------------------------------------------------------
 
@@ -218,21 +207,14 @@ class CutStage(PipelineStage):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward=False)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """After the last microbatch, once a step. Called by the schedule."""
-        if not self.reduces_last:
-            self.reduce()
-
-    def reduce(self) -> None:
-        """Averages the gradients over replicas."""
-        self._faults.where = f"stage {self.stage_index}, averaging over replicas"
-        self._reduce()
+        pass  # the engine does, once a step and after the sum over tied weights
 
     def inputs(self, batch: Any) -> Any:
-        """What this stage takes of a microbatch, on its device."""
+        """The part of a microbatch that this stage takes, on its device."""
         return self._runner.inputs(batch)
 
     def _inputs(self, microbatch: int, taken: Any) -> tuple[Any, dict[str, Any]]:
-        """What the stage is called with: the batch, or the activation and what goes beside it."""
+        """Arguments of the stage: the batch, or the activation and what goes beside it."""
         if self._before is None:
             return taken, {}
         return self._receive(microbatch), taken
@@ -270,14 +252,14 @@ class CutStage(PipelineStage):
 
     def _number(self, microbatch: int) -> int:
         """Among those of all replicas, as one process would count them: each its own dropout."""
-        return self._replica * len(self._metas) + microbatch
+        return self._mesh.replica * len(self._metas) + microbatch
 
     def _samples(self, microbatch: int) -> bool:
         """Whether fidelity is measured: of one microbatch a step, as the sender must decode."""
         return microbatch == self._step.index % len(self._metas)
 
     def _at(self, microbatch: int, what: str) -> None:
-        self._faults.where = f"stage {self.stage_index}, microbatch {microbatch}, {what}"
+        self._mesh.where = f"stage {self.stage_index}, microbatch {microbatch}, {what}"
 
     # -- what torch must not do -----------------------------------------------------------------
 

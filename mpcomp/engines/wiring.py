@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from mpcomp.comm.channels import Channel, LocalChannel, WireChannel
-from mpcomp.comm.mesh import World
-from mpcomp.engines.torch_stage import Crossing
+from mpcomp.comm.mesh import ProcessMesh
+from mpcomp.engines.torch_stage import ConnectedBoundary
 from mpcomp.links.boundary import Boundary
 from mpcomp.links.link import Link
 
@@ -17,30 +17,27 @@ class Wiring:
     """Makes channels. All ranks ask for all of them, in the same order, as groups are made by all.
 
     Args:
-        world: the connected ranks.
+        mesh: the connected ranks.
         places: of each stage the rank of a pipeline that has it.
-        where: what this rank is at, for messages.
 
     Attributes:
-        crossings: of each cut both channels; None where this rank has neither side of it.
+        boundaries: of each cut it and both channels; None where this rank has neither side of it.
     """
 
     def __init__(
         self,
         boundaries: Sequence[Boundary],
-        world: World,
+        mesh: ProcessMesh,
         places: Sequence[int],
-        where: Callable[[], str],
     ) -> None:
-        self._world = world
+        self._mesh = mesh
         self._places = places
-        self._where = where
         self._channels: list[Channel] = []
-        self.crossings = [self._crossing(boundary) for boundary in boundaries]
+        self.boundaries = [self._connected(boundary) for boundary in boundaries]
 
-    def _crossing(self, boundary: Boundary) -> Crossing | None:
+    def _connected(self, boundary: Boundary) -> ConnectedBoundary | None:
         channels = self.channels_of(boundary.links)
-        return None if channels is None else Crossing(boundary, *channels)
+        return None if channels is None else ConnectedBoundary(boundary, *channels)
 
     def channels_of(self, links: tuple[Link, Link]) -> tuple[Channel, Channel] | None:
         """Channels of two links between the same stages, if one of these is here."""
@@ -51,23 +48,23 @@ class Wiring:
         return first, second
 
     def _channel(self, link: Link) -> Channel | None:
-        world = self._world
+        mesh = self._mesh
         ends = sorted(self._places[stage] for stage in (link.sender_stage, link.receiver_stage))
         link.defers_nonfinite = True
         if ends[0] == ends[1]:
             link.on_wire = False
-            return LocalChannel(world.device)
-        group = world.pair(*ends)
+            return LocalChannel(mesh.device)
+        group = mesh.pair(*ends)
         if group is None:
             return None
         return WireChannel(
             group,
-            world.rank_at(ends[1] if ends[0] == world.place else ends[0]),
+            mesh.rank_at(ends[1] if ends[0] == mesh.place else ends[0]),
             name=link.name,
-            device=world.device,
-            timeout_s=world.wait_s,
-            waits=world.waits,
-            at=self._where,
+            device=mesh.device,
+            timeout_s=mesh.wait_s,
+            waits=mesh.waits,
+            at=lambda: mesh.where.partition(",")[0],
         )
 
     @property

@@ -100,7 +100,7 @@ def state_of(pipe):
 
 def memories_of(pipe):
     """What the replicas remember on this rank, by name."""
-    tensors = pipe.engine.exchange.state_dict()["tensors"]
+    tensors = pipe.exchange.state_dict()["tensors"]
     return {name: value.clone() for name, value in tensors.items()}
 
 
@@ -114,7 +114,7 @@ def outcome(dp, schedule, steps, **kwargs):
     pipe = pipe_of(dp, schedule, **kwargs)
     losses = train(pipe, steps)
     own = {name: value.clone() for name, value in pipe.state_dict().items()}
-    exchange = pipe.engine.exchange
+    exchange = pipe.exchange
     return losses, own, state_of(pipe), pipe.report(show=False), list(exchange.history)
 
 
@@ -225,7 +225,7 @@ def ddp_outcomes(methods, steps):
             optimizer.step()
             optimizer.zero_grad()
         found.append((losses, state_of(pipe), ddp.module.state_dict()))
-        assert handle.report()["wire_bytes"] == pipe.engine.exchange.report()["wire_bytes"], dp
+        assert handle.report()["wire_bytes"] == pipe.exchange.report()["wire_bytes"], dp
         assert_same_tensors(handle.state_dict()["tensors"], memories_of(pipe))
     return found
 
@@ -274,18 +274,18 @@ def accumulated(dp):
         with quiet:
             pipe.forward_backward(*share_of(pipe, step))
         if step < 2:
-            assert pipe.engine.exchange.step == 0 and not memories_of(pipe)
+            assert pipe.exchange.step == 0 and not memories_of(pipe)
             first = [p.grad.clone() for p in pipe.parameters()]
     for step in range(3):
         with whole.no_sync():
             whole.forward_backward(*share_of(pipe, step))
     with pipe.no_sync():  # nothing is waited for, whatever the ranks do
-        assert pipe.engine.exchange.totals.steps == 1
+        assert pipe.exchange.totals.steps == 1
     norm = mpcomp.clip_grad_norm_(pipe, 0.01)
     mean = {}
     for name, parameter in whole.named_parameters():
         mean[name] = parameter.grad / 2
-        dist.all_reduce(mean[name], group=whole.engine.world.replica_group)
+        dist.all_reduce(mean[name], group=whole.mesh.replica_group)
     grads = {name: p.grad.clone() for name, p in pipe.named_parameters()}
     return grads, norm, mean, first, pipe.report(show=False)["replicas"]["steps"]
 
@@ -317,7 +317,7 @@ def warming():
         found.append((sum(float(rest.abs().sum()) for rest in rests), len(rests)))
         if step < 3:
             assert_same_tensors(state_of(pipe), state_of(dense))
-    entries = pipe.engine.exchange.history
+    entries = pipe.exchange.history
     return found, [entry["wire_bytes"] / entry["dense_bytes"] for entry in entries]
 
 
@@ -335,10 +335,10 @@ def gravac_while_dense():
     train(pipe, 3)
     with pipe.compressed(dp=False):
         train(pipe, 3, first=3)
-    entries = list(pipe.engine.exchange.history)
+    entries = list(pipe.exchange.history)
     before = [entry["branch"] for entry in entries]
     train(pipe, 3, first=6)
-    return before, pipe.engine.exchange.controller.search.state_dict()
+    return before, pipe.exchange.controller.search.state_dict()
 
 
 def test_gravac_takes_a_dense_step_for_what_it_is(ranks):
@@ -370,7 +370,7 @@ def overflowing(dp):
         scales.append(scaler.get_scale())
         after = memories_of(pipe)
         kept.append(all(k in before and same_bits(before[k], v) for k, v in after.items()))
-    return skipped, scales, kept, state_of(pipe), pipe.engine.exchange.step
+    return skipped, scales, kept, state_of(pipe), pipe.exchange.step
 
 
 @pytest.mark.parametrize("dp", ["ef+topk:0.1", "dgc:0.1", GRAVAC, "ef21+randomk:0.3"])
@@ -641,7 +641,7 @@ def killed(dp, network, fault):
     steps = [lambda i=i: pipe.forward_backward(*share_of(pipe, i)) for i in range(3)]
     steps[0]()
     if dist.get_rank() == 3:
-        pipe.engine.exchange.controller.begin = fault
+        pipe.exchange.controller.begin = fault
     return ends(pipe, steps[1:])
 
 
@@ -682,7 +682,7 @@ def reported():
     pipe.report()
     train(pipe, 6)
     report = pipe.report()
-    own = pipe.engine.exchange.report()
+    own = pipe.exchange.report()
     plain = pipe_of(None).report(show=False)["replicas"]
     return before, report["replicas"], own, plain
 

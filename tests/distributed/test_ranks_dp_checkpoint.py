@@ -29,7 +29,7 @@ TWO_PHASE = ReplicaNetwork(smallest=32, path="two-phase")
 
 def figures_of(pipe):
     """What is counted and decided, without what a clock says."""
-    exchange = pipe.engine.exchange
+    exchange = pipe.exchange
     totals = {k: v for k, v in vars(exchange.totals).items() if not k.endswith("_s")}
     return totals, exchange.step, exchange.controller.state_dict()
 
@@ -74,7 +74,7 @@ def back_to_the_start(root):
     pipe.save(root, optimizer=optimizer)
     losses = train(pipe, 4, optimizer)
     pipe.load(root, optimizer=optimizer)
-    assert not memories_of(pipe) and pipe.engine.exchange.step == 0
+    assert not memories_of(pipe) and pipe.exchange.step == 0
     pipe.zero_grad()
     assert same_bits(train(pipe, 4, optimizer), losses)
 
@@ -257,8 +257,8 @@ def fresh(root):
         other = pipe_of("ef+topk:0.1", seed=1)
         train(other, 2)
         other.load(folder)
-        assert other.num_steps == 3 and other.engine.exchange.step == 0
-        assert not memories_of(other) and other.engine.exchange.totals.wire_bytes == 0
+        assert other.num_steps == 3 and other.exchange.step == 0
+        assert not memories_of(other) and other.exchange.totals.wire_bytes == 0
         assert_same_tensors(state_of(other), state_of(pipe))
         train(other, 2)
     back = pipe_of(None, seed=1)

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import mpcomp
 from mpcomp import PeerError
-from mpcomp.comm.mesh import World
+from mpcomp.comm.mesh import ProcessMesh
 
 #: Seconds that a survivor may take beyond the timeout: machines that run tests are busy.
 SLACK_S = 4.0
@@ -306,7 +306,7 @@ def test_a_rank_that_never_comes(ranks):
 
 def killed_while_connecting():
     if dist.get_rank() == 1:
-        World.pair = lambda *_: os._exit(1)  # after `connect`
+        ProcessMesh.pair = lambda *_: os._exit(1)  # after `connect`
     begin = time.monotonic()
     try:
         pipe_of(3, timeout=3.0)

@@ -52,16 +52,17 @@ def train_replicas(schedules, kwargs):
     results = []
     for schedule in schedules:
         pipe = pipe_of(schedule, **kwargs)
-        calls = [[] for _ in pipe.engine._averages]
+        reducers = pipe.replica_sync.reducers
+        calls = [[] for _ in reducers]
 
-        for average, seen in zip(pipe.engine._averages, calls, strict=True):
-            group = pipe.engine.world.replica_group
+        for ddp, seen in zip(reducers, calls, strict=True):
+            group = pipe.mesh.replica_group
 
             def own(seen, bucket, group=group):
                 seen.append((bucket.index(), bucket.is_last()))
                 return allreduce_hook(group, bucket)
 
-            average.ddp.register_comm_hook(seen, own)
+            ddp.register_comm_hook(seen, own)
         optimizer = sgd(pipe)
         losses, per_step = [], []
         for step in range(10):

@@ -133,7 +133,7 @@ def compressed():
     with pipe.uncompressed():
         whole = evaluated(pipe)
     report = pipe.report(show=False)["replicas"]
-    exchange = pipe.engine.exchange
+    exchange = pipe.exchange
     own = exchange.gathered.wire_bytes
     return losses, exact, whole, weights_of(pipe), report, len(exchange.history), own
 
@@ -242,7 +242,7 @@ def diverges():
     pipe = pipe_of(shard=True, dp_comp="conef+topk:0.1")
     optimizer = adamw(pipe)
     train(pipe, optimizer, 2)
-    state = pipe.engine.exchange.state_dict()["tensors"]
+    state = pipe.exchange.state_dict()["tensors"]
     before = {name: x.clone() for name, x in state.items()}
     x, y = share_of(pipe, 2)
     if pipe.replica == 1:
@@ -250,7 +250,7 @@ def diverges():
     with pytest.raises(FloatingPointError):
         pipe.forward_backward(x, y)
     optimizer.zero_grad()
-    after = pipe.engine.exchange.state_dict()["tensors"]
+    after = pipe.exchange.state_dict()["tensors"]
     assert all(same_bits(after[name], before[name]) for name in before)
     assert train(pipe, optimizer, 1, first=3).isfinite().all()
 

@@ -1,67 +1,65 @@
-"""What this rank's stages exchange with those of other replicas, once a method compresses it."""
+"""Connecting a rank's stages with those of other replicas, in the way that was asked for."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch
 from torch.distributed.utils import _sync_module_states
 
 import stages as staging
-from mpcomp.comm.mesh import World
+from mpcomp.comm.mesh import ProcessMesh
 from mpcomp.data_parallel.average import GROUP_BYTES, CompressedAverage
 from mpcomp.data_parallel.base import ReplicaMethod
 from mpcomp.data_parallel.exchange import Exchange
+from mpcomp.data_parallel.methods import replica_method_of
 from mpcomp.data_parallel.network import ReplicaNetwork
-from mpcomp.data_parallel.replicas import trained_in
+from mpcomp.data_parallel.replica_sync import ReplicaSync, trained_in
+from mpcomp.data_parallel.replicas import GradientAverage
 from mpcomp.data_parallel.sharded_average import ShardedAverage, Sharding
-from mpcomp.links.tied_weights import Tie
 
 __all__ = ["connect_replicas"]
 
 
 def connect_replicas(
     own: Sequence[staging.Stage],
-    method: ReplicaMethod,
-    world: World,
-    together: Callable[[], AbstractContextManager[None]],
+    method: ReplicaMethod | None,
+    mesh: ProcessMesh,
     *,
-    device: torch.device,
     network: ReplicaNetwork | None,
     seed: int,
     cut: Sequence[staging.Stage],
-    ties: Sequence[Tie],
+    copy_of: Mapping[str, str],
     sharding: Sharding | None,
-) -> CompressedAverage | ShardedAverage:
+) -> ReplicaSync:
     """Gives all replicas the weights of the first, and connects their gradients.
 
     Args:
         own: the stages of this rank.
-        method: compresses.
-        world: the connected ranks; all of them call this.
-        together: a context that no rank leaves with an error alone.
-        device: of the gradients.
+        method: compresses; None for the plain mean.
+        mesh: the connected ranks; all of them call this.
         network: how replicas are connected.
         seed: of the run.
         cut: all stages of the pipeline.
-        ties: parameters that two of these share.
+        copy_of: of each copy of a tied weight the name of the first one.
         sharding: how replicas share parameters, if they do.
     """
+    if method is None and sharding is None:
+        return GradientAverage(own, mesh)
+    purpose = "gradients of other replicas"
 
-    def everywhere(numbers: Sequence[float]) -> list[float]:
-        return world.sum(numbers, "gradients of other replicas")
+    def over_all_ranks(numbers: Sequence[float]) -> list[float]:
+        return mesh.all_reduce_sum(numbers, purpose)
 
     def norm_of_replica(square: float) -> float:
-        squares = [0.0] * world.num_replicas
-        squares[world.replica] = square
-        return math.sqrt(everywhere(squares)[world.replica])
+        squares = [0.0] * mesh.num_replicas
+        squares[mesh.replica] = square
+        return math.sqrt(over_all_ranks(squares)[mesh.replica])
 
-    group = world.replica_group
-    with together(), world.waiting("weights of the first replica"):
+    group = mesh.replica_group
+    with mesh.failing_together(), mesh.waiting("weights of the first replica"):
         for stage in own:  # as DDP does
             _sync_module_states(
                 stage,
@@ -71,23 +69,22 @@ def connect_replicas(
                 params_and_buffers_to_ignore=(),
             )
     connections: dict[str, Any] = {
-        "everywhere": everywhere,
-        "waiting": lambda: world.waiting("gradients of other replicas"),
-        "timeout": timedelta(seconds=world.wait_s),
+        "everywhere": over_all_ranks,
+        "waiting": lambda: mesh.waiting(purpose),
+        "timeout": timedelta(seconds=mesh.wait_s),
     }
     if sharding is not None:
-        with together():
+        with mesh.failing_together():
             return ShardedAverage(
                 own,
-                group,
-                device,
-                method,
+                mesh,
+                method or replica_method_of(None),
                 network=network,
                 seed=seed,
                 param_comp=sharding.param_comp,
                 **connections,
             )
-    copy_of = {name: tie.name for tie in ties for _, name in tie.copies}
+    assert method is not None
     exchange = Exchange(
         trained_in(own),
         method,
@@ -99,4 +96,4 @@ def connect_replicas(
         copy_of=copy_of,
         **connections,
     )
-    return CompressedAverage(own, exchange, copy_of)
+    return CompressedAverage(own, mesh, exchange, copy_of)

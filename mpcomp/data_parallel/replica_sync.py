@@ -1,0 +1,122 @@
+"""Keeping the replicas of a pipeline's stages alike: once a step, when all microbatches are done.
+
+Gradients are averaged by DDP's reducer (`replicas`), made into something else by a method
+(`average`), or exchanged by replicas that own a piece of each parameter (`sharded_average`). The
+engine knows none of these; it asks at the same places of a step, in this order::
+
+    check_begin, begin      before anything is sent
+    reduce                  after the last backward, and the sum over tied weights
+    check_finite            when no rank waits for this one any more
+    finish_step             when all ranks know whether the step is stored
+
+A pass of evaluation is a `begin` and an `end`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from mpcomp.comm.mesh import ProcessMesh
+from mpcomp.core.step import Step
+from mpcomp.data_parallel.exchange import Exchange
+
+__all__ = ["ReplicaSync", "check_unchanged", "parameter_ids", "trained_in"]
+
+
+class ReplicaSync(ABC):
+    """One rank's stages, and the same stages of other replicas.
+
+    Args:
+        stages: of this rank.
+        mesh: the connected ranks.
+
+    Attributes:
+        exchange: what compresses gradients; None where nothing does.
+        enabled: whether steps are exchanged, or gradients added up for a later one.
+    """
+
+    exchange: Exchange | None = None
+
+    def __init__(self, stages: Sequence[nn.Module], mesh: ProcessMesh) -> None:
+        self._stages = list(stages)
+        self._mesh = mesh
+        self.enabled = True
+
+    @abstractmethod
+    def reduce(self, step: Step) -> None:
+        """Replaces the gradients of a step by what all replicas make of theirs.
+
+        Raises:
+            ValueError: parameters are not those that were connected.
+        """
+
+    def check_begin(self, step: Step) -> None:
+        """Raises ValueError, on all ranks alike, if the step cannot be exchanged."""
+        if self.enabled and self.exchange is not None:
+            self.exchange.check_lr(step.lr)
+
+    def begin(self, step: Step) -> None:  # noqa: B027  (most have nothing to do)
+        """Before the first microbatch of a step, or of a pass of evaluation."""
+
+    def end(self) -> None:  # noqa: B027
+        """After the last microbatch of a pass of evaluation."""
+
+    def check_finite(self, step: Step) -> None:
+        """Raises FloatingPointError on all ranks for NaN or Inf; see `Exchange.check_finite`."""
+        if self.enabled and self.exchange is not None:
+            self.exchange.check_finite(step.index, scaled=step.scaled)
+
+    def finish_step(self, finite: bool) -> None:
+        """Stores what the exchange has noted, or forgets it; see `Exchange.settle`."""
+        if self.exchange is not None:
+            self.exchange.settle(finite)
+
+    def align_buffers(self) -> None:
+        """Gives all replicas the buffers (BatchNorm's statistics) of the first."""
+        mesh = self._mesh
+        with mesh.failing_together(), mesh.waiting("buffers of the first replica"):
+            for stage in self._stages:
+                for buffer in stage.buffers():
+                    dist.broadcast(buffer, src=mesh.place, group=mesh.replica_group)
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """Within it gradients add up, and are not exchanged."""
+        self.enabled = False
+        try:
+            yield
+        finally:
+            self.enabled = True
+
+    def close(self) -> None:
+        """Lets go of all connections."""
+        if self.exchange is not None:
+            self.exchange.close()
+        self.exchange = None
+
+
+def parameter_ids(stage: nn.Module) -> list[tuple[int, torch.dtype]]:
+    """The parameters that are connected: these are lost without a word when one changes."""
+    return [(id(p), p.dtype) for p in stage.parameters() if p.requires_grad]
+
+
+def check_unchanged(stage: nn.Module, known: list[tuple[int, torch.dtype]]) -> None:
+    """Raises ValueError if the parameters are not those of an earlier `parameter_ids`."""
+    if parameter_ids(stage) != known:
+        raise ValueError(
+            "parameters were replaced, frozen, unfrozen or given another dtype after the "
+            "replicas were connected, so their gradients would not be averaged: change the "
+            "model before mpcomp.pipeline"
+        )
+
+
+def trained_in(stages: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
+    """The parameters of stages that require gradients, by name."""
+    named = (item for stage in stages for item in stage.named_parameters())
+    return {name: parameter for name, parameter in named if parameter.requires_grad}
