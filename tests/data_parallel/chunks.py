@@ -25,7 +25,7 @@ class Chunks(Mapping[Any, list[Any]]):
         *args: Any,
         size: int,
     ) -> None:
-        self._call = lambda chunk: ranks(function, num_ranks, chunk, *args, timeout_s=170.0)
+        self._call = lambda chunk: ranks(function, num_ranks, chunk, *args)
         self._cases = cases
         self._size = size
         self._results: dict[Hashable, list[Any]] = {}

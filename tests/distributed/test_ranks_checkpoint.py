@@ -53,7 +53,7 @@ class Setting:
     model: Any = mlp
     schedule: str | None = None
     replicas: int = 1
-    timeout: float = 20.0
+    timeout: float = 60.0
 
     @property
     def batch(self):

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*would not shrink")
 
 def check(ranks, num_ranks, runs, shrinks=True):
     """Runs in so many ranks, and alone; compares everything. Returns all outcomes."""
-    all_ours = list(zip(*ranks(train_all, num_ranks, runs, timeout_s=120.0), strict=True))
+    all_ours = list(zip(*ranks(train_all, num_ranks, runs), strict=True))
     for run, ours in zip(runs, all_ours, strict=True):
         alone = descending(run) if run.schedule == "LoopedBFS" else train(run)
         assert_same(run, ours, alone)

@@ -247,5 +247,5 @@ def both(alone=False):
 
 def test_two_processes_train_the_model_of_one(ranks):
     """Law 8, bit for bit; each gets the whole model in the end."""
-    first, second = ranks(both, 2, timeout_s=120.0)
+    first, second = ranks(both, 2)
     assert first == second == both(alone=True)
