@@ -43,6 +43,7 @@ def tensors(n: int) -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.each_once
 @EVERY
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("n", [1, 5, 300, 30_011])

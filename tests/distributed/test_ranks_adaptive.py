@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from everyday import slow_after
 from models import CONV_SPLIT, MLP_SPLIT, convnet, images, links_state, mlp
 from runs import Run, assert_same, train, train_all
 
@@ -36,7 +37,7 @@ RUNS = [
 ]
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", slow_after(1, [2, 4]))
 def test_ranks_are_one_process(ranks, num_ranks):
     """Losses, weights, links' state and decisions, bit for bit."""
     runs = [replace(run, stages=num_ranks) for run in RUNS]

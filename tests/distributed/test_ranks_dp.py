@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from everyday import slow_after
 from methods import same_bits
 from models import rows
 from runs import SCHEDULES, SINGLE, deep
@@ -200,9 +201,10 @@ def test_one_controller_decides_for_the_whole_pipeline(after_fifty):
 HEAVY = [GRAVAC.replace("window", "exact=true:window"), "dgc:0.2", "ef21+randomk:0.3"]
 
 
-def test_every_schedule(ranks):
+@pytest.mark.parametrize("methods_each", slow_after(1, [1, 2]))
+def test_every_schedule(ranks, methods_each):
     turns = itertools.cycle(HEAVY)
-    cases = [(next(turns), schedule) for schedule in SCHEDULES[1:] for _ in range(2)]
+    cases = [(next(turns), schedule) for schedule in SCHEDULES[1:] for _ in range(methods_each)]
     results = ranks(outcomes, 4, cases, 8, {})
     check_replicas(results, cases)
     for case, (_, _, whole, _, _) in zip(cases, results[0], strict=True):
@@ -373,7 +375,9 @@ def overflowing(dp):
     return skipped, scales, kept, state_of(pipe), pipe.engine.exchange.step
 
 
-@pytest.mark.parametrize("dp", ["ef+topk:0.1", "dgc:0.1", GRAVAC, "ef21+randomk:0.3"])
+@pytest.mark.parametrize(
+    "dp", slow_after(2, ["ef+topk:0.1", GRAVAC, "dgc:0.1", "ef21+randomk:0.3"])
+)
 def test_an_overflow_anywhere_is_skipped_everywhere(ranks, dp):
     results = ranks(overflowing, 4, dp)
     for skipped, scales, kept, state, step in results:
@@ -462,7 +466,7 @@ def scaled(dp, scale):
     return state_of(pipe), memories_of(pipe)
 
 
-@pytest.mark.parametrize("dp", ["ef+topk:0.1", "dgc:0.1", "ef21+topk:0.2"])
+@pytest.mark.parametrize("dp", slow_after(1, ["ef+topk:0.1", "dgc:0.1", "ef21+topk:0.2"]))
 def test_what_is_remembered_is_free_of_the_loss_scale(ranks, dp):
     plain, with_scaler = ranks(scaled, 2, dp, None), ranks(scaled, 2, dp, 1024.0)
     for ours, theirs in zip(plain, with_scaler, strict=True):
@@ -650,7 +654,9 @@ def fail(*_):
 
 
 @pytest.mark.parametrize(
-    "network", [NETWORK, ReplicaNetwork(smallest=32, per_machine=2)], ids=["flat", "two levels"]
+    "network",
+    slow_after(1, [NETWORK, ReplicaNetwork(smallest=32, per_machine=2)]),
+    ids=["flat", "two levels"],
 )
 def test_a_rank_that_dies_in_the_exchange_is_named(ranks, network):
     results = ranks(killed, 4, "ef+topk:0.1", network, functools.partial(dying), may_fail=True)

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from everyday import slow, slow_after, slow_but
 from methods import same_bits
 from models import assert_same_state, links_state, rows
 from runs import deep
@@ -159,7 +160,13 @@ def survivors(ranks, case, fault, **kwargs):
 
 
 @pytest.mark.parametrize(
-    "case, fault", [*((case, die) for case in FAULTS if case[1] != 2), (FAULTS[0], leave)], ids=str
+    "case, fault",
+    [
+        *((FAULTS[i], die) for i in (1, 5)),
+        *(slow(FAULTS[i], die) for i in (2, 3, 4, 6)),
+        (FAULTS[0], leave),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_a_killed_rank_is_named_by_all_others_at_once(ranks, case, fault):
     victim, others, _ = survivors(ranks, case, fault)
@@ -172,7 +179,7 @@ def test_a_killed_rank_is_named_by_all_others_at_once(ranks, case, fault):
         assert end.again == "", (rank, end)
 
 
-@pytest.mark.parametrize("case, fault", [(FAULTS[3], freeze), (FAULTS[5], doze)])
+@pytest.mark.parametrize("case, fault", [slow(FAULTS[3], freeze), (FAULTS[5], doze)])
 def test_a_stalled_rank_is_named_by_all_others_within_the_timeout(ranks, case, fault):
     victim, others, _ = survivors(ranks, case, fault, timeout=TIMEOUT_S)
     for rank, end in others.items():
@@ -182,7 +189,7 @@ def test_a_stalled_rank_is_named_by_all_others_within_the_timeout(ranks, case, f
         assert end.seconds < TIMEOUT_S + AT_ONCE_S and end.again == "", (rank, end)
 
 
-@pytest.mark.parametrize("case", FAULTS, ids=str)
+@pytest.mark.parametrize("case", slow_but([FAULTS[i] for i in (0, 4, 6)], FAULTS), ids=str)
 def test_a_stage_that_raises_is_named_with_microbatch_and_reason(ranks, case):
     _, _, _, stage, _, microbatch, way = case
     victim, others, own = survivors(ranks, case, boom)
@@ -271,7 +278,7 @@ def without_the_store(port, victim, fault):
     return ends(pipe, [lambda i=i: step(pipe, i) for i in range(3)])
 
 
-@pytest.mark.parametrize("victim, fault", [(0, die), (0, freeze), (2, die)])
+@pytest.mark.parametrize("victim, fault", [(0, die), slow(0, freeze), slow(2, die)])
 def test_the_host_of_the_store_may_be_the_one_that_fails(ranks, victim, fault):
     """A rendezvous over TCP, whose store lives in rank 0."""
     with socket.socket() as free:
@@ -357,7 +364,7 @@ def configured(options, only):
     return found, float(step(pipe_of(2), 0))
 
 
-@pytest.mark.parametrize("only", [0, 1])
+@pytest.mark.parametrize("only", slow_after(1, [0, 1]))
 def test_a_rank_with_another_choice_is_named_on_every_rank(ranks, only):
     """Nothing is connected yet, so the next pipeline works."""
     results = ranks(configured, 2, DIFFERENT, only)
@@ -426,7 +433,7 @@ def undisturbed(num_stages, kwargs):
     return torch.stack([step(pipe, number) for number in range(9)])
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", slow_after(1, [2, 4]))
 def test_a_rank_with_other_data_is_named_and_the_pipeline_goes_on(ranks, num_ranks):
     """Found before anything is sent; the next step is as if nothing had been."""
     kwargs = {"act_comp": "aqsgd+quant:4"}
@@ -455,7 +462,7 @@ def another_call(what):
     return ends(pipe, [*calls, lambda: step(pipe, 1)])
 
 
-@pytest.mark.parametrize("what", ["merge", "loader"])
+@pytest.mark.parametrize("what", slow_after(1, ["merge", "loader"]))
 def test_a_call_that_one_rank_makes_alone_ends_in_time(ranks, what):
     """Their collectives do not fit each other, so this is found by waiting."""
     for end in ranks(another_call, 4, what):
@@ -501,7 +508,7 @@ def poisoned(stage, way, evaluate):
 @pytest.mark.parametrize(
     "stage, way, evaluate, link",
     [
-        (0, "forward", False, "boundary 0 act"),
+        slow(0, "forward", False, "boundary 0 act"),
         (2, "forward", False, "boundary 2 act"),
         (1, "forward", True, "boundary 1 act"),
         (2, "backward", False, "boundary 1 grad"),

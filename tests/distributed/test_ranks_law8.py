@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from everyday import slow_after, slow_but
 from methods import EXAMPLES
 from runs import (
     KINDS,
@@ -63,7 +64,7 @@ def test_every_schedule_on_two_ranks(ranks, schedule):
     check(ranks, 2, [with_stages(run, 2) for run in runs])
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", slow_but([None, "ZBVZeroBubble"], SCHEDULES))
 def test_every_schedule_on_four_ranks(ranks, schedule):
     """Eight stages where a rank takes two."""
     methods = {"act": "ef21+quant:4", "grad": "ef+topk:0.3"}
@@ -203,7 +204,7 @@ def test_overflow_in_one_of_four_ranks(ranks):
     check(ranks, 4, runs)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", slow_after(1, [4, 2]))
 def test_feedback_and_random_methods_on_four_ranks_too(ranks, num_ranks):
     """Pairs of methods that share a cut."""
     pairs = [

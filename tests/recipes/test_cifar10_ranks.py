@@ -92,6 +92,7 @@ def test_two_processes_train_the_run_of_one(ranks, tmp_path):
     assert history(tmp_path / "four", local) == history(tmp_path / "v", local)
 
 
+@pytest.mark.slow
 def test_replicas_share_the_batches(ranks, tmp_path):
     command = [*TINY, "--split", "2", "--replicas", "2", "--act", "aqsgd+quant:4"]
     whole, parts = str(tmp_path / "whole"), str(tmp_path / "parts")

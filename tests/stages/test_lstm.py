@@ -127,6 +127,7 @@ def test_sizes_below_one(name):
 # -- in a pipeline --------------------------------------------------------------------------------
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("recompute", [False, True], ids=["keep", "recompute"])
 @pytest.mark.parametrize("count, chunks", SIZES)
 @pytest.mark.parametrize("where", ["paper", 2, 4])
