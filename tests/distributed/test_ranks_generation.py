@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from everyday import slow_after
 from lm_runs import gpt2, llama, text
 from torch import Tensor
 
@@ -63,7 +64,7 @@ def all_ways(num_stages: int, **options: Any) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", slow_after(1, [2, 3]))
 def test_tokens_of_one_process_on_every_rank(ranks, num_ranks):
     alone = all_ways(num_ranks, engine="local")
     by_rank = ranks(all_ways, num_ranks, num_ranks)

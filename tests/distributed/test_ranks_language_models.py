@@ -72,6 +72,7 @@ WAYS = {
 }
 
 
+@pytest.mark.slow
 def test_what_a_training_loop_does(ranks):
     """Each in the engine's own schedule, and in another in turn."""
     schedules = ("Interleaved1F1B", "GPipe", "ZBVZeroBubble")
