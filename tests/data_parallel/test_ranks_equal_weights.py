@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from chunks import Chunks, asked_for
-from everyday import slow_but
+from everyday import slow_after, slow_but
 from methods import BETWEEN_REPLICAS
 from ranks import preload
 from replica_methods import BY_CLASS, MAIN, SPECS, replica_classes
@@ -67,12 +67,13 @@ def check(outcomes: Outcomes, spec: str, *, rebuilt: bool = True) -> Outcome:
 
 
 @pytest.fixture(scope="module")
-def plain(ranks) -> Outcomes:
+def plain(ranks, request) -> Outcomes:
     """Four replicas, the cheapest path."""
-    return outcomes_of(ranks, 4, {spec: Run(spec) for spec in MAIN})
+    runs = {spec: Run(spec) for spec in MAIN}
+    return outcomes_of(ranks, 4, runs, asked_for(request, "spec"))
 
 
-@pytest.mark.parametrize("spec", MAIN)
+@pytest.mark.parametrize("spec", slow_after(6, MAIN))
 def test_weights_are_equal(plain, spec):
     check(plain, spec)
 
@@ -87,7 +88,7 @@ def odd(ranks, request) -> Outcomes:
     return outcomes_of(ranks, 3, runs, asked_for(request, "spec"))
 
 
-@pytest.mark.parametrize("spec", slow_but([s for s in SPECS if s not in MAIN], SPECS))
+@pytest.mark.parametrize("spec", slow_but([s for s in SPECS if s not in MAIN[:6] + IN_HALF], SPECS))
 def test_weights_are_equal_with_unused_parameters(odd, spec):
     # DDP does not rebuild buckets where it looks for unused parameters.
     check(odd, spec, rebuilt=False)
@@ -104,7 +105,7 @@ def machines(ranks, request) -> Outcomes:
     return outcomes_of(ranks, 4, runs, asked_for(request, "spec"))
 
 
-@pytest.mark.parametrize("spec", slow_but([s for s in MAIN[:6] if s in IN_HALF], IN_HALF))
+@pytest.mark.parametrize("spec", slow_but([s for s in IN_HALF if s not in MAIN], IN_HALF))
 def test_weights_are_equal_over_two_levels_in_bf16(machines, spec):
     check(machines, spec)
 

@@ -124,9 +124,8 @@ METHODS = [
 ]
 #: As SPECS of `replica_methods` are all under the laws of plain replicas.
 ONE_OF_A_KIND = [
-    *("topk:0.2", "randomblock:0.3:unbiased=true", "qsgd:4", "ef+topk:0.1", "ef+lowrank:1"),
-    *("ef21+topk:0.2", "conef+topk:0.1", METHODS[15], METHODS[17], "dgc:0.1", "redsync:0.1"),
-    "onebitsgd",
+    *("topk:0.2", "ef+topk:0.1", "ef+lowrank:1", "ef21+topk:0.2", "conef+topk:0.1", METHODS[15]),
+    *(METHODS[17], "dgc:0.1", "redsync:0.1", "onebitsgd"),
 ]
 #: What a run of each is checked for.
 SAID = ("cf_min", "cf_candidate", "branch", "critical")

@@ -167,6 +167,7 @@ def test_replicas_are_equal_after_fifty_steps(after_fifty):
     check_replicas(after_fifty, [(dp, None) for dp in LONG])
 
 
+@pytest.mark.slow
 def test_replicas_are_equal_and_learn_with_every_method(ranks):
     cases = [(dp, None) for dp in METHODS if dp not in LONG]
     check_replicas(ranks(outcomes, 4, cases, 16, {}), cases)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from everyday import slow_after
 from methods import same_bits
 from test_ranks_dp import (
     GRAVAC,
@@ -56,7 +57,7 @@ def goes_on(cases, root):
         assert straight.report(show=False)["replicas"]["ratio"] < 1
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", slow_after(1, [2, 4]))
 def test_going_on_is_as_if_never_stopped(ranks, num_ranks, tmp_path):
     """Every stateful method: the sixth step is in the middle of an interval and of a window."""
     if num_ranks == 2:

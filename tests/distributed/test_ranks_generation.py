@@ -114,6 +114,7 @@ def of_replicas(ends: list[int]) -> Any:
     return found
 
 
+@pytest.mark.slow
 def test_replicas_continue_their_own_prompts(ranks):
     """Also if one of them has less to say: both end together."""
     pipe = pipe_of("llama", 2, engine="local")

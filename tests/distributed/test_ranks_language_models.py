@@ -33,6 +33,7 @@ def test_models_and_schedules_on_two_ranks(ranks):
     check(ranks, 2, runs)
 
 
+@pytest.mark.slow
 def test_models_and_schedules_on_four_ranks(ranks):
     runs = [
         lm_run("gpt2 left", 4, **COMPRESSED),

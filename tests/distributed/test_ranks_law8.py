@@ -52,8 +52,9 @@ def check(ranks, num_ranks, runs, shrinks=True):
 COMPRESSED = {"act": "topk:0.3", "grad": "ef21+topk:0.3"}
 
 
+@pytest.mark.parametrize("steps", slow_after(1, [5, 10]))
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_schedule_on_two_ranks(ranks, schedule):
+def test_every_schedule_on_two_ranks(ranks, schedule, steps):
     """Uneven microbatches (10 rows in 4); BatchNorm, dropout and operations in place as well."""
     runs = [
         Run("deep", schedule=schedule),
@@ -61,7 +62,7 @@ def test_every_schedule_on_two_ranks(ranks, schedule):
         Run("deep convnet", schedule=schedule),
         Run("deep convnet", schedule=schedule, act="ef21+quant:4", grad="ef+topk:0.3"),
     ]
-    check(ranks, 2, [with_stages(run, 2) for run in runs])
+    check(ranks, 2, [with_stages(replace(run, steps=steps), 2) for run in runs])
 
 
 @pytest.mark.parametrize("schedule", slow_but([None, "ZBVZeroBubble"], SCHEDULES))

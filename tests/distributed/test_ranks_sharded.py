@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from everyday import slow_but
 from methods import same_bits
 from models import images, rows
 from runs import SINGLE, deep, deep_convnet
@@ -82,7 +83,9 @@ def as_if_whole(schedules):
         assert_near(own_weights, weights)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    "schedule", slow_but([None, "Interleaved1F1B", "ZBVZeroBubble"], SCHEDULES)
+)
 def test_sharded_replicas_train_as_whole_ones(ranks, schedule):
     ranks(as_if_whole, 4, [schedule])
 

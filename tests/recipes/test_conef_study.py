@@ -69,6 +69,7 @@ TINY = [
 ]
 
 
+@pytest.mark.slow
 def test_the_study_skips_what_is_finished(ranks, tmp_path):
     words = tmp_path / "words.txt"
     words.write_text("".join(f"the cut number {i} sends a small message.\n" for i in range(60)))
