@@ -69,7 +69,6 @@ def test_two_processes_train_the_run_of_one(ranks, tmp_path):
         ["--resume", parts],
         [*TINY, *FEEDBACK, "--split", "2", "--in-flight", "auto", "--out", auto],
         [*TINY, *FEEDBACK, "--schedule", "ZBVZeroBubble", "--out", str(tmp_path / "v")],
-        timeout_s=120.0,
     )
     for ends in zip(*ended, strict=True):
         check_success(ends)
@@ -102,7 +101,6 @@ def test_replicas_share_the_batches(ranks, tmp_path):
         [*command, "--out", whole],
         [*command, "--out", parts, "--stop-after", "1"],
         ["--resume", parts],
-        timeout_s=120.0,
     )
     for ends in zip(*ended, strict=True):
         check_success(ends)

@@ -38,7 +38,6 @@ def test_the_run_folder_tells_what_replicas_exchanged(ranks, tmp_path):
         [*TINY, "--dp-comp", GRAVAC, "--compare", "--out", str(whole)],
         [*TINY, "--dp-comp", GRAVAC, "--out", str(parts), "--stop-after", "1"],
         ["--resume", str(parts)],
-        timeout_s=120.0,
     )
     for ends in zip(*ended, strict=True):
         check_success(ends)

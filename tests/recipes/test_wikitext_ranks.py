@@ -32,7 +32,6 @@ def test_two_processes_train_the_run_of_one(ranks, tmp_path):
             [*command, "--out", str(parts), "--stop-after", "1"],
             ["--resume", str(parts)],
             [*command, "--model", "./nobody", "--out", str(tmp_path / "none")],
-            timeout_s=120.0,
         ),
         strict=True,
     )
