@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 import pytest
 import torch
+from everyday import is_in_turn
 from hypothesis import settings
 
 # The same examples on every machine, and no limit in seconds on a loaded one.
@@ -15,6 +16,12 @@ settings.load_profile("mpcomp")
 
 def pytest_report_header() -> str:
     return f"torch: {torch.__version__}, {torch.cuda.device_count()} CUDA devices"
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Of tests marked ``each_once``, all but the cases of the everyday suite are slow."""
+    if item.get_closest_marker("each_once") is not None and not is_in_turn(item):
+        item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)

@@ -51,7 +51,7 @@ def run_ranks(
     function: Callable[..., Any],
     num_ranks: int,
     *args: Any,
-    timeout_s: float = 60.0,
+    timeout_s: float = 240.0,
     may_fail: bool = False,
     init: bool = True,
     without: Collection[int] = (),
@@ -61,7 +61,7 @@ def run_ranks(
     Args:
         function: at the top level of a module.
         num_ranks: number of processes.
-        timeout_s: after which all are killed.
+        timeout_s: after which all are killed; for what hangs, as a busy machine takes minutes.
         may_fail: give exceptions, as (type's name, message), and exit codes of those that died,
             in place of results, instead of raising.
         init: join a gloo group first.
@@ -134,7 +134,7 @@ def _main(
                 store=dist.FileStore(str(Path(folder) / "store"), num_ranks),
                 rank=rank,
                 world_size=num_ranks,
-                timeout=timedelta(seconds=60),
+                timeout=timedelta(seconds=180),
             )
             dist.barrier()  # one that ends at once must not leave while others still connect to it
         result = (False, function(*args), "")

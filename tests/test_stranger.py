@@ -61,10 +61,12 @@ globals().update(laws_over("compressors/test_registry.py", compressor=COMPRESSOR
 globals().update(laws_over("compressors/test_registry.py", method=COMPRESSORS))
 globals().update(laws_over("compressors/test_selecting.py", compressor=COMPRESSORS))
 globals().update(laws_over("test_capabilities.py", unbiased=COMPRESSORS))
-globals().update(laws_over("test_message.py", compressor=COMPRESSORS))
+globals().update(laws_over("core/test_message.py", compressor=COMPRESSORS))
 globals().update(
     laws_over(
-        "test_link.py", without=["test_what_arrives_is_the_compressors_result"], method=COMPRESSORS
+        "links/test_link.py",
+        without=["test_what_arrives_is_the_compressors_result"],
+        method=COMPRESSORS,
     )
 )
 globals().update(laws_over("engines/test_local.py", method=COMPRESSORS))

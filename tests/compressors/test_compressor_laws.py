@@ -60,6 +60,7 @@ def assert_like(y: Tensor, x: Tensor) -> None:
         assert y.is_contiguous()
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
 def test_payload_is_what_the_layout_says(compressor, dtype):
@@ -82,6 +83,7 @@ def test_payload_is_what_the_layout_says(compressor, dtype):
             assert_like(compressor.decompress(payload, meta, drawn()), x)
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
 def test_survives_hard_tensors(compressor, dtype, global_rng_untouched):
@@ -100,6 +102,7 @@ def test_survives_hard_tensors(compressor, dtype, global_rng_untouched):
             assert same_bits(x, before), (shape, what)
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("shape", EMPTY, ids=str)
 @pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
 def test_survives_empty_tensors(compressor, shape):
@@ -115,6 +118,7 @@ def test_zeros_arrive_as_zeros(compressor):
         assert torch.equal(round_trip(compressor, torch.zeros(shape)), torch.zeros(shape)), shape
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
 def test_same_input_and_seed_give_the_same_bits(compressor, dtype):

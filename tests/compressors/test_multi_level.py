@@ -36,6 +36,7 @@ def tensors(n: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     return {name: x.to(dtype) for name, x in found.items()}
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("first", EXACT, ids=str)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("n", [1, 2, 9, 37, 1003, 20_011])

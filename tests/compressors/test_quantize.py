@@ -52,6 +52,7 @@ def assert_error_is_bounded(x: Tensor, compressor: Quantize, steps: float) -> No
         assert (a - b).abs().max() <= allowed, (compressor, a, b)
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("mode", ["minmax", "maxabs"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

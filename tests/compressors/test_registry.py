@@ -100,6 +100,7 @@ def test_a_method_is_a_frozen_value(method):
             setattr(method, field.name, None)
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("selecting", SELECTING, ids=str)
 @pytest.mark.parametrize("cf", [1, 4, 20.0])
 def test_with_cf_sends_one_element_in_cf(selecting, cf):

@@ -29,6 +29,7 @@ def test_compress_is_choose_and_take(selecting):
         assert torch.equal(selecting.indices(payload, meta, drawn(3)), positions)
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("selecting", SELECTING, ids=str)
 @pytest.mark.parametrize("k", [0, 1, 7, 40])
 def test_a_choice_is_of_k_ascending_positions(selecting, k):
@@ -37,6 +38,7 @@ def test_a_choice_is_of_k_ascending_positions(selecting, k):
     assert (positions[1:] > positions[:-1]).all() and ((positions >= 0) & (positions < 40)).all()
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("selecting", SELECTING, ids=str)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_decoded_values_stand_at_the_positions(selecting, dtype):
@@ -49,6 +51,7 @@ def test_decoded_values_stand_at_the_positions(selecting, dtype):
     assert same_bits(round_trip(selecting, x), expected.reshape(3, 40))
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
 @pytest.mark.parametrize("scale", [1.0, 0.25, 1 / 3, -2.0])
 @pytest.mark.parametrize("shape", [(1, 97), (4, 50), (0,), (2, 3, 4, 5)], ids=str)

@@ -43,6 +43,7 @@ def tensors(n: int) -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.each_once
 @EVERY
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("n", [1, 5, 300, 30_011])
@@ -150,16 +151,16 @@ def test_binary_search_halves_until_k_to_2k_reach_it(monkeypatch):
 
 
 def test_sampling_is_faster_than_sorting():
-    """Ten to one when measured alone; here with a wide margin for a busy machine."""
+    """Ten to one, in this thread's own time; with a wide margin, as caches are shared."""
     x = torch.randn(4_000_000)
     k = 4000
 
     def best(method) -> float:
         times = []
         for _ in range(3):
-            start = time.perf_counter()
+            start = time.thread_time()
             method.choose(x, k)
-            times.append(time.perf_counter() - start)
+            times.append(time.thread_time() - start)
         return min(times)
 
     assert best(SampledTopK(0.001)) < 0.7 * best(TopK(0.001, scope="tensor"))

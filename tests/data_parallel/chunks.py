@@ -1,7 +1,23 @@
 """Many cases in few starts of processes: each start takes several, when the first is asked for."""
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
+
+import pytest
+
+_NO_PARAMETERS = SimpleNamespace(params={})
+
+
+def asked_for(request: pytest.FixtureRequest, name: str) -> set[Any]:
+    """Values of a parameter in the tests of this run, which may leave out slow ones."""
+    return {
+        item.callspec.params[name]
+        for item in request.session.items
+        if item.module is request.module
+        and request.fixturename in item.fixturenames
+        and name in getattr(item, "callspec", _NO_PARAMETERS).params
+    }
 
 
 class Chunks(Mapping[Any, list[Any]]):
@@ -14,6 +30,7 @@ class Chunks(Mapping[Any, list[Any]]):
         cases: by key, as they are handed to the function.
         args: further arguments of the function.
         size: cases of one start.
+        wanted: keys of the cases that this run will ask for; None: of all.
     """
 
     def __init__(
@@ -24,9 +41,10 @@ class Chunks(Mapping[Any, list[Any]]):
         cases: Mapping[Any, Any],
         *args: Any,
         size: int,
+        wanted: Collection[Any] | None = None,
     ) -> None:
-        self._call = lambda chunk: ranks(function, num_ranks, chunk, *args, timeout_s=170.0)
-        self._cases = cases
+        self._call = lambda chunk: ranks(function, num_ranks, chunk, *args)
+        self._cases = {k: v for k, v in cases.items() if wanted is None or k in wanted}
         self._size = size
         self._results: dict[Hashable, list[Any]] = {}
 

@@ -201,6 +201,7 @@ def test_a_sketch_holds_that_of_all_that_is_missing(fraction, improved):
     torch.testing.assert_close(cells, sketch.sketch(missing[None])[0], rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("inner", [TopK(0.2), RandomBlock(0.2), Quantize(8)], ids=str)
 @pytest.mark.parametrize("fraction, beta", [(0.1, 0.9), (0.3, 0.8), (0.5, 0.5)])
 @pytest.mark.parametrize("improved", [None, "v2"])

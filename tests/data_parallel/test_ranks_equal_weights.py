@@ -4,12 +4,13 @@ Also after DDP has rebuilt its buckets, with parameters that some or all replica
 bf16, on all paths and over two levels.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import pytest
 import torch
-from chunks import Chunks
+from chunks import Chunks, asked_for
+from everyday import slow_after, slow_but
 from methods import BETWEEN_REPLICAS
 from ranks import preload
 from replica_methods import BY_CLASS, MAIN, SPECS, replica_classes
@@ -32,9 +33,14 @@ def test_every_method_between_replicas_is_under_these_laws():
     assert replica_classes() == BETWEEN_REPLICAS.keys()
 
 
-def outcomes_of(ranks: Callable[..., list[Any]], num_ranks: int, runs: dict[str, Run]) -> Outcomes:
+def outcomes_of(
+    ranks: Callable[..., list[Any]],
+    num_ranks: int,
+    runs: dict[str, Run],
+    wanted: Collection[str] | None = None,
+) -> Outcomes:
     """By method, those of all ranks."""
-    return Chunks(ranks, train_all, num_ranks, runs, size=5)
+    return Chunks(ranks, train_all, num_ranks, runs, size=5, wanted=wanted)
 
 
 def check(outcomes: Outcomes, spec: str, *, rebuilt: bool = True) -> Outcome:
@@ -61,43 +67,45 @@ def check(outcomes: Outcomes, spec: str, *, rebuilt: bool = True) -> Outcome:
 
 
 @pytest.fixture(scope="module")
-def plain(ranks) -> Outcomes:
+def plain(ranks, request) -> Outcomes:
     """Four replicas, the cheapest path."""
-    return outcomes_of(ranks, 4, {spec: Run(spec) for spec in MAIN})
+    runs = {spec: Run(spec) for spec in MAIN}
+    return outcomes_of(ranks, 4, runs, asked_for(request, "spec"))
 
 
-@pytest.mark.parametrize("spec", MAIN)
+@pytest.mark.parametrize("spec", slow_after(6, MAIN))
 def test_weights_are_equal(plain, spec):
     check(plain, spec)
 
 
 @pytest.fixture(scope="module")
-def odd(ranks) -> Outcomes:
+def odd(ranks, request) -> Outcomes:
     """Three replicas, two phases, unused parameters, kernels in channels-last."""
     network = ReplicaNetwork("two-phase", smallest=SMALLEST)
     ddp = (("find_unused_parameters", True), ("gradient_as_bucket_view", True))
     options = {"steps": 18, "extra": "changing", "channels_last": True, "lr": 0.2}
-    return outcomes_of(ranks, 3, {spec: Run(spec, network, ddp, **options) for spec in SPECS})
+    runs = {spec: Run(spec, network, ddp, **options) for spec in SPECS}
+    return outcomes_of(ranks, 3, runs, asked_for(request, "spec"))
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", slow_but([s for s in SPECS if s not in MAIN[:6] + IN_HALF], SPECS))
 def test_weights_are_equal_with_unused_parameters(odd, spec):
     # DDP does not rebuild buckets where it looks for unused parameters.
     check(odd, spec, rebuilt=False)
 
 
 @pytest.fixture(scope="module")
-def machines(ranks) -> Outcomes:
+def machines(ranks, request) -> Outcomes:
     """Two machines of two replicas, parameters in bf16, two backward passes to a step."""
     runs = {}
     for i, spec in enumerate(IN_HALF):
         inside = Cast("bf16") if i % 2 else None
         network = ReplicaNetwork(smallest=SMALLEST, per_machine=2, inside=inside)
         runs[spec] = Run(spec, network, steps=18, dtype=torch.bfloat16, accumulate=2, lr=0.2)
-    return outcomes_of(ranks, 4, runs)
+    return outcomes_of(ranks, 4, runs, asked_for(request, "spec"))
 
 
-@pytest.mark.parametrize("spec", IN_HALF)
+@pytest.mark.parametrize("spec", slow_but([s for s in IN_HALF if s not in MAIN], IN_HALF))
 def test_weights_are_equal_over_two_levels_in_bf16(machines, spec):
     check(machines, spec)
 

@@ -1,11 +1,13 @@
 """What arrives: all of it in the lossless limit, and with feedback nothing is ever lost."""
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from chunks import Chunks
+from chunks import Chunks, asked_for
+from everyday import slow_but
 from methods import COMPRESSORS
 from ranks import preload
 from replica_runs import (
@@ -236,6 +238,14 @@ MASS = [
 ]
 
 
+def everyday() -> list[tuple[str, str]]:
+    """Each class in error feedback, and each method once, networks by turns."""
+    of_class = {type(c): (str(ErrorFeedback(c)), "two-phase") for c in reversed(fed_back())}
+    turns = itertools.cycle(NETWORKS)
+    methods = [(spec, "gather" if "exact" in spec else next(turns)) for spec in METHODS]
+    return [*of_class.values(), *methods]
+
+
 def left_over(exchange: Any, name: str, meta: TensorMeta, codec: Compressor | None) -> Tensor:
     """The mean of what all replicas keep of a parameter [n]; the same on all."""
     tensors = exchange.state_dict()["tensors"]
@@ -293,8 +303,9 @@ def masses(cases: list[tuple[str, str]]) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def mass_runs(ranks):
-    return Chunks(ranks, masses, 4, {case: case for case in MASS}, size=30)
+def mass_runs(ranks, request):
+    wanted = {*asked_for(request, "case"), *everyday()}  # the last test asks for GraVAC's
+    return Chunks(ranks, masses, 4, {case: case for case in MASS}, size=30, wanted=wanted)
 
 
 def bound_of(spec: str) -> float:
@@ -307,7 +318,7 @@ def bound_of(spec: str) -> float:
     return 1e-5
 
 
-@pytest.mark.parametrize("case", MASS, ids="-".join)
+@pytest.mark.parametrize("case", slow_but(everyday(), MASS), ids="-".join)
 def test_nothing_is_lost(mass_runs, case):
     """Sum of results + mean of what is kept = sum of the mean gradients."""
     spec, _network = case

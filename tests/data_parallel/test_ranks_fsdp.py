@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from chunks import Chunks
+from chunks import Chunks, asked_for
+from everyday import slow_after, slow_but
 from ranks import preload
 from replica_runs import digest
 from sharded_runs import HALF, NETWORK, Net, Run, Training, kept_of
@@ -71,8 +72,9 @@ def two(ranks):
 
 
 @pytest.fixture(scope="module")
-def four(ranks):
-    return Chunks(ranks, dense, 4, DENSE, size=len(DENSE))
+def four(ranks, request):
+    wanted = asked_for(request, "case")
+    return Chunks(ranks, dense, 4, DENSE, size=len(DENSE), wanted=wanted)
 
 
 @pytest.mark.parametrize("case", [case for case in DENSE if case != "fp16 gradients"])
@@ -83,7 +85,9 @@ def test_uncompressed_on_two_ranks_is_fsdp2_bit_for_bit(two, case):
         assert report["ratio"] == 1 and report["steps"] == 4
 
 
-@pytest.mark.parametrize("case", DENSE)
+@pytest.mark.parametrize(
+    "case", slow_but(["plain", "accumulated", "tied", "fp16 gradients", "cut by columns"], DENSE)
+)
 def test_uncompressed_on_four_ranks_is_fsdp2_but_for_the_order_of_sums(two, four, case):
     """Here it is that of ranks, in fp32; gloo halves and doubles, in the gradients' own dtype."""
     bound = {"bf16 gradients": 0.02, "fp16 gradients": 0.003}.get(case, 2e-6)
@@ -117,6 +121,11 @@ METHODS = [
     "dgc:0.05:warmup_steps=10:nesterov=true+fp16",
     "redsync:0.1",
     "onebitsgd",
+]
+#: As SPECS of `replica_methods` are all under the laws of plain replicas.
+ONE_OF_A_KIND = [
+    *("topk:0.2", "ef+topk:0.1", "ef+lowrank:1", "ef21+topk:0.2", "conef+topk:0.1", METHODS[15]),
+    *(METHODS[17], "dgc:0.1", "redsync:0.1", "onebitsgd"),
 ]
 #: What a run of each is checked for.
 SAID = ("cf_min", "cf_candidate", "branch", "critical")
@@ -152,15 +161,17 @@ MIXED = MixedPrecisionPolicy(param_dtype=HALF, reduce_dtype=HALF)
 
 
 @pytest.fixture(scope="module")
-def on_four(ranks):
+def on_four(ranks, request):
     cases = {spec: spec for spec in METHODS}
-    return Chunks(ranks, trained, 4, cases, PLAIN, 1, size=8)
+    wanted = asked_for(request, "spec")
+    return Chunks(ranks, trained, 4, cases, PLAIN, 1, size=8, wanted=wanted)
 
 
 @pytest.fixture(scope="module")
-def on_two(ranks):
+def on_two(ranks, request):
     cases = {spec: spec for spec in METHODS}
-    return Chunks(ranks, trained, 2, cases, MIXED, 2, size=8)
+    wanted = asked_for(request, "spec")
+    return Chunks(ranks, trained, 2, cases, MIXED, 2, size=8, wanted=wanted)
 
 
 def check(own: list[Any], spec: str) -> None:
@@ -178,12 +189,14 @@ def check(own: list[Any], spec: str) -> None:
     assert losses[-3:].mean() < losses[:3].mean() - 0.005
 
 
-@pytest.mark.parametrize("spec", METHODS)
+@pytest.mark.parametrize("spec", slow_but(ONE_OF_A_KIND, METHODS))
 def test_methods_on_four_ranks(on_four, spec):
     check(on_four[spec], spec)
 
 
-@pytest.mark.parametrize("spec", [spec for spec in METHODS if spec != "bf16"])
+@pytest.mark.parametrize(
+    "spec", slow_but(["ef+topk:0.1", "ef21+topk:0.2"], [spec for spec in METHODS if spec != "bf16"])
+)
 def test_methods_on_two_ranks_in_bf16_with_gradients_added_up(on_two, spec):
     check(on_two[spec], spec)
 
@@ -277,7 +290,7 @@ MASS = [
 ]
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", slow_after(1, [2, 4]))
 def test_nothing_is_lost(ranks, num_ranks):
     """Sum of all that was sent and of what all ranks keep = sum of all gradients."""
     for of_rank in ranks(masses, num_ranks, MASS):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from everyday import slow_after
 from ranks import preload
 from replica_runs import digest
 from sharded_runs import Run, Training, kept_of
@@ -54,7 +55,7 @@ def few_bits(specs: list[str]) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", slow_after(1, [2, 4]))
 def test_parameters_of_few_bits(ranks, num_ranks):
     """All ranks compute with equal weights; those of the optimizer stay as they are."""
     bits = {8: "quant:8:scale=32", 4: "quant:4:scale=32", 2: "quant:3:rounding=stochastic"}

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from everyday import slow, slow_after
 from ranks import preload
 from replica_runs import SMALLEST, digest, exchange_of, exchanged, parameters
 from torch import nn
@@ -50,7 +51,7 @@ def drive(spec: str, steps: int, sleeps: bool) -> Any:
     return said, branches, exchange.controller.state_dict()
 
 
-@pytest.mark.parametrize("exact", ["false", "true"])
+@pytest.mark.parametrize("exact", slow_after(1, ["false", "true"]))
 def test_gains_and_clocks_that_disagree(ranks, exact):
     spec = f"gravac:cf=2-64:eps=0.6:window=4:smoothing=0.5:exact={exact}+topk:0.1"
     results = ranks(drive, 3, spec, 120, True)
@@ -81,7 +82,7 @@ def ended(exchange: Exchange, weights: torch.Tensor) -> Any:
     return branches, decisions, str(state), said, exchange.report()["ratio"], len(exchange.history)
 
 
-def ten_thousand(steps: int) -> Any:
+def least_squares(steps: int) -> Any:
     """Least squares by one matrix, whose gradient is written out, to be quick."""
     weights = torch.zeros(16, 8)
     exchange = exchange_of(SETTINGS + "+topk:0.1", {"weights": weights})
@@ -117,11 +118,12 @@ def with_ddp(steps: int) -> Any:
     return ended(handle.exchange, ddp.module.weight.detach())
 
 
-@pytest.mark.timeout(400)  # half a minute where there is nothing else to do
-@pytest.mark.parametrize("function, steps", [(ten_thousand, 10_000), (with_ddp, 800)])
+@pytest.mark.parametrize(
+    "function, steps", [(least_squares, 1_600), slow(least_squares, 10_000), slow(with_ddp, 800)]
+)
 def test_many_steps_end_with_equal_decisions(ranks, function, steps):
     """The clocks are those on the wall, but for DDP, whose fewer steps must see all branches."""
-    results = ranks(function, 2, steps, timeout_s=380.0)
+    results = ranks(function, 2, steps)
     branches, decisions, rest, weights, ratio, length = results[0]
     assert results[1][:4] == (branches, decisions, rest, weights)
     assert set(branches) == {"dense", "minimum", "candidate"}

@@ -182,7 +182,7 @@ def check(
 
     Returns the outcomes of each run, by rank.
     """
-    outcomes = ranks(train_lms, num_ranks, list(all_runs), timeout_s=180.0)
+    outcomes = ranks(train_lms, num_ranks, list(all_runs))
     all_ours = list(zip(*outcomes, strict=True))
     for run, ours in zip(all_runs, all_ours, strict=True):
         alone = train(run)

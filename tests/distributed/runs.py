@@ -196,7 +196,7 @@ def make(run: Run, *, alone: bool, **kwargs: Any) -> tuple[mpcomp.Pipeline, Any]
         for name in ("in_flight", "in_flight_bytes"):
             options.pop(name, None)
     else:
-        options.update(schedule=run.schedule, timeout=20.0)
+        options.update(schedule=run.schedule, timeout=60.0)
     return mpcomp.pipeline(model, run.chunks, **options), scaler
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from everyday import slow_after
 from models import CONV_SPLIT, MLP_SPLIT, convnet, images, links_state, mlp
 from runs import Run, assert_same, train, train_all
 
@@ -36,13 +37,13 @@ RUNS = [
 ]
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", slow_after(1, [2, 4]))
 def test_ranks_are_one_process(ranks, num_ranks):
     """Losses, weights, links' state and decisions, bit for bit."""
     runs = [replace(run, stages=num_ranks) for run in RUNS]
     if num_ranks == 4:
         runs = [*runs[:2], replace(runs[2], schedule="GPipe"), *runs[3:5]]
-    all_ours = list(zip(*ranks(train_all, num_ranks, runs, timeout_s=150.0), strict=True))
+    all_ours = list(zip(*ranks(train_all, num_ranks, runs), strict=True))
     for run, ours in zip(runs, all_ours, strict=True):
         alone = train(run)
         assert_same(run, ours, alone)
@@ -57,7 +58,7 @@ def test_ranks_are_one_process(ranks, num_ranks):
 def test_a_cut_within_a_rank_is_no_other(ranks, schedule):
     """Its bytes are not counted, but its step takes as long as one over a wire."""
     run = Run("deep", stages=4, schedule=schedule, act=TOPK, grad=BUDGET, steps=7)
-    results = ranks(train_all, 2, [run], timeout_s=120.0)
+    results = ranks(train_all, 2, [run])
     alone = train(run)
     assert_same(run, [outcomes[0] for outcomes in results], alone)
 
@@ -69,7 +70,7 @@ def pipe_of(act, grad, **kwargs):
     torch.manual_seed(0)
     return mpcomp.pipeline(
         mlp(), 2, split=MLP_SPLIT[:1], act_comp=act, grad_comp=grad, loss_fn=F.cross_entropy,
-        timeout=20.0, **kwargs,
+        timeout=60.0, **kwargs,
     )  # fmt: skip
 
 
@@ -145,12 +146,12 @@ PAIRS = [(TOPK, FEEDBACK), (ESTIMATE, BUDGET), (LOSS, TOPK)]
 
 def goes_on(root):
     for number, (act, grad) in enumerate(PAIRS):
-        straight = conv_pipe(act, grad, 0, timeout=20.0)
+        straight = conv_pipe(act, grad, 0, timeout=60.0)
         folder = Path(root) / str(number)
         run(straight, 0, 5)
         straight.save(folder)
         expected = run(straight, 5, 9)
-        resumed = conv_pipe(act, grad, 9, timeout=20.0)
+        resumed = conv_pipe(act, grad, 9, timeout=60.0)
         resumed.load(folder)
         assert torch.equal(run(resumed, 5, 9), expected)
         for link, twin in zip(resumed.links, straight.links, strict=True):
@@ -161,7 +162,7 @@ def goes_on(root):
 
 def loads(root, number):
     act, grad = PAIRS[number]
-    pipe = conv_pipe(act, grad, 3, timeout=20.0)
+    pipe = conv_pipe(act, grad, 3, timeout=60.0)
     pipe.load(Path(root) / "alone")
     return run(pipe, 5, 8)
 

@@ -1,11 +1,13 @@
 """Stages by measured time: a slow machine gets less to do, and all ranks cut alike."""
 
 import time
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from everyday import slow_after
 from methods import same_bits
 from models import CLASSES, MLP_SPLIT, mlp, rows, sgd
 from torch import nn
@@ -16,7 +18,9 @@ NUM_BLOCKS = 21
 
 
 class Slow(nn.Module):
-    """Takes its time, on one rank more than on the others."""
+    """Takes its time, on one rank more than on the others: by a clock that nothing else moves."""
+
+    clock_s = 0.0
 
     def __init__(self, slow_rank):
         super().__init__()
@@ -24,16 +28,30 @@ class Slow(nn.Module):
 
     def forward(self, x):
         here = dist.get_rank() if dist.is_initialized() else None
-        time.sleep(0.012 if here == self.slow_rank else 0.003)
+        Slow.clock_s += 0.012 if here == self.slow_rank else 0.003
         return x * 1.0
+
+
+class Quick(nn.Linear):
+    """By the same clock a tenth of the others, on every rank."""
+
+    def forward(self, x):
+        Slow.clock_s += 0.0003
+        return super().forward(x)
 
 
 def blocks(slow_rank):
     """Every second block has parameters."""
-    layers = [Slow(slow_rank) if i % 2 == 0 else nn.Linear(13, 13) for i in range(NUM_BLOCKS - 1)]
+    layers = [Slow(slow_rank) if i % 2 == 0 else Quick(13, 13) for i in range(NUM_BLOCKS - 1)]
     return nn.Sequential(*layers, nn.Linear(13, CLASSES))
 
 
+def by_that_clock():
+    """Within it, the time that is measured is what the blocks say."""
+    return mock.patch.object(time, "perf_counter", lambda: Slow.clock_s)
+
+
+@by_that_clock()
 def balanced(slow_rank, replicas):
     """Block counts, and the losses of two steps cut like that, there and in one process."""
     torch.manual_seed(0)
@@ -45,7 +63,7 @@ def balanced(slow_rank, replicas):
         split="time",
         sample=sample,
         replicas=replicas,
-        timeout=20.0,
+        timeout=60.0,
         **options,
     )
     counts = [len(stage.block_names) for stage in pipe.cut_stages]
@@ -61,7 +79,7 @@ def balanced(slow_rank, replicas):
     return counts, losses[:2], losses[2:]
 
 
-@pytest.mark.parametrize("slow_rank", [0, 1, 2])
+@pytest.mark.parametrize("slow_rank", slow_after(1, [0, 1, 2]))
 def test_a_slow_rank_gets_fewer_blocks(ranks, slow_rank):
     """A fourth as fast, so about a ninth of the blocks where an even cut has a third."""
     outcomes = ranks(balanced, 3, slow_rank, 1)
@@ -82,6 +100,7 @@ def test_replicas_are_cut_alike(ranks):
     assert counts[0] * 2 <= counts[1], counts
 
 
+@by_that_clock()
 def counts_of(schedule):
     pipe = mpcomp.pipeline(
         blocks(1),
@@ -90,7 +109,7 @@ def counts_of(schedule):
         sample=rows(3)[0],
         schedule=schedule,
         loss_fn=F.cross_entropy,
-        timeout=20.0,
+        timeout=60.0,
     )
     pipe.collect(None)
     counts = [len(stage.block_names) for stage in pipe.cut_stages]
@@ -112,13 +131,13 @@ def refused(make, options):
     model = make()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     dist.barrier()  # else one rank may have ended while another joins the group
-    begin = time.perf_counter()
+    begin = time.monotonic()
     try:
-        pipe = mpcomp.pipeline(model, 2, loss_fn=F.cross_entropy, timeout=20.0, **options)
+        pipe = mpcomp.pipeline(model, 2, loss_fn=F.cross_entropy, timeout=60.0, **options)
         pipe.collect(None)  # so that no rank ends while another is being connected
     except ValueError as error:
         whole = all(same_bits(model.state_dict()[k], v) for k, v in before.items())
-        return str(error), whole, time.perf_counter() - begin
+        return str(error), whole, time.monotonic() - begin
     return "", False, 0.0
 
 
@@ -129,7 +148,7 @@ def test_a_rank_without_parameters_is_refused_on_all(ranks):
         "stage 1 (tanh) would be alone on its rank and has no parameters: there is nothing to give "
         "to an optimizer there; cut the model at another block"
     ]
-    assert all(whole and seconds < 10 for _, whole, seconds in outcomes)
+    assert all(whole and seconds < 40 for _, whole, seconds in outcomes)
 
 
 def bare():

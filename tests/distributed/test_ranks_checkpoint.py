@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from everyday import slow, slow_after
 from methods import FEEDBACK, same_bits
 from models import (
     CONV_SPLIT,
@@ -53,7 +54,7 @@ class Setting:
     model: Any = mlp
     schedule: str | None = None
     replicas: int = 1
-    timeout: float = 20.0
+    timeout: float = 60.0
 
     @property
     def batch(self):
@@ -183,7 +184,7 @@ METHODS = [
 ]
 
 
-@pytest.mark.parametrize("num_ranks, optim, shared", [(2, sgd, False), (3, adamw, True)])
+@pytest.mark.parametrize("num_ranks, optim, shared", [(2, sgd, False), slow(3, adamw, True)])
 def test_going_on_is_as_if_never_stopped(ranks, num_ranks, optim, shared, tmp_path):
     """Every stateful method, with dropout, BatchNorm, scheduler and loss scaler."""
     settings = []
@@ -214,7 +215,7 @@ def test_two_stages_on_a_rank_go_on(ranks, tmp_path):
     ranks(goes_on, 2, settings, str(tmp_path), False)
 
 
-@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("shared", slow_after(1, [True, False]))
 def test_replicas_go_on(ranks, shared, tmp_path):
     """Each with its own links' state and BatchNorm statistics."""
     ranks(replicas_go_on, 4, str(tmp_path), shared)

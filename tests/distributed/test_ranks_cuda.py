@@ -39,7 +39,7 @@ def _train(devices, act, grad):
 @pytest.mark.parametrize("grad", ["none", "topk:0.3+fp16", "ef21+topk:0.3", "aqsgd+quant:4"])
 def test_gloo_through_pinned_memory_is_the_local_engine_on_one_gpu(ranks, grad):
     losses, weights = _train("cuda:0", "topk:0.3", grad)
-    for others, theirs in ranks(_train, 3, "cuda:0", "topk:0.3", grad, timeout_s=120):
+    for others, theirs in ranks(_train, 3, "cuda:0", "topk:0.3", grad):
         assert others == losses
         assert all(same_bits(weights[name], theirs[name]) for name in weights)
 
@@ -60,6 +60,6 @@ def _train_with_nccl(act, grad):
 @pytest.mark.parametrize("grad", ["none", "ef21+topk:0.3"])
 def test_nccl_is_the_local_engine(ranks, grad):
     losses, weights = _train([f"cuda:{i}" for i in range(3)], "topk:0.3", grad)
-    for others, theirs in ranks(_train_with_nccl, 3, "topk:0.3", grad, timeout_s=180):
+    for others, theirs in ranks(_train_with_nccl, 3, "topk:0.3", grad):
         assert others == losses
         assert all(same_bits(weights[name], theirs[name]) for name in weights)

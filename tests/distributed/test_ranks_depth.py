@@ -22,7 +22,7 @@ def train(options, num_steps, alone=False):
     torch.manual_seed(0)
     options = {"act_comp": "ef21+topk:0.3", "grad_comp": "ef+topk:0.3", **options}
     if not alone:
-        options["timeout"] = 20.0
+        options["timeout"] = 60.0
     engine = "local" if alone else None
     pipe = mpcomp.pipeline(
         mlp(), CHUNKS, split=MLP_SPLIT, loss_fn=F.cross_entropy, engine=engine, **options
@@ -117,7 +117,7 @@ def too_little(bound):
         loss_fn=F.cross_entropy,
         in_flight_bytes=bound,
         act_comp="topk:0.3",
-        timeout=20.0,
+        timeout=60.0,
     )
     with pytest.raises(ValueError) as caught:
         pipe.forward_backward(*rows(2 * CHUNKS))
@@ -150,7 +150,7 @@ def depth_with(recompute):
         loss_fn=F.cross_entropy,
         in_flight_bytes=2 * (2 * 2 * 200 + 2 * 2 * 13) * 4,
         recompute=recompute,
-        timeout=20.0,
+        timeout=60.0,
     )
     losses = [pipe.forward_backward(*rows(2 * CHUNKS)) for _ in range(2)]
     return torch.stack(losses), pipe.engine.in_flight

@@ -14,10 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from everyday import slow_after
 from methods import same_bits
 from models import rows
 from runs import SCHEDULES, SINGLE, deep
-from test_ranks_faults import SLACK_S, die, ends
+from test_ranks_faults import AT_ONCE_S, PATIENT_S, die, ends
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -64,7 +65,7 @@ def pipe_of(dp, schedule=None, *, chunks=2, model=deep, seed=0, **kwargs):
         "loss_fn": F.cross_entropy,
         "network": None if dp is None else NETWORK,
         "replicas": replicas,
-        "timeout": 20.0,
+        "timeout": 60.0,
     }
     return mpcomp.pipeline(
         model(), chunks, dp_comp=dp, schedule=schedule, **{**options, **kwargs}
@@ -159,22 +160,23 @@ LONG = [
 @pytest.fixture(scope="module")
 def after_fifty(ranks):
     """On two replicas of two stages."""
-    return ranks(outcomes, 4, [(dp, None) for dp in LONG], 50, {}, timeout_s=240.0)
+    return ranks(outcomes, 4, [(dp, None) for dp in LONG], 50, {})
 
 
 def test_replicas_are_equal_after_fifty_steps(after_fifty):
     check_replicas(after_fifty, [(dp, None) for dp in LONG])
 
 
+@pytest.mark.slow
 def test_replicas_are_equal_and_learn_with_every_method(ranks):
     cases = [(dp, None) for dp in METHODS if dp not in LONG]
-    check_replicas(ranks(outcomes, 4, cases, 16, {}, timeout_s=240.0), cases)
+    check_replicas(ranks(outcomes, 4, cases, 16, {}), cases)
 
 
 def test_two_stages_train_as_one_does(ranks, after_fifty):
     """Bit for bit; also where one controller decides by the gradients of all stages."""
     cases = [(dp, None) for dp in LONG]
-    results = ranks(outcomes, 2, cases, 50, {}, timeout_s=240.0)
+    results = ranks(outcomes, 2, cases, 50, {})
     check_replicas(results, cases)
     for one, two, dp in zip(results[0], after_fifty[0], LONG, strict=True):
         for name, value in two[2].items():
@@ -200,10 +202,11 @@ def test_one_controller_decides_for_the_whole_pipeline(after_fifty):
 HEAVY = [GRAVAC.replace("window", "exact=true:window"), "dgc:0.2", "ef21+randomk:0.3"]
 
 
-def test_every_schedule(ranks):
+@pytest.mark.parametrize("methods_each", slow_after(1, [1, 2]))
+def test_every_schedule(ranks, methods_each):
     turns = itertools.cycle(HEAVY)
-    cases = [(next(turns), schedule) for schedule in SCHEDULES[1:] for _ in range(2)]
-    results = ranks(outcomes, 4, cases, 8, {}, timeout_s=240.0)
+    cases = [(next(turns), schedule) for schedule in SCHEDULES[1:] for _ in range(methods_each)]
+    results = ranks(outcomes, 4, cases, 8, {})
     check_replicas(results, cases)
     for case, (_, _, whole, _, _) in zip(cases, results[0], strict=True):
         torch.manual_seed(0)
@@ -373,7 +376,9 @@ def overflowing(dp):
     return skipped, scales, kept, state_of(pipe), pipe.exchange.step
 
 
-@pytest.mark.parametrize("dp", ["ef+topk:0.1", "dgc:0.1", GRAVAC, "ef21+randomk:0.3"])
+@pytest.mark.parametrize(
+    "dp", slow_after(2, ["ef+topk:0.1", GRAVAC, "dgc:0.1", "ef21+randomk:0.3"])
+)
 def test_an_overflow_anywhere_is_skipped_everywhere(ranks, dp):
     results = ranks(overflowing, 4, dp)
     for skipped, scales, kept, state, step in results:
@@ -410,7 +415,7 @@ def unlucky(methods):
 
 
 def test_no_method_stumbles_over_inf_and_nan(ranks):
-    ranks(unlucky, 2, METHODS, timeout_s=240.0)
+    ranks(unlucky, 2, METHODS)
 
 
 def in_part(cases):
@@ -462,7 +467,7 @@ def scaled(dp, scale):
     return state_of(pipe), memories_of(pipe)
 
 
-@pytest.mark.parametrize("dp", ["ef+topk:0.1", "dgc:0.1", "ef21+topk:0.2"])
+@pytest.mark.parametrize("dp", slow_after(1, ["ef+topk:0.1", "dgc:0.1", "ef21+topk:0.2"]))
 def test_what_is_remembered_is_free_of_the_loss_scale(ranks, dp):
     plain, with_scaler = ranks(scaled, 2, dp, None), ranks(scaled, 2, dp, 1024.0)
     for ours, theirs in zip(plain, with_scaler, strict=True):
@@ -637,7 +642,7 @@ def test_fp64_is_refused_by_all_ranks(ranks):
 
 
 def killed(dp, network, fault):
-    pipe = pipe_of(dp, timeout=6.0, network=network)
+    pipe = pipe_of(dp, timeout=PATIENT_S, network=network)
     steps = [lambda i=i: pipe.forward_backward(*share_of(pipe, i)) for i in range(3)]
     steps[0]()
     if dist.get_rank() == 3:
@@ -650,12 +655,14 @@ def fail(*_):
 
 
 @pytest.mark.parametrize(
-    "network", [NETWORK, ReplicaNetwork(smallest=32, per_machine=2)], ids=["flat", "two levels"]
+    "network",
+    slow_after(1, [NETWORK, ReplicaNetwork(smallest=32, per_machine=2)]),
+    ids=["flat", "two levels"],
 )
 def test_a_rank_that_dies_in_the_exchange_is_named(ranks, network):
     results = ranks(killed, 4, "ef+topk:0.1", network, functools.partial(dying), may_fail=True)
     for end in results[:3]:
-        assert end.error == "PeerError" and end.seconds < 6.0 + SLACK_S, end
+        assert end.error == "PeerError" and end.seconds < AT_ONCE_S, end
         assert end.message.startswith("rank 3 (stage 1 of replica 1)"), end.message
 
 
@@ -668,7 +675,7 @@ def test_what_fails_in_the_exchange_is_told_to_all(ranks):
     results = ranks(killed, 4, "ef+topk:0.1", NETWORK, fail)
     assert results[3].error == "RuntimeError" and results[3].message == "boom"
     for end in results[:3]:
-        assert end.error == "PeerError" and end.seconds < SLACK_S, end
+        assert end.error == "PeerError" and end.seconds < AT_ONCE_S, end
         assert "rank 3 (stage 1 of replica 1) failed at" in end.message, end.message
         assert "boom" in end.message
 

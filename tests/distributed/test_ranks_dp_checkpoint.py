@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from everyday import slow_after
 from methods import same_bits
 from test_ranks_dp import (
     GRAVAC,
@@ -56,7 +57,7 @@ def goes_on(cases, root):
         assert straight.report(show=False)["replicas"]["ratio"] < 1
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", slow_after(1, [2, 4]))
 def test_going_on_is_as_if_never_stopped(ranks, num_ranks, tmp_path):
     """Every stateful method: the sixth step is in the middle of an interval and of a window."""
     if num_ranks == 2:
@@ -64,7 +65,7 @@ def test_going_on_is_as_if_never_stopped(ranks, num_ranks, tmp_path):
         cases += [(dp, TWO_PHASE) for dp in ("ef:storage=4+topk:0.2", "ef21+topk:0.2", "dgc:0.2")]
     else:
         cases = [(dp, NETWORK) for dp in ("dgc:0.2", "powersgd:2", GRAVAC, *STATEFUL[-2:])]
-    ranks(goes_on, num_ranks, cases, str(tmp_path), timeout_s=240.0)
+    ranks(goes_on, num_ranks, cases, str(tmp_path))
 
 
 def back_to_the_start(root):
@@ -153,7 +154,7 @@ MOVES = [
 
 
 def test_another_number_of_replicas_has_the_same_mean(ranks, tmp_path):
-    results = ranks(moved, 4, MOVES, str(tmp_path), timeout_s=240.0)
+    results = ranks(moved, 4, MOVES, str(tmp_path))
     for i, (dp, network, before, after) in enumerate(MOVES):
         old, new = in_all(results, i, 0, before), in_all(results, i, 1, after)
         assert len(old) == before and len(new) == after

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from everyday import slow, slow_after, slow_but
 from methods import same_bits
 from models import assert_same_state, links_state, rows
 from runs import deep
@@ -22,8 +23,13 @@ import mpcomp
 from mpcomp import PeerError
 from mpcomp.comm.mesh import ProcessMesh
 
-#: Seconds that a survivor may take beyond the timeout: machines that run tests are busy.
-SLACK_S = 4.0
+#: Of pipelines in which a rank waits in vain: a test lasts as long. What is timed are deadlines,
+#: and nothing else, since machines that run tests are busy.
+TIMEOUT_S = 8.0
+#: Of pipelines in which nobody waits in vain, ...
+PATIENT_S = 90.0
+#: ... so that what happened by then happened at once, and not when the time was up.
+AT_ONCE_S = 45.0
 
 
 def pipe_of(num_stages, chunks=4, **kwargs):
@@ -33,7 +39,7 @@ def pipe_of(num_stages, chunks=4, **kwargs):
         "act_comp": "ef21+topk:0.3",
         "grad_comp": "ef+topk:0.3",
         "loss_fn": F.cross_entropy,
-        "timeout": 4.0,
+        "timeout": PATIENT_S,
     }
     return mpcomp.pipeline(deep(), chunks, **{**options, **kwargs})
 
@@ -70,7 +76,7 @@ def ends(pipe, calls):
             with contextlib.suppress(PeerError):
                 call()
                 end.again += "no error, "
-            if time.monotonic() - begin > 1.0:
+            if time.monotonic() - begin > 0.9 * TIMEOUT_S:
                 end.again += "late, "
     return end
 
@@ -113,7 +119,7 @@ def freeze():
 
 
 def doze():
-    time.sleep(60.0)
+    time.sleep(600.0)
 
 
 def boom():
@@ -145,7 +151,7 @@ def survivors(ranks, case, fault, **kwargs):
     num_ranks, num_stages, schedule, stage, victim, microbatch, way = case
     args = (num_stages, schedule, stage, microbatch, way, fault, kwargs)
     lost = [victim] if fault in (freeze, doze) else []
-    results = ranks(with_fault, num_ranks, *args, may_fail=True, without=lost, timeout_s=60.0)
+    results = ranks(with_fault, num_ranks, *args, may_fail=True, without=lost)
     return (
         victim,
         {rank: end for rank, end in enumerate(results) if rank != victim},
@@ -154,33 +160,39 @@ def survivors(ranks, case, fault, **kwargs):
 
 
 @pytest.mark.parametrize(
-    "case, fault", [*((case, die) for case in FAULTS if case[1] != 2), (FAULTS[0], leave)], ids=str
+    "case, fault",
+    [
+        *((FAULTS[i], die) for i in (1, 5)),
+        *(slow(FAULTS[i], die) for i in (2, 3, 4, 6)),
+        (FAULTS[0], leave),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_a_killed_rank_is_named_by_all_others_at_once(ranks, case, fault):
-    victim, others, _ = survivors(ranks, case, fault, timeout=6.0)
+    victim, others, _ = survivors(ranks, case, fault)
     for rank, end in others.items():
         assert end.error == "PeerError", (rank, end)
         assert end.message.startswith(f"rank {victim} (stage "), (rank, end)
         assert "is gone" in end.message and "in time" not in end.message, (rank, end)
         assert f"Noticed here, on rank {rank} (" in end.message or f": rank {rank} (" in end.message
-        assert end.seconds < SLACK_S + 2, (rank, end)
+        assert end.seconds < AT_ONCE_S, (rank, end)
         assert end.again == "", (rank, end)
 
 
-@pytest.mark.parametrize("case, fault", [(FAULTS[3], freeze), (FAULTS[5], doze)])
+@pytest.mark.parametrize("case, fault", [slow(FAULTS[3], freeze), (FAULTS[5], doze)])
 def test_a_stalled_rank_is_named_by_all_others_within_the_timeout(ranks, case, fault):
-    victim, others, _ = survivors(ranks, case, fault, timeout=4.0)
+    victim, others, _ = survivors(ranks, case, fault, timeout=TIMEOUT_S)
     for rank, end in others.items():
         assert end.error == "PeerError", (rank, end)
         assert end.message.startswith(f"rank {victim} (stage "), (rank, end)
         assert "did not answer in time" in end.message, (rank, end)
-        assert end.seconds < 4.0 + SLACK_S and end.again == "", (rank, end)
+        assert end.seconds < TIMEOUT_S + AT_ONCE_S and end.again == "", (rank, end)
 
 
-@pytest.mark.parametrize("case", FAULTS, ids=str)
+@pytest.mark.parametrize("case", slow_but([FAULTS[i] for i in (0, 4, 6)], FAULTS), ids=str)
 def test_a_stage_that_raises_is_named_with_microbatch_and_reason(ranks, case):
     _, _, _, stage, _, microbatch, way = case
-    victim, others, own = survivors(ranks, case, boom, timeout=20.0)
+    victim, others, own = survivors(ranks, case, boom)
     assert (own.error, own.message, own.again) == ("ValueError", "boom", "")
     where = f"failed at stage {stage}, microbatch {microbatch}, {way}: ValueError: boom."
     for rank, end in others.items():
@@ -190,7 +202,7 @@ def test_a_stage_that_raises_is_named_with_microbatch_and_reason(ranks, case):
             rank,
             end,
         )
-        assert end.seconds < SLACK_S + 2, (rank, end)
+        assert end.seconds < AT_ONCE_S, (rank, end)
 
 
 def failing_elsewhere(what):
@@ -199,7 +211,7 @@ def failing_elsewhere(what):
     def fail(*_):
         raise ZeroDivisionError(what)
 
-    pipe = pipe_of(2, loss_fn=fail if what == "loss" else F.cross_entropy, timeout=20.0)
+    pipe = pipe_of(2, loss_fn=fail if what == "loss" else F.cross_entropy)
     if what == "metric":
         return ends(pipe, [lambda: pipe.evaluate([rows(6)], fail)])
     return ends(pipe, [lambda: step(pipe, 0)])
@@ -209,34 +221,34 @@ def failing_elsewhere(what):
 def test_a_loss_or_metric_that_raises_is_named(ranks, what):
     first, last = ranks(failing_elsewhere, 2, what)
     assert (last.error, last.message) == ("ZeroDivisionError", what)
-    assert first.error == "PeerError" and first.seconds < SLACK_S, first
+    assert first.error == "PeerError" and first.seconds < AT_ONCE_S, first
     assert first.message.startswith("rank 1 (stage 1) failed at "), first
     assert f"ZeroDivisionError: {what}." in first.message
 
 
 def slow_neighbour_of_a_stalled_rank():
     """Rank 0 waits for rank 1, which is slow at first and then waits for rank 2 in vain."""
-    pipe = pipe_of(3, schedule="GPipe", timeout=4.0)
+    pipe = pipe_of(3, schedule="GPipe", timeout=TIMEOUT_S)
     if dist.get_rank() == 1:
-        on_microbatch(pipe, 1, 5, "forward", lambda: time.sleep(1.2))
+        on_microbatch(pipe, 1, 5, "forward", lambda: time.sleep(0.3 * TIMEOUT_S))
     if dist.get_rank() == 2:
         on_microbatch(pipe, 2, 4, "forward", doze)
     return ends(pipe, [lambda i=i: step(pipe, i) for i in range(2)])
 
 
 def test_a_slow_rank_is_not_taken_for_the_one_that_it_waits_for(ranks):
-    """Rank 0's time is up more than a second before rank 1's."""
+    """Rank 0's time is up before rank 1's, by more than what it then looks for records."""
     for end in ranks(slow_neighbour_of_a_stalled_rank, 3, without=[2])[:2]:
-        assert end.error == "PeerError" and end.seconds < 4.0 + SLACK_S, end
+        assert end.error == "PeerError" and end.seconds < TIMEOUT_S + AT_ONCE_S, end
         assert end.message.startswith("rank 2 (stage 2) did not answer in time"), end
 
 
 def slow_then_killed(victim):
     """A wait of more than half of the timeout ends well; later another rank dies."""
-    pipe = pipe_of(3, timeout=4.0)
+    pipe = pipe_of(3, timeout=TIMEOUT_S)
     rank = dist.get_rank()
     if rank == 1:
-        on_microbatch(pipe, 1, 5, "forward", lambda: time.sleep(3.0))
+        on_microbatch(pipe, 1, 5, "forward", lambda: time.sleep(0.65 * TIMEOUT_S))
     if rank == victim:
         on_microbatch(pipe, victim, 17, "forward", die)
     return ends(pipe, [lambda i=i: step(pipe, i) for i in range(6)])
@@ -258,15 +270,15 @@ def without_the_store(port, victim, fault):
         init_method=f"tcp://127.0.0.1:{port}",
         rank=rank,
         world_size=3,
-        timeout=timedelta(seconds=20),
+        timeout=timedelta(seconds=60),
     )
-    pipe = pipe_of(3, timeout=4.0)
+    pipe = pipe_of(3, timeout=TIMEOUT_S)
     if rank == victim:
         on_microbatch(pipe, victim, 5, "forward", fault)
     return ends(pipe, [lambda i=i: step(pipe, i) for i in range(3)])
 
 
-@pytest.mark.parametrize("victim, fault", [(0, die), (0, freeze), (2, die)])
+@pytest.mark.parametrize("victim, fault", [(0, die), slow(0, freeze), slow(2, die)])
 def test_the_host_of_the_store_may_be_the_one_that_fails(ranks, victim, fault):
     """A rendezvous over TCP, whose store lives in rank 0."""
     with socket.socket() as free:
@@ -277,7 +289,7 @@ def test_the_host_of_the_store_may_be_the_one_that_fails(ranks, victim, fault):
     results = ranks(without_the_store, 3, *args, may_fail=True, init=False, without=lost)
     for rank in {0, 1, 2} - {victim}:
         end = results[rank]
-        assert end.error == "PeerError" and end.seconds < 4.0 + SLACK_S, (rank, end)
+        assert end.error == "PeerError" and end.seconds < TIMEOUT_S + AT_ONCE_S, (rank, end)
         if victim != 0:
             assert end.message.startswith(f"rank {victim} (stage {victim})"), (rank, end)
         else:
@@ -289,10 +301,10 @@ def test_the_host_of_the_store_may_be_the_one_that_fails(ranks, victim, fault):
 
 def missing():
     if dist.get_rank() == 1:
-        time.sleep(60.0)
+        time.sleep(600.0)
     begin = time.monotonic()
     try:
-        pipe_of(3, timeout=2.0)
+        pipe_of(3, timeout=TIMEOUT_S)
     except Exception as error:
         return End(type(error).__name__, str(error), time.monotonic() - begin)
 
@@ -300,8 +312,8 @@ def missing():
 def test_a_rank_that_never_comes(ranks):
     for rank, end in enumerate(ranks(missing, 3, without=[1])):
         if rank != 1:
-            assert end.error == "PeerError" and end.seconds < 2.0 + SLACK_S, end
-            assert end.message.startswith("rank 1 did not come to the handshake within 2 s"), end
+            assert end.error == "PeerError" and end.seconds < TIMEOUT_S + AT_ONCE_S, end
+            assert end.message.startswith("rank 1 did not come to the handshake within 8 s"), end
 
 
 def killed_while_connecting():
@@ -309,7 +321,7 @@ def killed_while_connecting():
         ProcessMesh.pair = lambda *_: os._exit(1)  # after `connect`
     begin = time.monotonic()
     try:
-        pipe_of(3, timeout=3.0)
+        pipe_of(3, timeout=TIMEOUT_S)
     except Exception as error:
         return End(type(error).__name__, str(error), time.monotonic() - begin)
 
@@ -317,7 +329,7 @@ def killed_while_connecting():
 def test_a_rank_that_dies_while_ranks_connect(ranks):
     for rank, end in enumerate(ranks(killed_while_connecting, 3, may_fail=True)):
         if rank != 1:
-            assert end.error == "PeerError" and end.seconds < 3.0 + SLACK_S, end
+            assert end.error == "PeerError" and end.seconds < TIMEOUT_S + AT_ONCE_S, end
 
 
 DIFFERENT: dict[str, dict[str, Any]] = {
@@ -352,14 +364,14 @@ def configured(options, only):
     return found, float(step(pipe_of(2), 0))
 
 
-@pytest.mark.parametrize("only", [0, 1])
+@pytest.mark.parametrize("only", slow_after(1, [0, 1]))
 def test_a_rank_with_another_choice_is_named_on_every_rank(ranks, only):
     """Nothing is connected yet, so the next pipeline works."""
     results = ranks(configured, 2, DIFFERENT, only)
     assert results[0][1] == results[1][1]
     for found, _ in results:
         for name, end in zip(DIFFERENT, found, strict=True):
-            assert end.error == "ValueError" and end.seconds < SLACK_S, (name, end)
+            assert end.error == "ValueError" and end.seconds < AT_ONCE_S, (name, end)
             assert end.message.startswith(
                 f"ranks were given different pipelines: rank 1 has {name}="
             )
@@ -421,7 +433,7 @@ def undisturbed(num_stages, kwargs):
     return torch.stack([step(pipe, number) for number in range(9)])
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", slow_after(1, [2, 4]))
 def test_a_rank_with_other_data_is_named_and_the_pipeline_goes_on(ranks, num_ranks):
     """Found before anything is sent; the next step is as if nothing had been."""
     kwargs = {"act_comp": "aqsgd+quant:4"}
@@ -440,7 +452,7 @@ def test_a_rank_with_other_data_is_named_and_the_pipeline_goes_on(ranks, num_ran
 
 def another_call(what):
     """The first rank alone makes a call that all must make."""
-    pipe = pipe_of(4, timeout=3.0)
+    pipe = pipe_of(4, timeout=TIMEOUT_S)
     step(pipe, 0)
     alone = {
         "merge": pipe.merge,
@@ -450,11 +462,11 @@ def another_call(what):
     return ends(pipe, [*calls, lambda: step(pipe, 1)])
 
 
-@pytest.mark.parametrize("what", ["merge", "loader"])
+@pytest.mark.parametrize("what", slow_after(1, ["merge", "loader"]))
 def test_a_call_that_one_rank_makes_alone_ends_in_time(ranks, what):
     """Their collectives do not fit each other, so this is found by waiting."""
     for end in ranks(another_call, 4, what):
-        assert end.error == "PeerError" and end.seconds < 3.0 + SLACK_S, end
+        assert end.error == "PeerError" and end.seconds < TIMEOUT_S + AT_ONCE_S, end
         assert end.message.startswith("ranks waited for different things, rank 0 for the "), end
         assert "rank 3 for the start of step" in end.message or what == "loader", end
         assert end.message.endswith("every rank must make the same calls, in the same order"), end
@@ -496,7 +508,7 @@ def poisoned(stage, way, evaluate):
 @pytest.mark.parametrize(
     "stage, way, evaluate, link",
     [
-        (0, "forward", False, "boundary 0 act"),
+        slow(0, "forward", False, "boundary 0 act"),
         (2, "forward", False, "boundary 2 act"),
         (1, "forward", True, "boundary 1 act"),
         (2, "backward", False, "boundary 1 grad"),

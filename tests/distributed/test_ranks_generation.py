@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from everyday import slow_after
 from lm_runs import gpt2, llama, text
 from torch import Tensor
 
@@ -28,7 +29,7 @@ def pipe_of(model: str = "llama", num_stages: int = 2, method: str = "none", **o
     """The same weights everywhere, with text that does not repeat at once."""
     torch.manual_seed(0)
     made = MODELS[model](initializer_range=0.4)
-    settings = {"split": num_stages, "act_comp": method, "grad_comp": method, "timeout": 20.0}
+    settings = {"split": num_stages, "act_comp": method, "grad_comp": method, "timeout": 60.0}
     return mpcomp.pipeline(made, 2, **{**settings, **options})
 
 
@@ -63,10 +64,10 @@ def all_ways(num_stages: int, **options: Any) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", slow_after(1, [2, 3]))
 def test_tokens_of_one_process_on_every_rank(ranks, num_ranks):
     alone = all_ways(num_ranks, engine="local")
-    by_rank = ranks(all_ways, num_ranks, num_ranks, timeout_s=120.0)
+    by_rank = ranks(all_ways, num_ranks, num_ranks)
     for name, expected in alone.items():
         if name.endswith("sent"):
             sums = [
@@ -113,12 +114,13 @@ def of_replicas(ends: list[int]) -> Any:
     return found
 
 
+@pytest.mark.slow
 def test_replicas_continue_their_own_prompts(ranks):
     """Also if one of them has less to say: both end together."""
     pipe = pipe_of("llama", 2, engine="local")
     told = [told_by(pipe, prompt_of(**prompt)) for prompt in UNLIKE["same shape"]]
     ends = told[0][:, 7].tolist()
-    by_rank = ranks(of_replicas, 4, ends, timeout_s=90.0)
+    by_rank = ranks(of_replicas, 4, ends)
     shorter = False
     for rank, found in enumerate(by_rank):
         for name, prompts in UNLIKE.items():
@@ -185,7 +187,7 @@ def failing(tmp: str) -> Any:
 
 
 def test_errors_are_on_every_rank(ranks, tmp_path):
-    for rank, found in enumerate(ranks(failing, 2, str(tmp_path / "model"), timeout_s=90.0)):
+    for rank, found in enumerate(ranks(failing, 2, str(tmp_path / "model"))):
         for name in ("tokens", "shapes"):
             assert found[name][0] == "ValueError"
             assert "were given different data" in found[name][1]

@@ -33,6 +33,7 @@ def test_models_and_schedules_on_two_ranks(ranks):
     check(ranks, 2, runs)
 
 
+@pytest.mark.slow
 def test_models_and_schedules_on_four_ranks(ranks):
     runs = [
         lm_run("gpt2 left", 4, **COMPRESSED),
@@ -72,6 +73,7 @@ WAYS = {
 }
 
 
+@pytest.mark.slow
 def test_what_a_training_loop_does(ranks):
     """Each in the engine's own schedule, and in another in turn."""
     schedules = ("Interleaved1F1B", "GPipe", "ZBVZeroBubble")

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from everyday import slow_but
 from methods import same_bits
 from models import images, rows
 from runs import SINGLE, deep, deep_convnet
@@ -24,7 +25,7 @@ def pipe_of(schedule=None, **kwargs):
     torch.manual_seed(0)
     stages = 2 if schedule in SINGLE else 4
     split = [str(8 * (i + 1) // stages - 1) for i in range(stages - 1)]
-    options = {"split": split, "schedule": schedule, "replicas": 2, "timeout": 20.0}
+    options = {"split": split, "schedule": schedule, "replicas": 2, "timeout": 60.0}
     options |= {"loss_fn": F.cross_entropy, "network": NETWORK}
     if "dp_comp" not in kwargs and "shard" not in kwargs:
         del options["network"]
@@ -82,7 +83,7 @@ def as_if_whole(schedules):
         assert_near(own_weights, weights)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", slow_but([None, "Interleaved1F1B"], SCHEDULES))
 def test_sharded_replicas_train_as_whole_ones(ranks, schedule):
     ranks(as_if_whole, 4, [schedule])
 
@@ -92,7 +93,7 @@ def channels_last():
     for kwargs in ({}, {"shard": True, "param_comp": "none"}):
         torch.manual_seed(0)
         model = deep_convnet().to(memory_format=torch.channels_last)
-        options = {"split": ["3"], "replicas": 2, "timeout": 20.0, "loss_fn": F.cross_entropy}
+        options = {"split": ["3"], "replicas": 2, "timeout": 60.0, "loss_fn": F.cross_entropy}
         pipe = mpcomp.pipeline(model, 2, act_comp="topk:0.5", **options, **kwargs)
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.05)
         for step in range(3):
@@ -174,7 +175,7 @@ def goes_on(root):
 
 
 def test_going_on_is_as_if_never_stopped(ranks, tmp_path):
-    ranks(goes_on, 4, str(tmp_path), timeout_s=120.0)
+    ranks(goes_on, 4, str(tmp_path))
 
 
 def one_after_the_other(root):
@@ -213,7 +214,7 @@ def changes_sides(root):
 
 
 def test_a_checkpoint_loads_sharded_and_whole(ranks, tmp_path):
-    ranks(changes_sides, 4, str(tmp_path), timeout_s=120.0)
+    ranks(changes_sides, 4, str(tmp_path))
 
 
 def added_up():

@@ -110,7 +110,7 @@ def from_folder(folder, alone):
     with torch.device("meta"):
         model = gpt2()
     pipe = mpcomp.pipeline(
-        model, 2, split=2, weights=folder, engine="local" if alone else None, timeout=20.0
+        model, 2, split=2, weights=folder, engine="local" if alone else None, timeout=60.0
     )
     for name, parameter in pipe.named_parameters():
         assert not parameter.is_meta, name
@@ -168,7 +168,7 @@ def train_replicas(ways):
 
 
 def test_first_the_sum_over_the_tie_then_the_mean_over_replicas(ranks):
-    results = ranks(train_replicas, 4, list(WAYS), timeout_s=120.0)
+    results = ranks(train_replicas, 4, list(WAYS))
     run = replica_run("plain")
     pipe = make_lm(run, alone=True, engine="local")
     pipe.chunks = 6
@@ -241,7 +241,7 @@ def loaded(folder, alone):
 
 def test_a_checkpoint_goes_on_on_other_ranks(ranks, tmp_path):
     """A cut moves no bit where nothing is compressed or dropped: two stages go on as four."""
-    losses, state = ranks(saved, 4, str(tmp_path), timeout_s=120.0)[0]
+    losses, state = ranks(saved, 4, str(tmp_path))[0]
     for found in (*ranks(loaded, 2, str(tmp_path), False), loaded(str(tmp_path), True)):
         assert same_bits(found[0], losses)
         assert_same_tensors(found[1], state)
@@ -369,7 +369,7 @@ def test_a_copy_that_is_frozen_alone_is_an_error_on_every_rank(ranks, schedule):
 
 def dying(victim):
     """The victim dies as it is about to add up gradients, in the second step."""
-    pipe = make_lm(lm_run("gpt2", 3, pipeline={"split": [1, 2, 1]}), timeout=4.0)
+    pipe = make_lm(lm_run("gpt2", 3, pipeline={"split": [1, 2, 1]}), timeout=90.0)
     optimizer = adamw(pipe)
     step(pipe, optimizer, *text(7, 0))
     if dist.get_rank() == victim:
@@ -391,4 +391,4 @@ def test_a_rank_that_dies_in_the_exchange_is_named(ranks, victim):
         else:
             message, seconds = found
             assert message.startswith(f"rank {victim} (stage {victim}) is gone"), (rank, found)
-            assert seconds < 8.0
+            assert seconds < 45.0

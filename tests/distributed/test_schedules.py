@@ -97,6 +97,7 @@ def test_numbers_of_stages_that_can(name):
 # -- depth ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("num_stages", [2, 3, 4, 7])
 @pytest.mark.parametrize("in_flight", [1, 2, 3, 4, 7, 8, 13, 100])
 def test_warm_up_falls_from_in_flight_to_one(num_stages, in_flight):
@@ -145,6 +146,7 @@ def order(stage_index, num_stages, chunks, in_flight):
     return stage.calls
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("chunks", [1, 2, 5, 8])
 @pytest.mark.parametrize("in_flight", [1, 2, 3, 5, 100])
 @pytest.mark.parametrize("stage_index", [0, 1, 3])

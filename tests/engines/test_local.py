@@ -71,6 +71,7 @@ STATEFUL = [
 ]
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("act, grad", STATEFUL)
 @pytest.mark.parametrize("name", ["convnet", "resnet18"])
 def test_recomputation_changes_nothing(name, act, grad):

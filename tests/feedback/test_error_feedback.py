@@ -38,6 +38,7 @@ METHODS = [
 ]
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("method", METHODS, ids=str)
 def test_no_mass_is_lost(method, dtype):

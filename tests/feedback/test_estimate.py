@@ -24,6 +24,7 @@ INNERS = [
 STORAGES = ["fp32", "fp16", "bf16", 4, 8]
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("inner", INNERS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -39,6 +40,7 @@ def test_both_ends_agree_after_many_steps_of_ef21(inner, storage, dtype):
     assert len(store_of(wire.sender)) == 8
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("inner", INNERS, ids=str)
 def test_both_ends_agree_after_many_epochs_of_aqsgd(inner, storage):

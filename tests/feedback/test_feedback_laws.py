@@ -41,6 +41,7 @@ def assert_same_stores(a, b):
         assert one.keys() == two.keys() and all(same_bits(one[k], two[k]) for k in one)
 
 
+@pytest.mark.each_once
 @EVERY
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(3, WIDTH), (2, 5, 12), (2, 4, 3, 5)], ids=str)
@@ -176,6 +177,7 @@ SCALABLE = [
 ]
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("method", SCALABLE, ids=str)
 @pytest.mark.parametrize("scales", [[2.0**16] * 4, [2.0**16, 2.0**15, 2.0**3, 0.5]], ids=str)
 def test_state_is_free_of_the_loss_scale(method, scales):

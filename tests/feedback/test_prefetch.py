@@ -47,7 +47,7 @@ def held_back(monkeypatch):
 
     def waiting(*args):
         if threading.current_thread().name.startswith("mpcomp-prefetch"):
-            assert go.wait(10)
+            assert go.wait(120)
         return read(*args)
 
     monkeypatch.setattr(prefetch, "_read", waiting)
@@ -108,6 +108,7 @@ def trained(method, key, *, ahead: int, skipped=(), checkpoint=None):
     return torch.stack(losses), pipe
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("key", ["sample", "augmented", "batch"])
 @pytest.mark.parametrize("storage", ["fp32", 4])
 def test_numbers_are_the_same_with_and_without(key, storage, tmp_path, reads):

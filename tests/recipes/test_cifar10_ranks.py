@@ -69,7 +69,6 @@ def test_two_processes_train_the_run_of_one(ranks, tmp_path):
         ["--resume", parts],
         [*TINY, *FEEDBACK, "--split", "2", "--in-flight", "auto", "--out", auto],
         [*TINY, *FEEDBACK, "--schedule", "ZBVZeroBubble", "--out", str(tmp_path / "v")],
-        timeout_s=120.0,
     )
     for ends in zip(*ended, strict=True):
         check_success(ends)
@@ -92,6 +91,7 @@ def test_two_processes_train_the_run_of_one(ranks, tmp_path):
     assert history(tmp_path / "four", local) == history(tmp_path / "v", local)
 
 
+@pytest.mark.slow
 def test_replicas_share_the_batches(ranks, tmp_path):
     command = [*TINY, "--split", "2", "--replicas", "2", "--act", "aqsgd+quant:4"]
     whole, parts = str(tmp_path / "whole"), str(tmp_path / "parts")
@@ -101,7 +101,6 @@ def test_replicas_share_the_batches(ranks, tmp_path):
         [*command, "--out", whole],
         [*command, "--out", parts, "--stop-after", "1"],
         ["--resume", parts],
-        timeout_s=120.0,
     )
     for ends in zip(*ended, strict=True):
         check_success(ends)

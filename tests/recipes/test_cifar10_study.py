@@ -103,6 +103,7 @@ def test_aqsgd_row_is_keyed_by_sample(tmp_path):
     assert aqsgd["wire_bytes"] > 1.5 * plain["wire_bytes"]  # first visits go raw
 
 
+@pytest.mark.slow
 def test_stopped_with_workers_and_continued(tmp_path):
     """A signal ends the study and its workers; the same command runs only what is missing."""
     out = tmp_path / "study.jsonl"

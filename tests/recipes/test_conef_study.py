@@ -69,13 +69,14 @@ TINY = [
 ]
 
 
+@pytest.mark.slow
 def test_the_study_skips_what_is_finished(ranks, tmp_path):
     words = tmp_path / "words.txt"
     words.write_text("".join(f"the cut number {i} sends a small message.\n" for i in range(60)))
     out = tmp_path / "conef.jsonl"
     command = [*TINY, "--text", str(words), "--out", str(out), "--seeds", "1", "--rows"]
     for rows in (["dense"], ["dense", "EF", "ConEF 60 %"]):
-        ended = ranks(study, 2, [*command, *rows], timeout_s=150.0)
+        ended = ranks(study, 2, [*command, *rows])
         assert [ends[0].code for ends in ended] == [0, 0], ended
     assert "2 of 6 runs are finished" in ended[0][0].out
     lines = {one["row"]: one for one in map(json.loads, out.read_text().splitlines())}

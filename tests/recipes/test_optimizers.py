@@ -389,7 +389,6 @@ def test_processes_train_the_run_of_one(ranks, tmp_path):
         *([*one, "--out", str(tmp_path / name)] for name, one in commands.items()),
         [*commands["lamb"], "--out", str(tmp_path / "parts"), "--stop-after", "1"],
         ["--resume", str(tmp_path / "parts")],
-        timeout_s=120.0,
     )
     for ends in zip(*ended, strict=True):
         check_success(ends)

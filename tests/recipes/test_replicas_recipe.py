@@ -38,7 +38,6 @@ def test_the_run_folder_tells_what_replicas_exchanged(ranks, tmp_path):
         [*TINY, "--dp-comp", GRAVAC, "--compare", "--out", str(whole)],
         [*TINY, "--dp-comp", GRAVAC, "--out", str(parts), "--stop-after", "1"],
         ["--resume", str(parts)],
-        timeout_s=120.0,
     )
     for ends in zip(*ended, strict=True):
         check_success(ends)
@@ -74,7 +73,7 @@ def test_a_language_model_on_replicas(ranks, tmp_path):
         *("--split", "1", "--replicas", "2", "--batch-size", "8", "--chunks", "1"),
         *("--dp-comp", "powersgd:1", "--out", str(tmp_path / "run")),
     ]
-    ended = ranks(text, 2, command, timeout_s=120.0)
+    ended = ranks(text, 2, command)
     check_success([ends[0] for ends in ended])
     told = lines_of(tmp_path / "run" / "metrics.jsonl")[-1]["replicas"]
     assert 0 < told["wire_bytes"] < told["dense_bytes"]
@@ -95,7 +94,7 @@ def test_mistakes_end_with_one_line(ranks):
         ([*TINY, "--act", "topk:0.1", "--dp-comp", "powersgd:1"], "no cut to compress at"),
         ([*TINY[:-2], "--replicas", "1", "--dp-comp", "powersgd:1"], "nobody to exchange"),
     ]
-    ended = ranks(mistakes, 2, [command for command, _ in wrong], timeout_s=120.0)
+    ended = ranks(mistakes, 2, [command for command, _ in wrong])
     for ends, (_, says) in zip(zip(*ended, strict=True), wrong, strict=True):
         check_error(ends, says)
 

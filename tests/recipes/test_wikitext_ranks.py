@@ -32,7 +32,6 @@ def test_two_processes_train_the_run_of_one(ranks, tmp_path):
             [*command, "--out", str(parts), "--stop-after", "1"],
             ["--resume", str(parts)],
             [*command, "--model", "./nobody", "--out", str(tmp_path / "none")],
-            timeout_s=120.0,
         ),
         strict=True,
     )
@@ -60,7 +59,7 @@ def test_two_processes_train_the_lstm_of_one(ranks, tmp_path):
     model = ["--model", "lstm", "--hidden", "24", "--act", "topk:0.3", "--grad", "ef+quant:4"]
     command = [*TINY, "--data", str(words), *model, "--epochs", "1"]
     both, alone = tmp_path / "both", tmp_path / "alone"
-    ends = ranks(text_recipe, 2, [*command, "--out", str(both)], timeout_s=120.0)
+    ends = ranks(text_recipe, 2, [*command, "--out", str(both)])
     check_success([end for (end,) in ends])
     wikitext.main([*command, "--out", str(alone)])
     assert history(alone) == history(both)
@@ -77,5 +76,5 @@ def test_replicas_share_the_blocks(ranks, tmp_path):
     out = tmp_path / "run"
     command = [*TINY, "--data", str(words), "--replicas", "2", "--accumulate", "2"]
     command += ["--batch-size", "8", "--act", "aqsgd+quant:4", "--epochs", "1", "--out", str(out)]
-    check_success([ends[0] for ends in ranks(text_recipe, 4, command, timeout_s=120.0)])
+    check_success([ends[0] for ends in ranks(text_recipe, 4, command)])
     assert (out / "model" / "model.safetensors").exists()

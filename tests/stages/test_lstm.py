@@ -127,6 +127,7 @@ def test_sizes_below_one(name):
 # -- in a pipeline --------------------------------------------------------------------------------
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("recompute", [False, True], ids=["keep", "recompute"])
 @pytest.mark.parametrize("count, chunks", SIZES)
 @pytest.mark.parametrize("where", ["paper", 2, 4])
@@ -247,5 +248,5 @@ def both(alone=False):
 
 def test_two_processes_train_the_model_of_one(ranks):
     """Law 8, bit for bit; each gets the whole model in the end."""
-    first, second = ranks(both, 2, timeout_s=120.0)
+    first, second = ranks(both, 2)
     assert first == second == both(alone=True)

@@ -46,6 +46,7 @@ def test_compared_to_the_first_method_on_the_limited_link():
     assert "batch 1" in shown and "unlimited" in shown and "100.00 ms a step" in shown
 
 
+@pytest.mark.slow
 def test_short_run(tmp_path, capsys):
     pytest.importorskip("transformers")
     out = tmp_path / "figures" / "generation.json"

@@ -86,6 +86,7 @@ METHODS = [
 ]
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("optim", [sgd, adamw])
 @pytest.mark.parametrize("act, grad", METHODS, ids=str)
 def test_going_on_is_as_if_never_stopped(act, grad, optim, tmp_path):

@@ -53,6 +53,7 @@ def num_stored(link):
     return sum(len(store_of(end)) for end in link.ends.values() if store_of(end) is not None)
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("direction", ["act", "grad"])
 @pytest.mark.parametrize("method", METHODS, ids=str)
@@ -99,6 +100,7 @@ def test_metering_at_the_sender_changes_nothing(method):
         metered.commit()
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("method", FEEDBACK, ids=str)
 @pytest.mark.parametrize("scale", [1024.0, 1000.0])
 def test_under_a_loss_scale(method, scale):
@@ -117,6 +119,7 @@ def test_under_a_loss_scale(method, scale):
     assert found == energies if scale == 1024 else found == pytest.approx(energies, rel=1e-5)
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
 @pytest.mark.parametrize("method", FEEDBACK, ids=str)
 def test_microbatches_in_any_order(method, order):
@@ -267,6 +270,7 @@ def test_what_does_not_leave_the_rank_is_coded_and_not_counted(method):
 # -- NaN and Inf that all ranks must hear of ------------------------------------------------------
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("direction", ["act", "grad"])
 @pytest.mark.parametrize("method", METHODS, ids=str)

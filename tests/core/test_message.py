@@ -57,6 +57,7 @@ def test_the_status_is_a_view_and_takes_a_flag_of_the_device():
     assert status == 0
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
 def test_payload_comes_back_and_the_length_is_known(compressor, dtype):

@@ -160,6 +160,7 @@ def test_a_quantizers_range_is_that_of_valid_positions_and_zero(mode):
     assert not y[~mask].any()
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("method", METHODS, ids=str)
 def test_what_is_padded_never_matters(method, dtype):
@@ -463,6 +464,7 @@ def test_a_gradient_that_overflowed_arrives_as_nan_everywhere():
 # -- what is metered ------------------------------------------------------------------------------
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("direction", ["act", "grad"])
 @pytest.mark.parametrize("method", METHODS, ids=str)
 def test_fidelity_is_measured_where_positions_count(method, direction):

@@ -56,6 +56,7 @@ def assert_same(a: dict, b: dict) -> None:
         assert equal, key
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("method", METHODS, ids=str)
 def test_length_is_known_beforehand_and_metered(method, dtype, global_rng_untouched):
@@ -311,6 +312,7 @@ def test_empty_tensors_are_refused(method):
         link_of(method).encode(torch.ones(3, 0), step_of(), 0)
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("method", METHODS, ids=str)
 def test_a_nonfinite_activation_is_an_error_with_or_without_a_scaler(method, bad):
@@ -327,6 +329,7 @@ def test_a_nonfinite_activation_is_an_error_with_or_without_a_scaler(method, bad
         assert traffic.nonfinite == 1 and traffic.messages == 0
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("method", METHODS, ids=str)
 def test_a_nonfinite_gradient_is_an_error_or_with_a_scaler_a_flag(method, bad):

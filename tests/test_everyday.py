@@ -1,0 +1,53 @@
+"""The everyday suite leaves out no value of a parameter, whatever lists stand together."""
+
+import pytest
+from everyday import is_in_turn, slow_after, slow_but, slow_but_one_a_class, together
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpcomp import Identity, TopK
+
+FIRST, SECOND, THIRD = range(7), range(3), range(2)
+
+
+@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=4))
+def test_every_value_of_every_list_has_its_turn(lengths):
+    lengths = tuple(sorted(lengths, reverse=True))
+    turns = [together(turn, lengths) for turn in range(lengths[0])]
+    for i, length in enumerate(lengths):
+        assert {places[i] for places in turns} == set(range(length))
+
+
+def test_short_lists_do_not_march_in_step():
+    pairs = {together(turn, (9, 3, 2))[1:] for turn in range(9)}
+    assert pairs == {(a, b) for a in range(3) for b in range(2)}
+
+
+@pytest.mark.each_once
+@pytest.mark.parametrize("first", FIRST)
+@pytest.mark.parametrize("second, same", [(i, i) for i in SECOND])
+@pytest.mark.parametrize("third", THIRD)
+def test_what_is_in_turn_is_not_slow(first, second, same, third, request):
+    marked = request.node.get_closest_marker("slow") is not None
+    assert marked != is_in_turn(request.node)
+    assert is_in_turn(request.node) == ((first, second, third) in _turns())
+
+
+def _turns():
+    return {together(turn, (len(FIRST), len(SECOND), len(THIRD))) for turn in range(len(FIRST))}
+
+
+def values(parameters):
+    """Those that are not slow."""
+    return [value for value in parameters if not hasattr(value, "marks")]
+
+
+def test_parameters_that_stay():
+    assert values(slow_after(2, "abc")) == ["a", "b"]
+    assert values(slow_but("ca", "abc")) == ["a", "c"]
+    methods = [TopK(0.1), TopK(0.2), Identity()]
+    assert values(slow_but_one_a_class(methods)) == [TopK(0.1), Identity()]
+    for found in (slow_after(2, "abc"), slow_but("c", "abc"), slow_but_one_a_class("abc")):
+        assert len(found) == 3
+    with pytest.raises(AssertionError, match=r"no such parameters: \['d'\]"):
+        slow_but("ad", "abc")
