@@ -90,7 +90,7 @@ class Accordion(ReplicaMethod):
         return Detector(self.interval, span=self.span, threshold=self.threshold)
 
     def controller(self, setting: Setting) -> Controller:
-        return AccordionController(self, setting)
+        return AccordionController(self.low, self.high, self.detector(), setting)
 
     def memory(self, *, compressed: bool) -> Memory:
         return Residual() if compressed and self.feedback else NO_MEMORY

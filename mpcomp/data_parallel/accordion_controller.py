@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from mpcomp.compressors import Compressor
+from mpcomp.core.spec import SpecValue
 from mpcomp.data_parallel.base import Codec, Controller, Draw, Factored, Setting
-
-if TYPE_CHECKING:
-    from mpcomp.data_parallel.accordion import Accordion
+from mpcomp.data_parallel.detector import Detector
 
 __all__ = ["AccordionController"]
 
@@ -21,15 +20,19 @@ class AccordionController(Controller):
     """The controller of `Accordion`.
 
     Args:
-        method: its settings.
+        low: method of low compression, for critical phases.
+        high: method of high compression.
+        detector: tells which parameters are in one.
         setting: of the run.
     """
 
     among_replicas = True
 
-    def __init__(self, method: Accordion, setting: Setting) -> None:
-        self._method = method
-        self.detector = method.detector()
+    def __init__(
+        self, low: SpecValue, high: SpecValue, detector: Detector, setting: Setting
+    ) -> None:
+        self._low, self._high = low, high
+        self.detector = detector
         self._names = list(setting.metas)
         self._num_replicas = setting.num_replicas
         self._sums: dict[str, Tensor] = {}
@@ -41,8 +44,7 @@ class AccordionController(Controller):
             self.detector.note_lr(lr)
 
     def codec(self, name: str) -> Codec:
-        method = self._method
-        chosen = method.low if self.detector.is_critical(name) else method.high
+        chosen = self._low if self.detector.is_critical(name) else self._high
         assert isinstance(chosen, Compressor | Factored)
         return chosen
 

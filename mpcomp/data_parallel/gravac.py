@@ -190,7 +190,14 @@ class GraVAC(ReplicaMethod):
         return ModelledClock(self.compute_ms, self.bandwidth_mbps, self.latency_ms)
 
     def controller(self, setting: Setting) -> Controller:
-        return GraVACController(self, setting.num_replicas)
+        return GraVACController(
+            self.inner,
+            self.search(setting.num_replicas),
+            self.clock(),
+            exact=self.exact,
+            modelled=self.bandwidth_mbps is not None,
+            num_replicas=setting.num_replicas,
+        )
 
     def memory(self, *, compressed: bool) -> Memory:
         if self.momentum:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,9 +22,6 @@ from mpcomp.compressors import Compressor, MultiLevel, Selecting
 from mpcomp.compressors.multi_level import levels
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.data_parallel.base import Codec, Controller, Draw, Encoded, encode_with
-
-if TYPE_CHECKING:
-    from mpcomp.data_parallel.gravac import GraVAC
 
 __all__ = ["GraVACController"]
 
@@ -46,19 +43,33 @@ class GraVACController(Controller):
     """The controller of `GraVAC`.
 
     Args:
-        method: its settings.
+        inner: compressor that a CF is set of.
+        search: decides.
+        clock: says how long steps take.
+        exact: whether a step is decided by its own gradient.
+        modelled: whether the clock computes a lap from the bytes of a step.
         num_replicas: of the run.
 
     Attributes:
-        search: what decides.
-        clock: says how long steps take.
+        search: as given.
+        clock: as given.
     """
 
-    def __init__(self, method: GraVAC, num_replicas: int) -> None:
-        self._method = method
-        self.search: Search = method.search(num_replicas)
-        self.clock: Clock = method.clock()
-        self.waits = method.exact
+    def __init__(
+        self,
+        inner: Compressor,
+        search: Search,
+        clock: Clock,
+        *,
+        exact: bool,
+        modelled: bool,
+        num_replicas: int,
+    ) -> None:
+        self._inner = inner
+        self.search = search
+        self.clock = clock
+        self.waits = exact
+        self._modelled = modelled
         self._rounds = 2 * (num_replicas - 1)
         self._branch: Branch = "dense"
         self._last: dict[str, Any] = {}
@@ -67,7 +78,7 @@ class GraVACController(Controller):
         self._seen = _Seen()
         #: Of each parameter its number of elements, and the positions that were chosen, by branch.
         self._chosen: dict[str, tuple[int, dict[str, Tensor]]] = {}
-        inner, low, high = self._method.inner, self.search.cf_min, self.search.cf_candidate
+        inner, low, high = self._inner, self.search.cf_min, self.search.cf_candidate
         self._minimum = inner.with_cf(low)
         self._candidate: Compressor = inner.with_cf(high)
         if isinstance(self._minimum, Selecting):
@@ -142,7 +153,7 @@ class GraVACController(Controller):
 
     def figures(self) -> list[float]:
         # Read here, before ranks wait for each other: a lap is this rank's own time.
-        lap = math.nan if self._method.bandwidth_mbps else self.clock.lap(0.0, 0)
+        lap = math.nan if self._modelled else self.clock.lap(0.0, 0)
         known = math.isfinite(lap)
         return [1.0, float(known), lap if known else 0.0, *self._seen.sums()]
 
@@ -150,7 +161,7 @@ class GraVACController(Controller):
         ranks, laps, seconds, *energies = sums
         if energies[0] == 0:  # nothing was compressed, as the step was to go dense
             self._branch = "dense"
-        if self._method.bandwidth_mbps:
+        if self._modelled:
             lap = self.clock.lap(traffic_bytes, self._rounds)
         else:
             lap = seconds / laps if laps == ranks else math.nan
