@@ -157,7 +157,7 @@ class RunConfig:
             )
 
     def network(self) -> mpcomp.ReplicaNetwork:
-        """How replicas are connected."""
+        """Connection of replicas."""
         check_choice("dp_small", self.dp_small, SMALL)
         small = None if self.dp_small == "none" else mpcomp.Cast(self.dp_small)
         return mpcomp.ReplicaNetwork(path=self.dp_path, per_machine=self.per_machine, small=small)
@@ -207,7 +207,7 @@ class RunConfig:
 
     @property
     def step_batch(self) -> int:
-        """How many samples a step of the optimizer sees."""
+        """Number of samples that a step of the optimizer sees."""
         return self.batch_size
 
     @property
@@ -233,7 +233,7 @@ class RunConfig:
 
     @property
     def label(self) -> str:
-        """How plots and tables call the run: ``act / grad``, or once where both are the same."""
+        """Name of the run in plots and tables: ``act / grad``, or once where both are the same."""
         act, grad = " ".join(self.act), " ".join(self.grad)
         cuts = act if act == grad else f"act {act} / grad {grad}"
         if self.dp_comp == self.param_comp == "none":

@@ -199,7 +199,7 @@ def _group_table(group: str, results: Results) -> str:
 
 
 def _saved(line: Run, kind: str) -> float:
-    """How many times less than dense was sent."""
+    """Factor by which less than dense was sent."""
     sent = line["replicas"]
     if kind == "bytes":
         return float(line["dense_bytes"] / line["wire_bytes"])

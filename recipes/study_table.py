@@ -172,7 +172,7 @@ class Table:
 
     @property
     def rule(self) -> str:
-        """How verdicts are found."""
+        """Rules of verdicts."""
         return (
             f"Differences are taken seed by seed, in {self.unit}, as mean ± standard "
             "deviation (n). A claim is confirmed where the mean lies on the claimed side of its "

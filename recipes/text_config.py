@@ -120,7 +120,7 @@ class TextConfig(RunConfig):
 
     @property
     def step_batch(self) -> int:
-        """How many blocks a step of the optimizer sees."""
+        """Number of blocks that a step of the optimizer sees."""
         return self.batch_size * self.accumulate
 
     @property

@@ -77,7 +77,7 @@ def make_model(config: TextConfig, tokenizer: Any) -> nn.Module:
 
 
 def split_of(config: TextConfig, chosen: Any) -> str:
-    """How the model is cut: as the configuration says, or as suits it."""
+    """Cut of the model: as the configuration says, or as suits it."""
     if config.split != AUTO_SPLIT:
         return config.split
     if chosen.model_type == "gpt2" and chosen.num_hidden_layers % 4 == 0:

@@ -97,7 +97,7 @@ def _train_bpe(texts: Sequence[str], vocab_size: int) -> PreTrainedTokenizerBase
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
-    """That a model with `vocab_size` embeddings knows every token.
+    """Check that a model with `vocab_size` embeddings knows every token.
 
     Raises:
         ValueError: the tokenizer has more.

@@ -144,7 +144,7 @@ class Trainer(ABC, Generic[AnyConfig]):
     # -- the run ------------------------------------------------------------------------------
 
     def placement(self) -> str:
-        """How many stages there are, and where, in words."""
+        """Number and places of stages, in words."""
         text = f"{len(self.pipe.cut_stages)} stages"
         if self.pipe.num_replicas > 1:
             text += f" x {self.pipe.num_replicas} replicas"

@@ -113,7 +113,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def runs(options: argparse.Namespace, num_processes: int) -> Runs[TextConfig]:
-    """Those that the findings rest on, then all rows of a seed before the next."""
+    """Rows that the findings rest on, then all rows of a seed before the next."""
     order = order_of_runs(options.rows, FIRST, options.seeds)
     return {(row, seed): configuration(options, row, seed) for row, seed in order}
 

@@ -1,4 +1,4 @@
-"""How many blocks go to each stage, so that the stages weigh about the same.
+"""Numbers of blocks for each stage, so that the stages weigh about the same.
 
 Exact, by dynamic programming over the places where a model can be cut. Where every stage runs on a
 machine like the others, `balance` does it all; unequal machines each measure the blocks:

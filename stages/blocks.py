@@ -110,7 +110,7 @@ def arguments(sample: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def side_inputs(unit: Block, sample: object) -> dict[str, Any]:
-    """What a unit after the first takes from the sample beside the activation."""
+    """Inputs that a unit after the first takes from the sample beside the activation."""
     return unit.module.takes(sample) if isinstance(unit.module, Stage) else {}
 
 

@@ -26,7 +26,7 @@ Run = Callable[..., object]
 
 @dataclass(frozen=True)
 class Piece:
-    """What one stage will hold, before it is built."""
+    """Contents of one stage, before it is built."""
 
     blocks: tuple[str, ...]  # qualified names of the modules that it calls, in order
     tensors: tuple[str, ...]  # parameters and buffers that it needs and no block of it holds
@@ -51,7 +51,7 @@ Tie = tuple[tuple[int, str], ...]
 
 
 class StageState:
-    """What stages keep for one batch from call to call, handed to them with the batch.
+    """State that stages keep for one batch from call to call, handed to them with the batch.
 
     It is no input: shapes do not depend on it, and finding them out must not touch it.
     """
@@ -106,7 +106,7 @@ class Stage(nn.Module):
 
     @property
     def name(self) -> str:
-        """What messages call it: "stage 1 (layer2.0 to layer2.1)"."""
+        """Name in messages: "stage 1 (layer2.0 to layer2.1)"."""
         first, last = self.block_names[0], self.block_names[-1]
         return f"stage {self.index} ({first if first == last else f'{first} to {last}'})"
 
@@ -126,7 +126,7 @@ class Stage(nn.Module):
         return hasattr(self._run, "check_batch")
 
     def takes(self, batch: object) -> dict[str, Any]:
-        """What this stage takes from a batch beside the activation, as keyword arguments.
+        """Inputs that this stage takes from a batch beside the activation, as keyword arguments.
 
         The first stage is called with the batch itself, and takes nothing beside it.
         """

@@ -149,7 +149,7 @@ class Budgeted(LinkState):
         sizes = self._sizes
         return [*super().figures(), *sizes]
 
-    def settle(
+    def finish_step(
         self, sums: Sequence[float], *, finite: bool, on: bool, seconds: float, replicas: int
     ) -> dict[str, Any]:
         base, *rest = sums

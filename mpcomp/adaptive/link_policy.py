@@ -148,7 +148,7 @@ class LinkState(ABC):
     # -- the end of a step ----------------------------------------------------------------------
 
     @abstractmethod
-    def settle(
+    def finish_step(
         self, sums: Sequence[float], *, finite: bool, on: bool, seconds: float, replicas: int
     ) -> dict[str, Any]:
         """Ends a step, and decides for the next.
@@ -232,7 +232,7 @@ class Searching(LinkState):
         traffic = [float(self._bytes), float(self._messages)]
         return [*super().figures(), *traffic]
 
-    def settle(
+    def finish_step(
         self, sums: Sequence[float], *, finite: bool, on: bool, seconds: float, replicas: int
     ) -> dict[str, Any]:
         base, rest_min, rest_candidate, num_bytes, num_messages = sums

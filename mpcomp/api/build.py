@@ -23,7 +23,7 @@ from mpcomp.core.loss import LossFn
 from mpcomp.data_parallel.network import ReplicaNetwork
 from mpcomp.links.boundary import Boundary
 from mpcomp.links.build import MethodLike, Methods, boundaries_of, method_of
-from mpcomp.links.tied_weights import Tie, ties_of
+from mpcomp.links.tied_weights import TiedWeights, ties_of
 from stages.split import Where
 
 __all__ = ["build", "pipeline"]
@@ -153,7 +153,7 @@ def build(model: nn.Module, config: PipelineConfig) -> Pipeline:
         launch.check(cut, ties)
         own = launch.own_stages(cut)
         check_weights([cut[i] for i in own], config.weights)
-        crossings: list[Boundary | Tie] = [*boundaries, *ties]
+        crossings: list[Boundary | TiedWeights] = [*boundaries, *ties]
         methods = [[str(link.method) for link in each.links] for each in crossings]
     launch.connect(cut, methods)
     for i, stage in enumerate(cut):

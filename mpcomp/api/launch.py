@@ -36,7 +36,7 @@ from mpcomp.engines.distributed import DistributedEngine
 from mpcomp.engines.local import LocalEngine
 from mpcomp.engines.schedules import schedule_named
 from mpcomp.links.boundary import Boundary
-from mpcomp.links.tied_weights import Tie
+from mpcomp.links.tied_weights import TiedWeights
 from mpcomp.version import __version__
 from stages.split import Where
 
@@ -86,7 +86,7 @@ class Launch(ABC):
             ValueError: the model cannot be cut in this way.
         """
 
-    def check(self, cut: Sequence[staging.Stage], ties: Sequence[Tie]) -> None:  # noqa: B027
+    def check(self, cut: Sequence[staging.Stage], ties: Sequence[TiedWeights]) -> None:  # noqa: B027
         """Raises ValueError for what cannot go together."""
 
     def own_stages(self, cut: Sequence[staging.Stage]) -> list[int]:
@@ -118,7 +118,7 @@ class Launch(ABC):
         self,
         cut: Sequence[staging.Stage],
         boundaries: Sequence[Boundary],
-        ties: Sequence[Tie],
+        ties: Sequence[TiedWeights],
         plain: Plain,
     ) -> tuple[Engine, ReplicaSync | None]:
         """The engine, and what keeps replicas of its stages alike."""
@@ -189,7 +189,7 @@ class LocalLaunch(Launch):
         self,
         cut: Sequence[staging.Stage],
         boundaries: Sequence[Boundary],
-        ties: Sequence[Tie],
+        ties: Sequence[TiedWeights],
         plain: Plain,
     ) -> tuple[Engine, ReplicaSync | None]:
         config = self.config
@@ -258,7 +258,7 @@ class DistributedLaunch(Launch):
         ]
         return staging.partition(slowest, num_stages)
 
-    def check(self, cut: Sequence[staging.Stage], ties: Sequence[Tie]) -> None:
+    def check(self, cut: Sequence[staging.Stage], ties: Sequence[TiedWeights]) -> None:
         config = self.config
         if config.dp_comp is not None:
             self._dp_comp = replica_method_of(config.dp_comp)
@@ -316,7 +316,7 @@ class DistributedLaunch(Launch):
         self,
         cut: Sequence[staging.Stage],
         boundaries: Sequence[Boundary],
-        ties: Sequence[Tie],
+        ties: Sequence[TiedWeights],
         plain: Plain,
     ) -> tuple[Engine, ReplicaSync | None]:
         config, mesh = self.config, self.mesh
@@ -370,7 +370,7 @@ class DistributedLaunch(Launch):
                 "is no cut to compress at; leave them out, or start more processes"
             )
 
-    def _check_sharding(self, ties: Sequence[Tie]) -> None:
+    def _check_sharding(self, ties: Sequence[TiedWeights]) -> None:
         if self._schedule.splits_backward:
             raise ValueError(
                 f"shard=True with schedule={self._schedule.name!r}, which splits backward into two "

@@ -21,7 +21,7 @@ from mpcomp.feedback.ends import end_of
 from mpcomp.feedback.memory import Side
 from mpcomp.links.boundary import Boundary
 from mpcomp.links.link import Link
-from mpcomp.links.tied_weights import Tie
+from mpcomp.links.tied_weights import TiedWeights
 
 __all__ = ["state_bytes"]
 
@@ -33,7 +33,7 @@ def state_bytes(
     cut: Sequence[staging.Stage],
     here: Collection[int],
     boundaries: Sequence[Boundary],
-    ties: Sequence[Tie],
+    ties: Sequence[TiedWeights],
     chunks: int,
     device: torch.device,
 ) -> dict[str, Any]:

@@ -38,7 +38,7 @@ from mpcomp.engines.stage_runner import Autocast
 from mpcomp.links.adaptation import Adaptation
 from mpcomp.links.boundary import Boundary
 from mpcomp.links.link import Link
-from mpcomp.links.tied_weights import Tie
+from mpcomp.links.tied_weights import TiedWeights
 
 __all__ = ["LossFn", "Metric", "Pipeline"]
 
@@ -79,7 +79,7 @@ class Pipeline(OriginalNames):
         chunks: int,
         loss_fn: LossFn | None,
         scaler: torch.amp.GradScaler | None,
-        ties: Sequence[Tie] = (),
+        ties: Sequence[TiedWeights] = (),
         warmup_steps: int = 0,
         replica_sync: ReplicaSync | None = None,
         plain_model: nn.Module | None = None,
@@ -145,7 +145,7 @@ class Pipeline(OriginalNames):
     # -- messages -----------------------------------------------------------------------------
 
     @property
-    def crossings(self) -> list[Boundary | Tie]:
+    def crossings(self) -> list[Boundary | TiedWeights]:
         """All that sends messages: boundaries, then ties."""
         return [*self.boundaries, *self.ties]
 
@@ -614,7 +614,7 @@ class Pipeline(OriginalNames):
         self.num_steps = run.num_steps
         self._open = None  # only now: a load that fails leaves an open step open
         for each in self.crossings:
-            each.settle(finite=False)
+            each.finish_step(finite=False)
         for link in self.links:
             link.found_nonfinite(train=True)  # counts and clears
         wire_bytes, dense_bytes = self.mesh.all_reduce_sum(bytes_sent(self.links))
@@ -735,7 +735,7 @@ class Pipeline(OriginalNames):
             if train:
                 self._open = None
                 for each in self.crossings:
-                    each.settle(finite=False)
+                    each.finish_step(finite=False)
                 self._finish_replicas(finite=False)
                 self.adaptation.discard()
             for link in self.links:

@@ -24,7 +24,7 @@ from mpcomp.core.step import Step
 from mpcomp.links.adaptation import Adaptation
 from mpcomp.links.boundary import Boundary
 from mpcomp.links.link import Link
-from mpcomp.links.tied_weights import Tie
+from mpcomp.links.tied_weights import TiedWeights
 
 __all__ = ["StepResult", "bytes_sent", "finish_step", "raise_if_nonfinite"]
 
@@ -51,7 +51,7 @@ class StepResult:
 
 def finish_step(
     mesh: Mesh,
-    boundaries: Sequence[Boundary | Tie],
+    boundaries: Sequence[Boundary | TiedWeights],
     step: Step,
     loss: StepLoss | None,
     overflowed: bool,
@@ -89,10 +89,10 @@ def finish_step(
     found = [link for link, flag in zip(links, flags, strict=True) if flag]
     finite = not (found or stopped)
     for boundary in boundaries:
-        boundary.settle(finite)
+        boundary.finish_step(finite)
     if found and not (step.scaled and all(link.direction != "act" for link in found)):
         raise nonfinite_error(_origin(found).name, step.index)
-    adaptation.settle(step, measured, finite=finite)
+    adaptation.finish_step(step, measured, finite=finite)
     if loss is not None and not alone:
         replicas = mesh.num_replicas
         of_dtype = _LOSS_DTYPES[int(dtype) // replicas]

@@ -122,7 +122,7 @@ class Part:
         return cls(folder, meta, shapes, state)
 
     def read_weights(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Those weights that this part has of ``names``."""
+        """Weights that this part has of ``names``."""
         return self._read(WEIGHTS, [name for name in names if name in self.shapes])
 
     def read_state(

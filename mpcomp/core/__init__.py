@@ -1,1 +1,1 @@
-"""What every room uses and which uses none: tensors' descriptions, messages, steps, specs."""
+"""Ground floor, which every room uses: tensors' descriptions, messages, steps, specs."""

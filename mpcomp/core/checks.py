@@ -1,4 +1,4 @@
-"""What must hold for a tensor that crosses a cut, and what is said when it does not."""
+"""Conditions on a tensor that crosses a cut, and the errors where they do not hold."""
 
 from __future__ import annotations
 

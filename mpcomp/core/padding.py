@@ -45,7 +45,7 @@ def valid_positions(
 
 
 def padded_positions(valid: Tensor | None, meta: TensorMeta, device: torch.device) -> Tensor | None:
-    """Where a tensor like ``meta`` is padded: bool [rows, positions, 1] on ``device``.
+    """Mask of a tensor's padded positions: bool [rows, positions, 1] on ``device``.
 
     Args:
         valid: bool [rows, positions], or None where all positions count.

@@ -1,4 +1,4 @@
-"""What both ends of a link know without a message: the step, and one microbatch's visit in it."""
+"""Context that both ends of a link share without a message: the step, and one message in it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Step:
-    """What a step, or one pass of evaluation, is for its links.
+    """One step of training, or one pass of evaluation, as its links see it.
 
     Attributes:
         index: number of training steps before it, skipped ones counted.
@@ -94,5 +94,5 @@ class Step:
         return self.sample_ids[microbatch] if self.sample_ids else None
 
     def valid_of(self, microbatch: int) -> Tensor | None:
-        """Which positions of one microbatch count: bool [rows, positions]; None for all."""
+        """Mask of a microbatch's positions that count: bool [rows, positions]; None for all."""
         return self.valid[microbatch] if self.valid else None

@@ -19,7 +19,7 @@ __all__ = ["Meter", "Traffic"]
 
 @dataclass
 class Traffic:
-    """What one link carried in training, or in evaluation.
+    """Traffic of one link in training, or in evaluation.
 
     Attributes:
         messages: number of messages.
@@ -94,7 +94,7 @@ class Traffic:
         }
 
     def to_state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, so that a resumed run counts on."""
+        """State for a checkpoint, so that a resumed run counts on."""
         counts = ("messages", "wire_bytes", "dense_bytes", "seconds", "nonfinite")
         energies = None if self._energies is None else self._energies.tolist()
         return {**{name: getattr(self, name) for name in counts}, "energies": energies}

@@ -112,10 +112,10 @@ def gather(items: Sequence[Item], context: Context) -> Path:
     """Every replica gets the messages of all others and adds them up."""
     peers = context.peers
     sent = [encode_item(item, context) for item in items]
-    told, work = peers.gather(packed(sent))
+    gathered, work = peers.gather(packed(sent))
     yield [work]
     means = [item.target.new_zeros(item.numel) for item in items]
-    for message in told:
+    for message in gathered:
         start = 0
         for item, encoded, mean in zip(items, sent, means, strict=True):
             start = add_message(
@@ -147,7 +147,7 @@ def two_phase(items: Sequence[Item], context: Context) -> Path:
             item.sent(partial(_without, pieces), _positions(pieces))
     own = peers.rank
     own_layouts = [c.layout(metas[own]) for c, metas in zip(codecs, cuts, strict=True)]
-    told, work = peers.scatter(
+    gathered, work = peers.scatter(
         [packed(message) for message in messages], message_length(sum(own_layouts, ()))
     )
     yield [work]
@@ -155,7 +155,7 @@ def two_phase(items: Sequence[Item], context: Context) -> Path:
     means, again = [], []
     for item, metas in zip(items, cuts, strict=True):
         means.append(item.target.new_zeros(metas[own].numel))
-    for message in told:
+    for message in gathered:
         start = 0
         for item, codec, metas, mean in zip(items, codecs, cuts, means, strict=True):
             start = add_message(mean, item.name, own, metas[own], codec, message, start, context)
@@ -179,12 +179,12 @@ def two_phase(items: Sequence[Item], context: Context) -> Path:
     message = packed(again)
     padded = message.new_zeros(max(lengths))
     padded[: message.numel()] = message
-    told, work = peers.gather(padded)
+    gathered, work = peers.gather(padded)
     yield [work]
 
     results = [item.target.new_zeros(item.numel) for item in items]
     starts = [0] * len(items)
-    for i, message in enumerate(told):
+    for i, message in enumerate(gathered):
         start = 0
         for j, (item, codec, metas) in enumerate(zip(items, codecs, cuts, strict=True)):
             stop = starts[j] + metas[i].numel

@@ -20,7 +20,7 @@ from mpcomp.data_parallel.connections import Connections
 from mpcomp.data_parallel.hierarchical import broadcast, mean_inside
 from mpcomp.data_parallel.item import Context, Item
 from mpcomp.data_parallel.network import ReplicaNetwork
-from mpcomp.data_parallel.remembered import Remembered
+from mpcomp.data_parallel.replica_state import ReplicaState
 from mpcomp.data_parallel.selection import PATH_OF, routes
 from mpcomp.data_parallel.totals import Totals
 
@@ -29,14 +29,14 @@ __all__ = ["Averaging", "Run"]
 
 @dataclass(frozen=True)
 class Run:
-    """What all steps have in common.
+    """The surroundings that all steps have in common.
 
     Attributes:
         method: between replicas.
         network: how they are connected.
         connections: to them.
         controller: this rank's.
-        remembered: of this rank's parameters.
+        state: of this rank's parameters.
         totals: of this rank.
         compressible: the parameters that may go compressed, as matrices.
         everywhere: sums numbers over all ranks that must decide alike.
@@ -52,7 +52,7 @@ class Run:
     network: ReplicaNetwork
     connections: Connections
     controller: Controller
-    remembered: Remembered
+    state: ReplicaState
     totals: Totals
     compressible: Mapping[str, TensorMeta]
     everywhere: Callable[[Sequence[float]], list[float]]
@@ -106,8 +106,8 @@ class Averaging:
             run.controller,
             unit,
             self._draw,
-            run.remembered.end_of_mean,
-            run.remembered.factors,
+            run.state.end_of_mean,
+            run.state.factors,
         )
 
     def add(self, gradients: Mapping[str, Tensor]) -> None:
@@ -133,7 +133,7 @@ class Averaging:
         return Item(
             name,
             gradient,
-            run.remembered.ends[name],
+            run.state.ends[name],
             may,
             None if small is None else small.wire_dtype,
         )
@@ -188,7 +188,7 @@ class Averaging:
                 item.gradient.fill_(math.nan)
 
     def entry(self, finite: bool) -> dict[str, Any]:
-        """What happened, for a log of every step; ``finite`` is whether the step was, at last."""
+        """Entry for a log of every step; ``finite`` is whether the step was, at last."""
         tally = self.context.tally
         return {
             "step": self._step,
@@ -259,7 +259,7 @@ class Averaging:
         for name, of_path in by_path.items():
             self.count_route(name, len(of_path))
             for item in of_path if name != "two-phase" else ():
-                run.remembered.hand_back(item, context)
+                run.state.hand_back(item, context)
         return [PATH_OF[name](of_path, context) for name, of_path in by_path.items()]
 
     def _drive(self) -> None:
@@ -295,7 +295,7 @@ class Averaging:
         """
         for item in self.items:
             if item.name in unused:
-                self._run.remembered.discard_one(item.name)
+                self._run.state.discard_one(item.name)
                 self.context.new_factors.pop(item.name, None)
                 item.gradient.zero_()
 

@@ -59,7 +59,7 @@ Codec: TypeAlias = Compressor | Factored | None
 
 @dataclass(frozen=True)
 class Setting:
-    """A run, as a method is told of it once.
+    """A run, as a method is gathered of it once.
 
     Attributes:
         num_replicas: replicas that average their gradients.

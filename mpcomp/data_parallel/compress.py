@@ -42,7 +42,7 @@ class _ReplicatedGradients(CompressedGradients):
         """Called by DDP for each bucket in turn, on every rank in the same order."""
         if bucket.index() == 0:
             self._open.clear()
-            self.exchange.settle(finite=False)  # of a step that ended with an error
+            self.exchange.finish_step(finite=False)  # of a step that ended with an error
             self.begin()
         names = [self._names[id(p)] for p in bucket.parameters()]
         self.exchange.add(dict(zip(names, bucket.gradients(), strict=True)))
@@ -54,7 +54,7 @@ class _ReplicatedGradients(CompressedGradients):
         self._open.append((future, buffer))
         if bucket.is_last():
             self.exchange.finish()
-            self.exchange.settle(finite=not self.exchange.nonfinite)
+            self.exchange.finish_step(finite=not self.exchange.nonfinite)
             for waiting, result in self._open:
                 waiting.set_result(result)
             self._open.clear()

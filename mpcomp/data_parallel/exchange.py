@@ -3,7 +3,7 @@
     exchange.begin(...)
     exchange.add({name: gradient, ...})     # any number of times: what backward has finished
     exchange.finish()                       # all gradients are means now, the same on all replicas
-    exchange.settle(finite)                 # what memories noted is kept, or forgotten
+    exchange.finish_step(finite)                 # what memories noted is kept, or forgotten
 
 State belongs to parameters by name, never to the groups in which gradients come: DDP rebuilds its
 buckets after the first step.
@@ -29,7 +29,7 @@ from mpcomp.data_parallel.base import Controller, ReplicaMethod, Setting
 from mpcomp.data_parallel.connections import Connections
 from mpcomp.data_parallel.item import matrix_of
 from mpcomp.data_parallel.network import ReplicaNetwork
-from mpcomp.data_parallel.remembered import Remembered
+from mpcomp.data_parallel.replica_state import ReplicaState
 from mpcomp.data_parallel.selection import check_run, matrices
 from mpcomp.data_parallel.totals import Totals, density
 
@@ -115,7 +115,7 @@ class Exchange:
         method = self.method
         setting = Setting(self.num_replicas, self._compressible)
         self.controller: Controller = method.controller(setting)
-        self._state = Remembered(method, self._metas, self._compressible, self._device)
+        self._state = ReplicaState(method, self._metas, self._compressible, self._device)
         self.step = 0
         self.totals = Totals()
 
@@ -196,7 +196,7 @@ class Exchange:
             dense_traffic_bytes=self.rounds * others * tally.dense_bytes,
         )
 
-    def settle(self, finite: bool) -> None:
+    def finish_step(self, finite: bool) -> None:
         """Ends the step: what memories noted is kept if it was finite everywhere, else forgotten.
 
         Of no effect if no step is under way.
@@ -225,7 +225,7 @@ class Exchange:
             network=self.network,
             connections=self._connections,
             controller=self.controller,
-            remembered=self._state,
+            state=self._state,
             totals=self.totals,
             compressible=self._compressible,
             everywhere=self._everywhere,
@@ -258,7 +258,7 @@ class Exchange:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """What is needed to go on exactly; each replica has its own.
+        """The state that is needed to go on exactly; each replica has its own.
 
         Returns:
             ``tensors`` by name, and ``rest``, which JSON can hold.

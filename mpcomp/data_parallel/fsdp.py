@@ -74,7 +74,7 @@ class ShardedGradients(CompressedGradients):
         """One block's reduce-scatter; the first of a backward begins the step."""
         backward = torch._C._current_graph_task_id()
         if backward != self._backward:
-            self.exchange.settle(finite=False)  # of a backward that ended with an error
+            self.exchange.finish_step(finite=False)  # of a backward that ended with an error
             self.begin(compress=self._compress)
             self._backward = backward
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
@@ -83,7 +83,7 @@ class ShardedGradients(CompressedGradients):
     def _end(self) -> None:
         self._backward = None
         self.exchange.finish()
-        self.exchange.settle(finite=not self.exchange.nonfinite)
+        self.exchange.finish_step(finite=not self.exchange.nonfinite)
 
     def gather_block(self, own: Tensor, parts: Sequence[ShardedParameter], out: Tensor) -> None:
         """One block's all-gather."""

@@ -1,7 +1,7 @@
 """GraVAC at work: measures the gains of two compression factors in every step, and sends by one.
 
 Both levels are selected in one pass (the second among the survivors of the first), also in steps
-that go dense, as else the way back would not be found. What `Search` is told are sums over all
+that go dense, as else the way back would not be found. What `Search` is gathered are sums over all
 ranks: energies of all parameters, and seconds; so every rank of a whole pipeline decides alike,
 however its own gradients and its own clock differ.
 """

@@ -30,7 +30,7 @@ def matrix_of(meta: TensorMeta) -> TensorMeta:
 
 @dataclass
 class Tally:
-    """What messages of one step held, as their sender made them.
+    """Counts of one step's messages, as their sender made them.
 
     Attributes:
         wire_bytes: bytes.
@@ -45,7 +45,7 @@ class Tally:
 
 @dataclass
 class Context:
-    """What all paths of a step share.
+    """The context that all paths of a step share.
 
     Attributes:
         peers: who takes part.
@@ -159,7 +159,7 @@ class Item:
 
     @property
     def target(self) -> Tensor:
-        """What is to be sent, fp32 [n] in memory order."""
+        """The tensor that is to be sent, fp32 [n] in memory order."""
         return self.compensated.target
 
     def shaped(self, codec: Compressor) -> TensorMeta:

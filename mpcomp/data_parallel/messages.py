@@ -27,7 +27,7 @@ _ALIGNED = 16  # bytes; no element is longer
 
 
 def compressor_of(item: Item, context: Context) -> Compressor:
-    """What a parameter that goes compressed is sent with."""
+    """The compressor of a parameter that goes compressed."""
     codec = context.controller.codec(item.name)
     assert isinstance(codec, Compressor)
     return codec

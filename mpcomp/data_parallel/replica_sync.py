@@ -73,9 +73,9 @@ class ReplicaSync(ABC):
             self.exchange.check_finite(step.index, scaled=step.scaled)
 
     def finish_step(self, finite: bool) -> None:
-        """Stores what the exchange has noted, or forgets it; see `Exchange.settle`."""
+        """Stores what the exchange has noted, or forgets it; see `Exchange.finish_step`."""
         if self.exchange is not None:
-            self.exchange.settle(finite)
+            self.exchange.finish_step(finite)
 
     def align_buffers(self) -> None:
         """Gives all replicas the buffers (BatchNorm's statistics) of the first."""

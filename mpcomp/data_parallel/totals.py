@@ -1,4 +1,4 @@
-"""What a rank has sent to its replicas, and how long it took."""
+"""Counts and times of a rank's exchange with its replicas."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Totals", "density"]
 
 @dataclass
 class Totals:
-    """What this rank has sent since it began.
+    """Counts and times of this rank since it began.
 
     Attributes:
         steps: that were exchanged, skipped ones counted.

@@ -36,7 +36,12 @@ from mpcomp.engines.stage_runner import Autocast, StageRunner
 from mpcomp.engines.torch_stage import CutStage, run_schedule
 from mpcomp.engines.wiring import Wiring
 from mpcomp.links.boundary import Boundary
-from mpcomp.links.tied_weights import Tie, apart, check_alike, trained_and_frozen
+from mpcomp.links.tied_weights import (
+    TiedWeights,
+    check_alike,
+    separate_gradients,
+    trained_and_frozen,
+)
 
 __all__ = ["DistributedEngine"]
 
@@ -74,7 +79,7 @@ class DistributedEngine(Engine):
         seed: int,
         in_flight: int | str | None = None,
         in_flight_bytes: int | None = None,
-        ties: Sequence[Tie] = (),
+        ties: Sequence[TiedWeights] = (),
         plain: Sequence[staging.Stage] | None = None,
         replica_sync: ReplicaSync | None = None,
     ) -> None:
@@ -114,7 +119,7 @@ class DistributedEngine(Engine):
         # No rank goes on, and perhaps ends, while another is still connecting to it.
         mesh.all_reduce_sum([0.0])
 
-    def _attach(self, tie: Tie, cut: Sequence[staging.Stage]) -> bool:
+    def _attach(self, tie: TiedWeights, cut: Sequence[staging.Stage]) -> bool:
         """Connects both copies; whether one of them is here. All ranks call this for all ties."""
         channels = self._wiring.channels_of(tie.links)
         here = [stage for stage in self._stages if stage.stage_index in tie.stages]
@@ -198,7 +203,7 @@ class DistributedEngine(Engine):
         waited = self._wiring.waited_s
         choosing = self._depth.choosing() if self._depth else nullcontext()
         with choosing, self.mesh.failing_together():
-            with apart(self._ties, step):
+            with separate_gradients(self._ties, step):
                 parts = self._begin(microbatches, step, trained)
                 run_schedule(self.schedule, parts, targets)
                 self._finish(train=True)

@@ -36,7 +36,7 @@ from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.engines.base import Engine, choose_finite
 from mpcomp.engines.stage_runner import Autocast, StageRunner, no_autocast
 from mpcomp.links.boundary import Boundary
-from mpcomp.links.tied_weights import Tie, apart
+from mpcomp.links.tied_weights import TiedWeights, separate_gradients
 
 __all__ = ["LinkCopy", "LocalEngine"]
 
@@ -63,7 +63,7 @@ class LocalEngine(Engine):
         *,
         recompute: bool,
         seed: int,
-        ties: Sequence[Tie] = (),
+        ties: Sequence[TiedWeights] = (),
     ) -> None:
         assert len(stages) == len(devices) == len(boundaries) + 1
         self.devices = list(devices)
@@ -106,7 +106,7 @@ class LocalEngine(Engine):
         loss: StepLoss,
         same: tuple[Any, ...] = (),
     ) -> None:
-        with apart(self._ties, step):
+        with separate_gradients(self._ties, step):
             outputs = self.forward(microbatches, step)
             for i, target in enumerate(targets):
                 part = loss(outputs.pop(0), target, i)  # an output's memory goes with its graph

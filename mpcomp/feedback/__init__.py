@@ -1,4 +1,4 @@
-"""What is remembered from message to message: formulas, the state behind them, methods of both."""
+"""Memory from message to message: formulas, the state behind them, and methods of both."""
 
 from mpcomp.core.spec import import_all
 from mpcomp.feedback.base import Feedback

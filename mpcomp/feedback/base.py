@@ -113,7 +113,7 @@ class Feedback(SpecValue, Memory, ABC):
     def part(
         self, index: int, x: Tensor, target: Tensor, said: Sequence[Tensor], state: State
     ) -> Tensor:
-        """What the compressor of this number in `coders` is given, [rows, n].
+        """Input of the compressor of this number in `coders`, [rows, n].
 
         Args:
             index: its number.

@@ -1,4 +1,4 @@
-"""How a field of a memory is kept: as rows, as count sketches, or as a compressor's payload.
+"""Forms in which a field is kept: rows, count sketches, or a compressor's payload.
 
 What an end keeps changes in two strokes: a step *stages* what it would keep, and the end writes it
 when the step is known to be finite. Values are staged in the units of the message at hand; what is
@@ -63,7 +63,7 @@ class FieldState(ABC):
         padded: Tensor | None,
         draw: Draw | None,
     ) -> tuple[Any, Tensor]:
-        """What `write` is to be given for new rows ``value`` [keys, n], and what will be read then.
+        """Argument of `write` for new rows ``value`` [keys, n], and the rows to be read then.
 
         Args:
             keys: their slots.
@@ -76,7 +76,7 @@ class FieldState(ABC):
 
     @abstractmethod
     def cleared(self, keys: Sequence[Key], unit: float, padded: Tensor | None) -> Any:
-        """What `write` is to be given for rows of zeros; what is padded stays."""
+        """Argument of `write` for rows of zeros; what is padded stays."""
 
     @abstractmethod
     def write(self, keys: Sequence[Key], staged: Any) -> None:

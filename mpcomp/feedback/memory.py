@@ -76,11 +76,15 @@ class Sent:
 
     @property
     def left(self) -> Tensor:
-        """What the message left out of the target."""
+        """The part of the target that the message left out."""
         return self.without(self.target)
 
     def missing(self, added: Tensor) -> Tensor:
-        """What the message left out of what was due, to which the memory itself has ``added``."""
+        """The part of what was due that the message left out.
+
+        Args:
+            added: by the memory itself, to form the target.
+        """
         return self.without(self.x) if self.alone else self.left - added
 
     @property
@@ -131,7 +135,7 @@ class Memory:
         return StoragePlan()
 
     def fields(self, slot: TensorMeta) -> Mapping[str, Field]:
-        """What is kept of a slot, by name.
+        """Fields of a slot, by name.
 
         Args:
             slot: one row of a tensor at a cut, [1, n]; a whole parameter as a matrix between

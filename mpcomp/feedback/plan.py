@@ -51,11 +51,11 @@ class Plan(ABC):
 
     @abstractmethod
     def decode(self, payload: Payload) -> Tensor:
-        """What the receiver works with: a tensor like `meta`, zero where padded; once."""
+        """The receiver's tensor, like `meta` and zero where padded; once."""
 
     @abstractmethod
     def arrived(self, payload: Payload) -> Tensor:
-        """What the other end makes of the payload that was encoded here."""
+        """The other end's tensor for the payload that was encoded here."""
 
     @abstractmethod
     def positions(self, payload: Payload) -> Tensor | None:
@@ -298,7 +298,7 @@ class MemoryPlan(Plan):
         return payload, total
 
     def measured(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """What is compressed for ``x``, and what its error is compared with: tensors like it.
+        """The target for ``x``, and the tensor that its error is compared with; both like it.
 
         A row without an estimate is taken for one with an estimate of zero, although it goes raw:
         that tells more of messages to come than that it leaves nothing out.
@@ -352,7 +352,7 @@ class MemoryPlan(Plan):
         return part.coder.indices(payload, part.meta, self._context.draw(part.name))
 
     def _said(self, part: _Part, payload: Payload) -> Tensor:
-        """What a part says: [rows, n] in the tensor's dtype."""
+        """Decoded rows of a part, [rows, n] in the tensor's dtype."""
         x = part.coder.decompress(payload, part.meta, self._context.draw(part.name))
         return part.meta.flatten(x)
 
@@ -380,7 +380,7 @@ class MemoryPlan(Plan):
 
 
 def _sum(said: Sequence[Tensor]) -> Tensor:
-    """What parts say together, in their dtype."""
+    """Sum of decoded parts, in their dtype."""
     total = said[0]
     for part in said[1:]:
         wide = torch.promote_types(part.dtype, torch.float32)

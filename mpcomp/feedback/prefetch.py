@@ -44,7 +44,7 @@ class _Part:
 
 
 class ReadAhead:
-    """What is read ahead for one end.
+    """Rows that are read ahead for one end.
 
     Args:
         tables: where the rows lie.

@@ -83,7 +83,7 @@ class CountSketch:
         return total
 
     def estimate(self, held: Tensor) -> Tensor:
-        """What a sketch [n, width] says of its rows, [n, columns]."""
+        """Decoded rows [n, columns] of a sketch [n, width]."""
         if not self._balanced:
             cells, signs = _on(_murmur(self.columns, self.width), held.device)
             return held.index_select(1, cells) * signs
@@ -132,7 +132,7 @@ class VectorSketch:
         return self._row.sketch(x.reshape(-1, self._row.columns)).reshape(x.shape[0], self.cells)
 
     def estimate(self, held: Tensor) -> Tensor:
-        """What sketches [n, cells] say of their vectors, [n, numel]."""
+        """Decoded vectors [n, numel] of sketches [n, cells]."""
         rows = self._row.estimate(held.reshape(-1, self._row.width))
         return rows.reshape(held.shape[0], -1)[:, : self.numel]
 

@@ -1,4 +1,4 @@
-"""Where feedback methods keep their rows: a store per link end, addressed by slot key.
+"""Stores of feedback methods' rows: one for each field at an end, addressed by slot key.
 
 One row is one sample's flattened activation or gradient. Rows are stored in a chosen precision,
 on the link's device, in host memory or in files, and admitted in order of arrival until a cap is
@@ -30,7 +30,7 @@ _FLOATS: dict[str, Compressor] = {"fp32": Identity(), "fp16": Cast("fp16"), "bf1
 
 @dataclass(frozen=True)
 class StoragePlan:
-    """How rows are stored: precision, place and cap.
+    """Precision, place and cap of stored rows.
 
     Args:
         storage: "fp32", "fp16", "bf16", or a number of bits (1-8) with a scale per row.

@@ -27,7 +27,7 @@ BOTH = (Side.SENDER, Side.RECEIVER)
 
 
 class EndState:
-    """What one end keeps, by field and slot.
+    """State of one end, by field and slot.
 
     Args:
         memory: names the fields.
@@ -190,7 +190,7 @@ class EndState:
 
 
 class _Staged:
-    """What will be written of one field; the last value that its message has set."""
+    """A write to one field that waits for the commit; the last value that its message has set."""
 
     def __init__(self, name: str, order: int, keys: Sequence[Key], value: Any) -> None:
         self.name = name
@@ -245,7 +245,7 @@ class SlotState:
         self.put(name, value, None)
 
     def new(self, name: str) -> Tensor:
-        """What this message has set."""
+        """The value that this message has set."""
         return self._new[self._names.get(name, name)]
 
     def release(self) -> None:

@@ -1,4 +1,4 @@
-"""Where stored rows lie: a tensor in memory, or a file.
+"""Tables of stored rows: a tensor in memory, or a file.
 
 Both are addressed by slot number and grow as slots come. A file is read and written by its
 descriptor and not mapped into memory: that is twice as fast where pages are not at hand, and a

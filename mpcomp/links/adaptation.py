@@ -40,7 +40,7 @@ def state_of(method: SpecValue) -> LinkState | None:
 
 
 def state_of_link(link: Link) -> LinkState:
-    """What an adaptive link has come to."""
+    """Policy of an adaptive link."""
     assert isinstance(link.adaptive, LinkState)
     return link.adaptive
 
@@ -120,7 +120,7 @@ class Adaptation:
                 state.begin(fitting[0])
 
     def figures(self, seconds: float) -> list[float]:
-        """What this rank adds to the sum at the end of a step; forgets what was noted.
+        """This rank's part of the sum at the end of a step; forgets what was noted.
 
         Args:
             seconds: that the step took here.
@@ -129,7 +129,7 @@ class Adaptation:
             return []
         return [seconds, *(figure for state in self.states for figure in state.figures())]
 
-    def settle(self, step: Step, sums: Sequence[float], *, finite: bool) -> None:
+    def finish_step(self, step: Step, sums: Sequence[float], *, finite: bool) -> None:
         """Ends a step, and decides for the next.
 
         Args:
@@ -143,7 +143,7 @@ class Adaptation:
         entries = {}
         for link, state in zip(self.links, self.states, strict=True):
             own, rest = rest[: state.num_figures], rest[state.num_figures :]
-            entries[f"{link.boundary}.{link.direction}"] = state.settle(
+            entries[f"{link.boundary}.{link.direction}"] = state.finish_step(
                 own,
                 finite=finite,
                 on=link.enabled(step),
@@ -171,7 +171,7 @@ class Adaptation:
             state.discard()
 
     def report(self, link: Link) -> dict[str, Any] | None:
-        """What an adaptive link has come to, in plain numbers; None of another."""
+        """State of an adaptive link in plain numbers; None of another."""
         if link.adaptive is None:
             return None
         state = state_of_link(link)

@@ -87,7 +87,7 @@ class Boundary:
         positions = self._sent.get((step.index, microbatch))
         return self.grad.decode(message, meta, step, microbatch, positions)
 
-    def settle(self, finite: bool) -> None:
+    def finish_step(self, finite: bool) -> None:
         """Commits what both links noted if the step was finite, else discards it."""
         for link in self.links:
             if finite:

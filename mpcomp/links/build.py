@@ -1,4 +1,4 @@
-"""Which method each link has: from what the user gave for all cuts, or for each, to boundaries."""
+"""Boundaries of a pipeline, from the methods that a user gave for all cuts or for each."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class Policy(Protocol):
 
     @property
     def coder(self) -> Compressor | Feedback:
-        """What codes a message of training: the method at `cf`, or `Identity`."""
+        """Coder of a message of training: the method at `cf`, or `Identity`."""
 
     @property
     def measures_energies(self) -> bool:
@@ -76,7 +76,7 @@ class Policy(Protocol):
         """A policy as this one was before the first step."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What JSON can hold: enough to go on exactly."""
+        """State that JSON can hold: enough to go on exactly."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from what `state_dict` gave."""
@@ -243,7 +243,7 @@ class Link:
             self.compare(x, self.arrived(message, step, microbatch), step, microbatch)
 
     def arrived(self, message: Tensor, step: Step, microbatch: int) -> Tensor:
-        """What the other end makes of a message that was encoded here in this step."""
+        """The other end's tensor for a message that was encoded here in this step."""
         plan = self._planned(Side.SENDER, step, microbatch)
         return plan.arrived(unframe(message, plan.layout, variable=plan.variable))
 
@@ -381,7 +381,7 @@ class Link:
         return PlainPlan(or_dense(coder, meta), meta, context, padded, end)
 
     def _coder(self, step: Step, positions: Tensor | None) -> Compressor | Feedback:
-        """What codes the messages of a step."""
+        """Coder of the messages of a step."""
         if not self.enabled(step):
             return Identity()
         if self.adaptive is not None:
@@ -394,7 +394,7 @@ class Link:
         return method
 
     def _probe(self, step: Step) -> Probe | None:
-        """What a pass that measures this link by its losses tells it."""
+        """Probe of this link, in a pass that measures it by its losses."""
         return step.probe if step.probe is not None and step.probe.link == self.name else None
 
     def _context(self, step: Step, microbatch: int) -> MessageContext:

@@ -28,13 +28,20 @@ from mpcomp.core.step import Step
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.links.link import Link
 
-__all__ = ["DIRECTIONS", "Tie", "apart", "check_alike", "ties_of", "trained_and_frozen"]
+__all__ = [
+    "DIRECTIONS",
+    "TiedWeights",
+    "check_alike",
+    "separate_gradients",
+    "ties_of",
+    "trained_and_frozen",
+]
 
 #: Which copy's gradient a link carries.
 DIRECTIONS = ("tie_first", "tie_last")
 
 
-class Tie:
+class TiedWeights:
     """One tied parameter.
 
     Args:
@@ -51,7 +58,7 @@ class Tie:
 
     @property
     def name(self) -> str:
-        """What reports call it: the name of the first copy."""
+        """Name in reports: that of the first copy."""
         return self.copies[0][1]
 
     @property
@@ -118,7 +125,7 @@ class Tie:
             other = copy.device
             total = (parts[0].to(other) + parts[1].to(other)).reshape(copy.shape)
             former = before[i]
-            # Not in place: should a later tie fail, `apart` gives back what there was.
+            # Not in place: should a later tie fail, `separate_gradients` gives back what there was.
             copy.grad = total if former is None else former + total
 
     def _part(
@@ -137,7 +144,7 @@ class Tie:
         link.compare(row, arrived, step)
         return arrived
 
-    def settle(self, finite: bool) -> None:
+    def finish_step(self, finite: bool) -> None:
         """Commits what both links noted if the step was finite, else discards it."""
         for link in self.links:
             if finite:
@@ -147,13 +154,13 @@ class Tie:
         self.failed = False
 
 
-def trained_and_frozen(ties: Sequence[Tie]) -> tuple[int, int]:
+def trained_and_frozen(ties: Sequence[TiedWeights]) -> tuple[int, int]:
     """Two numbers: bit i says that tie i has a copy here that is trained, or one that is not."""
     trained = sum(tie.trains << i for i, tie in enumerate(ties))
     return trained, sum(tie.rests << i for i, tie in enumerate(ties))
 
 
-def check_alike(ties: Sequence[Tie], trained: int, frozen: int) -> None:
+def check_alike(ties: Sequence[TiedWeights], trained: int, frozen: int) -> None:
     """Raises ValueError if a tie has a copy that is trained and one that is not.
 
     Args:
@@ -171,7 +178,7 @@ def check_alike(ties: Sequence[Tie], trained: int, frozen: int) -> None:
 
 
 @contextmanager
-def apart(ties: Sequence[Tie], step: Step) -> Iterator[None]:
+def separate_gradients(ties: Sequence[TiedWeights], step: Step) -> Iterator[None]:
     """Within it the copies of each tie gather their gradients apart; at its end they are added up.
 
     If it ends with an error, the copies have what they had before.
@@ -192,7 +199,7 @@ def apart(ties: Sequence[Tie], step: Step) -> Iterator[None]:
 
 def ties_of(
     cut: Sequence[staging.Stage], method: SpecValue, *, seed: int, replica: int, warmup_steps: int
-) -> list[Tie]:
+) -> list[TiedWeights]:
     """The ties of a cut model.
 
     Args:
@@ -207,7 +214,7 @@ def ties_of(
     """
     if method.by_sample:
         raise ValueError(f"tie_comp={method}: a weight's gradient belongs to no sample; use ef+...")
-    ties: list[Tie] = []
+    ties: list[TiedWeights] = []
     for copies in staging.ties(cut):
         if len(copies) != 2:
             raise ValueError(
@@ -228,7 +235,7 @@ def ties_of(
             )
             for i, direction in enumerate(DIRECTIONS)
         )
-        ties.append(Tie(copies, (first, last)))
+        ties.append(TiedWeights(copies, (first, last)))
     if not ties and not method.sends_dense:
         raise ValueError(
             f"tie_comp={method}: no two stages share a parameter here, so there is nothing to "

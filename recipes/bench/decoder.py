@@ -78,7 +78,7 @@ def decoder(
 
 
 def equal_stages(num_blocks: int, num_stages: int) -> list[int]:
-    """How many children of the decoder each stage takes, so that all have as many blocks.
+    """Numbers of children of the decoder for each stage, so that all have as many blocks.
 
     Raises:
         ValueError: the blocks cannot be shared out equally.

@@ -199,7 +199,7 @@ def _title(result: Record) -> str:
 
 
 def rate_text(result: Record) -> str:
-    """How fast the links are."""
+    """Rate of the links."""
     mbps = result["mbps"]
     return report.rate_text(mbps) + (" links" if mbps is None else "")
 

@@ -95,7 +95,7 @@ def scaled(value: float | None, scale: float, form: str) -> str:
 
 
 def rate_text(mbps: float | None) -> str:
-    """How fast links are."""
+    """Rate of links."""
     return "unlimited" if mbps is None else f"{mbps:g} Mbit/s"
 
 

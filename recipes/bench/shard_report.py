@@ -121,7 +121,7 @@ def _training(training: Record, dense: Record) -> tuple[str, ...]:
 
 
 def looks(names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """How each variant is drawn: a colour for gradients, a line and a strength for weights."""
+    """Style of each variant: a colour for gradients, a line and a strength for weights."""
     colours = {"": DENSE_COLOUR}
     codecs: dict[str | None, int] = {None: 0}
     drawn = {REFERENCE: {"color": DENSE_COLOUR, "ls": STYLES[0], "alpha": 1.0}}

@@ -184,7 +184,7 @@ def _problem(options: argparse.Namespace) -> str | None:
 
 
 def _try(name: str, options: argparse.Namespace) -> str:
-    """How a method that may never end does over loopback: "works", "hangs" or "crashes"."""
+    """Outcome of a method that may never end, over loopback: "works", "hangs" or "crashes"."""
     with open_hosts(options.replicas, loopback=True) as hosts:  # which ends the processes
         replicas = Replicas(hosts, MODULE, options, told_of(options, options.hang_timeout))
         replicas.open(name, options.seed, None)

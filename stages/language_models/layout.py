@@ -1,4 +1,4 @@
-"""Where things are in a language model of transformers: its blocks, and what stands round them."""
+"""Places in a language model of transformers: its blocks, and what stands round them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def is_causal_lm(model: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where things are in a language model, by qualified names."""
+    """Places in a language model, by qualified names."""
 
     lm: str  # the model with the head
     holder: str  # the module that holds the list of blocks

@@ -1,4 +1,4 @@
-"""What a stage of a language model computes: the model's own forward, with the stage's blocks."""
+"""Computation of a language model's stage: the model's own forward, with the stage's blocks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class DecoderRun:
 
     @property
     def side_inputs(self) -> tuple[str, ...]:
-        """What a later stage takes from the batch beside the activation."""
+        """Inputs that a later stage takes from the batch beside the activation."""
         return ("attention_mask", "position_ids", "past_key_values", "logits_to_keep")
 
     def __call__(

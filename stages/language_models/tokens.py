@@ -1,4 +1,4 @@
-"""What a language model's batch must be; told before anything runs, on every rank alike."""
+"""Checks of a language model's batch, before anything runs, on every rank alike."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _fits_mask(mask: object, rows: int, length: int) -> bool:
 
 
 def _outside(numbers: Tensor, count: int) -> list[int]:
-    """Which of the least and the greatest of `numbers` are not from 0 to `count` - 1."""
+    """The least and the greatest of `numbers`, where they are not from 0 to `count` - 1."""
     if numbers.device.type != "cpu" or not numbers.numel():
         return []  # looking would wait for the device
     return [n for n in (int(numbers.min()), int(numbers.max())) if not 0 <= n < count]

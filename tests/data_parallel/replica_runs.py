@@ -67,7 +67,7 @@ def exchanged(
     exchange.add({name: own[name] for name in names[:2]})
     exchange.add({name: own[name] for name in names[2:]})
     exchange.finish()
-    exchange.settle(finite=not exchange.nonfinite)
+    exchange.finish_step(finite=not exchange.nonfinite)
     return own
 
 

@@ -20,7 +20,7 @@ from mpcomp import (
 )
 from mpcomp.core.randomness import generator_for
 from mpcomp.data_parallel.item import Compensated
-from mpcomp.data_parallel.remembered import load_tensors, tensors_of
+from mpcomp.data_parallel.replica_state import load_tensors, tensors_of
 from mpcomp.feedback.error_feedback import Residual
 from mpcomp.feedback.memory import Memory
 from mpcomp.feedback.sketch import VectorSketch, num_cells
@@ -359,7 +359,7 @@ def test_cells_in_few_bits_are_resumed_too(storage):
 
 @EVERY
 def test_what_is_kept_has_a_size_to_be_checked(method):
-    """`Remembered.check` compares a state's tensors with these before any is loaded."""
+    """`ReplicaState.check` compares a state's tensors with these before any is loaded."""
     memory = end_of(method)
     step_of(memory, method.inner, 0)
     for name, value in tensors_of(memory).items():

@@ -285,7 +285,7 @@ def masses(cases: list[tuple[str, str]]) -> list[Any]:
                 codec = exchange.controller.codec(name)
                 if isinstance(codec, Compressor):
                     codecs[name] = codec
-            exchange.settle(finite=True)
+            exchange.finish_step(finite=True)
             branches.add(exchange.history[-1].get("branch"))
             for name, p in like.items():
                 meta = TensorMeta.of(p)

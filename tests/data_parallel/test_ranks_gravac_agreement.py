@@ -96,7 +96,7 @@ def least_squares(steps: int) -> Any:
         exchange.begin()
         exchange.add(gradient)
         exchange.finish()
-        exchange.settle(finite=not exchange.nonfinite)
+        exchange.finish_step(finite=not exchange.nonfinite)
         weights.sub_(gradient["weights"], alpha=0.02)
     return ended(exchange, weights)
 

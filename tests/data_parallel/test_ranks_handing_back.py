@@ -14,7 +14,7 @@ def one_step(exchange: Exchange, gradient: Tensor) -> Tensor:
     exchange.begin()
     exchange.add({"w": x})
     exchange.finish()
-    exchange.settle(finite=True)
+    exchange.finish_step(finite=True)
     return x
 
 

@@ -16,7 +16,7 @@ from runs import links_of
 
 import mpcomp
 from mpcomp import PeerError
-from mpcomp.links.tied_weights import Tie
+from mpcomp.links.tied_weights import TiedWeights
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*would not shrink")
 pytest.importorskip("transformers")
@@ -373,7 +373,7 @@ def dying(victim):
     optimizer = adamw(pipe)
     step(pipe, optimizer, *text(7, 0))
     if dist.get_rank() == victim:
-        Tie.add_up = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+        TiedWeights.add_up = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
     begin = time.monotonic()
     try:
         step(pipe, optimizer, *text(7, 1))

@@ -93,7 +93,7 @@ def test_dense_where_the_activation_went_dense(act):
         arrived, payload = backward(boundary, g, step_of(index))
         dense.append(payload == g.numel() * 4)
         assert same_bits(arrived, g) == dense[-1]
-        boundary.settle(finite=True)
+        boundary.finish_step(finite=True)
     assert dense == [True, False, False, False]
 
 
@@ -103,7 +103,7 @@ def test_first_visits_without_a_warm_up():
     for index, ids in enumerate([(0, 1, 2, 3), (0, 1, 2, 3), (0, 1, 2, 9)]):
         forward(boundary, torch.randn(SHAPE), step_of(index, ids=ids))
         dense.append(backward(boundary, torch.randn(SHAPE), step_of(index, ids=ids))[1] == 1600)
-        boundary.settle(finite=True)
+        boundary.finish_step(finite=True)
     assert dense == [True, False, True]
 
 
@@ -131,7 +131,7 @@ def test_masks_are_forgotten_with_their_step():
     """A mask of an old step is never used for a new one; without one, dense."""
     boundary = boundary_of(TopK(0.1), SameIndices())
     forward(boundary, torch.randn(SHAPE), step_of(0))
-    boundary.settle(finite=True)
+    boundary.finish_step(finite=True)
     g = torch.randn(SHAPE)
     assert same_bits(backward(boundary, g, step_of(0))[0], g)
     assert same_bits(backward(boundary, g, step_of(1))[0], g)
@@ -150,7 +150,7 @@ def test_settling_stores_or_forgets_both_links(finite):
     boundary = boundary_of(EF21(TopK(0.1)), EF21(TopK(0.1)))
     forward(boundary, torch.randn(SHAPE), step_of())
     backward(boundary, torch.randn(SHAPE), step_of())
-    boundary.settle(finite)
+    boundary.finish_step(finite)
     for link in boundary.links:
         assert [len(store_of(end)) for end in link.ends.values()] == [4 * finite] * 2
         assert not any(end.open_slots for end in link.ends.values())

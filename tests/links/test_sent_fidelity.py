@@ -179,8 +179,8 @@ def test_same_indices_at_two_ranks(act):
             lengths.append(size)
             later.compare_gradient(g, message, step, m)
             expected_grad.compare(g, earlier.receive_gradient(message, meta, step, m))
-        earlier.settle(finite=True)
-        later.settle(finite=True)
+        earlier.finish_step(finite=True)
+        later.finish_step(finite=True)
     dense = HEADER_BYTES + 4 * 480
     assert (max(lengths) == dense) == (act == "ef21")  # whose first rows go whole
     assert min(lengths) < dense / 5

@@ -12,7 +12,7 @@ from torch import nn
 import mpcomp
 from mpcomp import EF21, Quantize, TopK
 from mpcomp.core.step import Step
-from mpcomp.links.tied_weights import apart
+from mpcomp.links.tied_weights import separate_gradients
 
 DENSE_BYTES = VOCABULARY * 32 * 4
 
@@ -191,7 +191,7 @@ def test_an_error_gives_back_what_was_gathered_before():
     pipe = pipe_of()
     pipe.forward_backward(text(4))
     held = [end.grad.clone() for end in copies(pipe)]
-    with pytest.raises(RuntimeError, match="stop"), apart(pipe.ties, Step(1, True)):
+    with pytest.raises(RuntimeError, match="stop"), separate_gradients(pipe.ties, Step(1, True)):
         assert all(end.grad is None for end in copies(pipe))
         copies(pipe)[0].grad = torch.ones(VOCABULARY, 32)
         raise RuntimeError("stop")

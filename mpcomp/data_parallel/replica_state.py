@@ -15,7 +15,7 @@ from mpcomp.data_parallel.item import OF_ERROR, Context, Item
 from mpcomp.feedback.memory import Memory
 from mpcomp.feedback.state import EndState
 
-__all__ = ["Remembered", "load_tensors", "tensors_of"]
+__all__ = ["ReplicaState", "load_tensors", "tensors_of"]
 
 
 @dataclass
@@ -27,8 +27,8 @@ class _Piece:
     end: EndState
 
 
-class Remembered:
-    """What is kept of parameters and of pieces of them, and the factors of PowerSGD.
+class ReplicaState:
+    """State of parameters and of pieces of them, and the factors of PowerSGD.
 
     Args:
         method: names the memories.
@@ -61,7 +61,7 @@ class Remembered:
         return EndState(memory, slot, self._device, capped=False)
 
     def end_of_mean(self, name: str, start: int, numel: int) -> EndState:
-        """What is kept of a piece of a parameter: ``numel`` elements from ``start`` on."""
+        """State of a piece of a parameter: ``numel`` elements from ``start`` on."""
         if name not in self._pieces:
             end = self._end(self._method.mean_memory(), TensorMeta((1, numel)))
             self._pieces[name] = _Piece(start, numel, end)
@@ -161,7 +161,7 @@ class Remembered:
 
 
 def tensors_of(end: EndState) -> dict[str, Tensor]:
-    """What is kept of a parameter, under ``field`` and ``field:...``."""
+    """Tensors kept of a parameter, under ``field`` and ``field:...``."""
     state: dict[str, Tensor] = {}
     for name, field in end.fields.items():
         state |= field.state_dict(name)
