@@ -30,6 +30,11 @@ def check_values(values: Compressor | None) -> None:
         raise ValueError(
             f"values={values}: the values of a selection cannot be selected again; lower keep"
         )
+    if values.variable_length:
+        raise ValueError(
+            f"values={values}: indices follow the values of a selection, so these cannot vary in "
+            "length; use it alone"
+        )
 
 
 @dataclass(frozen=True)

@@ -85,6 +85,11 @@ def param_comp_of(value: Any) -> Compressor | None:
     """
     if isinstance(value, str):
         value = parse(value)
+    if isinstance(value, Compressor) and value.variable_length:
+        raise ValueError(
+            f"param_comp={value}: its messages are as long as their tensors make them, and ranks "
+            "gather messages of equal lengths; use another compressor"
+        )
     if not isinstance(value, Compressor | None):
         raise TypeError(
             f"param_comp={shown(value)}: expected a compressor such as Quantize(8, scale=128), as "

@@ -67,12 +67,18 @@ def check_run(
             f"{method} with per_machine={network.per_machine}: exact=True looks at gradients "
             "before machines have averaged theirs; leave exact out"
         )
-    if network.path == "sum":
-        controller.begin(0, None)
-        for name in setting.metas:
-            codec = controller.codec(name)
-            if isinstance(codec, Compressor):
-                network.check_path(codec.summable)
+    controller.begin(0, None)
+    for name in setting.metas:
+        codec = controller.codec(name)
+        if not isinstance(codec, Compressor):
+            continue
+        if codec.variable_length:
+            raise ValueError(
+                f"dp_comp={method}: a message of {codec} is as long as its tensor makes it, and "
+                "replicas exchange messages of equal lengths; use it at a cut"
+            )
+        if network.path == "sum":
+            network.check_path(codec.summable)
 
 
 def routes(
