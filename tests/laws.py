@@ -48,8 +48,9 @@ def laws_over(
         Tests to be put among the names of a module.
     """
     ((parameter, chosen),) = values.items()
-    kind = next(kind for kind in (Compressor, Feedback, SpecValue) if isinstance(chosen[0], kind))
-    module = _imported(TESTS / file)
+    kinds = (Compressor, Feedback, SpecValue, type)
+    kind = next(kind for kind in kinds if isinstance(chosen[0], kind))
+    module = module_of(file)
     found = {}
     for name, function in laws_of(module, parameter, kind):
         if name in without:
@@ -81,8 +82,13 @@ def _marks_of(module: types.ModuleType) -> list[pytest.Mark]:
     return [mark.mark for mark in (marks if isinstance(marks, list) else [marks])]
 
 
-def _imported(path: Path) -> types.ModuleType:
-    """A test file as pytest imports it: by its name, with its folder on the path."""
+def module_of(file: str) -> types.ModuleType:
+    """A test file as pytest imports it: by its name, with its folder on the path.
+
+    Args:
+        file: path in the folder of the tests.
+    """
+    path = TESTS / file
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
     return importlib.import_module(path.stem)

@@ -156,6 +156,16 @@ def num_stored_rows(pipe: Pipeline) -> int:
     return sum(len(store_of(end)) for end in ends if store_of(end) is not None)
 
 
+def assert_ends_agree(sender: EndState, receiver: EndState) -> None:
+    """What both ends keep: the sender's fields that mirror the receiver's."""
+    assert sender.mirrored
+    for theirs, mine in sender.mirrored.items():
+        stores = sender.fields[mine].store, receiver.fields[theirs].store
+        a, b = (store.state_dict() for store in stores if store is not None)
+        assert a.keys() == b.keys()
+        assert all(same_bits(a[key], b[key]) for key in a)
+
+
 def store_of(end: EndState) -> SlotStore | None:
     """The rows of an end's estimate, or of what else it keeps; None of an end that keeps none."""
     if end.estimate is not None:

@@ -11,8 +11,8 @@ from mpcomp.core.spec import SpecValue, shown
 from mpcomp.data_parallel.accordion_controller import AccordionController
 from mpcomp.data_parallel.base import Controller, Factored, ReplicaMethod, Setting
 from mpcomp.data_parallel.detector import Detector
-from mpcomp.feedback.error_feedback import Residual
 from mpcomp.feedback.memory import NO_MEMORY, Memory
+from mpcomp.feedback.residual import Residual
 
 __all__ = ["Accordion"]
 

@@ -17,8 +17,8 @@ from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.data_parallel.algorithms import Path
 from mpcomp.data_parallel.base import Controller, Factored, ReplicaMethod, Setting, Static
 from mpcomp.data_parallel.item import Context, Item, matrix_of
-from mpcomp.feedback.error_feedback import Residual
 from mpcomp.feedback.memory import NO_MEMORY, Memory
+from mpcomp.feedback.residual import Residual
 from mpcomp.feedback.slots import StoragePlan
 
 __all__ = ["PowerSGD", "factored_sum"]

@@ -21,6 +21,7 @@ from mpcomp.compressors.base import Compressor, check_contractive
 from mpcomp.core.spec import SpecValue, shown
 from mpcomp.core.step import Key, MessageContext, SampleIds
 from mpcomp.feedback.memory import Memory, State
+from mpcomp.feedback.residual import Residual
 from mpcomp.feedback.slots import StoragePlan
 
 __all__ = ["Feedback", "narrow", "row_keys"]
@@ -60,7 +61,7 @@ class Feedback(SpecValue, Memory, ABC):
         """Whether the settings that all feedback methods have are valid.
 
         Raises:
-            TypeError: inner is not a compressor.
+            TypeError: inner or first is not a compressor.
             ValueError: a setting outside those accepted, or an inner compressor with unbiased=True.
         """
         inner = self.inner
@@ -70,6 +71,8 @@ class Feedback(SpecValue, Memory, ABC):
                 "TopK(0.1) or Quantize(4); one feedback method a link"
             )
         check_contractive(inner, "inside feedback")
+        if self.first is not None and not isinstance(self.first, Compressor):
+            raise TypeError(f"first={self.first!r}: expected a compressor, or None for raw")
         if self.eval not in _EVALS:
             raise ValueError(f"eval={self.eval!r}: evaluation is {' or '.join(_EVALS)}")
         self.storage_plan  # noqa: B018  (raises for a bad storage or cap)
@@ -131,6 +134,16 @@ class Feedback(SpecValue, Memory, ABC):
 
     def check_replicas(self) -> None:
         """Raises ValueError for settings that have no place between replicas."""
+        if self.first is not None:
+            raise ValueError(
+                f"dp_comp={self}: between replicas estimates begin at zero, so there is no first "
+                "message to compress in another way; leave first out"
+            )
+
+    def of_mean(self) -> Memory:
+        # It is formed of messages, of which formulas of a gradient know nothing; what is left out
+        # of it must come later.
+        return Residual(self.storage_plan)
 
 
 def narrow(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -32,7 +32,7 @@ from mpcomp.core.spec import shown
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.feedback.base import Feedback
 from mpcomp.feedback.kept import Kept, Payloads, Sketched
-from mpcomp.feedback.memory import Field, Sent, Side, State
+from mpcomp.feedback.memory import Field, Memory, Sent, Side, State
 from mpcomp.feedback.sketch import HASHES, VectorSketch
 
 __all__ = ["IMPROVED", "ConEF"]
@@ -199,6 +199,9 @@ class ConEF(Feedback):
     def dense(self, x: Tensor, state: State) -> None:
         for name in self._errors:
             state.clear(name)
+
+    def of_mean(self) -> Memory:
+        return self
 
 
 def _least(rest: float) -> float:

@@ -22,8 +22,7 @@ from mpcomp.compressors.base import Compressor
 from mpcomp.core.step import Key, MessageContext, SampleIds
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.feedback.base import Feedback, row_keys
-from mpcomp.feedback.error_feedback import Residual
-from mpcomp.feedback.memory import Field, Memory, Sent, Side, State
+from mpcomp.feedback.memory import Field, Sent, Side, State
 
 __all__ = ["AQSGD", "EF21"]
 
@@ -60,11 +59,6 @@ class EF21(Feedback):
     eval: str = "compressed"
     spec: ClassVar[str] = "ef21"
 
-    def check(self) -> None:
-        super().check()
-        if self.first is not None and not isinstance(self.first, Compressor):
-            raise TypeError(f"first={self.first!r}: expected a compressor, or None for raw")
-
     def fields(self, slot: TensorMeta) -> Mapping[str, Field]:
         return {"own": Field(Side.SENDER, mirrors="mean"), "mean": Field(Side.RECEIVER)}
 
@@ -81,17 +75,6 @@ class EF21(Feedback):
 
     def dense(self, x: Tensor, state: State) -> None:
         state["mean"] = x
-
-    def of_mean(self) -> Memory:
-        # A mean is formed of messages, and forgets nothing that it has not sent.
-        return Residual(self.storage_plan)
-
-    def check_replicas(self) -> None:
-        if self.first is not None:
-            raise ValueError(
-                f"dp_comp={self}: between replicas estimates begin at zero, so there is no first "
-                "message to compress in another way; leave first out"
-            )
 
 
 @dataclass(frozen=True)

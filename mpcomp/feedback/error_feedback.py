@@ -3,54 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
 
 from mpcomp.compressors.base import Compressor, Selecting
-from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.feedback.base import Feedback
-from mpcomp.feedback.memory import Field, Memory, Sent, Side, State
-from mpcomp.feedback.slots import StoragePlan
+from mpcomp.feedback.memory import State
+from mpcomp.feedback.residual import ErrorMemory
 
-__all__ = ["EFMixed", "ErrorFeedback", "Residual"]
-
-
-class _ErrorMemory(Memory):
-    """w = x + e; e <- w - sent. Seide et al. 2014; Stich et al. 2018."""
-
-    def fields(self, slot: TensorMeta) -> Mapping[str, Field]:
-        return {"residual": Field(Side.SENDER)}
-
-    def compensate(self, x: Tensor, state: State) -> Tensor:
-        return x + state["residual"] if "residual" in state else x
-
-    def sent(self, sent: Sent, state: State) -> None:
-        state["residual"] = sent.left
-
-    def dense(self, x: Tensor, state: State) -> None:
-        state.clear("residual")
+__all__ = ["EFMixed", "ErrorFeedback"]
 
 
 @dataclass(frozen=True)
-class Residual(_ErrorMemory):
-    """Error feedback as a memory alone, for methods that choose compressors themselves.
-
-    Args:
-        plan: precision and place of the residual.
-    """
-
-    plan: StoragePlan = field(default_factory=StoragePlan)
-
-    @property
-    def storage_plan(self) -> StoragePlan:
-        return self.plan
-
-
-@dataclass(frozen=True)
-class ErrorFeedback(_ErrorMemory, Feedback):
+class ErrorFeedback(ErrorMemory, Feedback):
     """m = C(x + e), e <- x + e - m. Spec ``ef+topk:0.1``.
 
     Nothing is lost: over any number of steps the sum of what was sent plus the residual is the sum

@@ -309,6 +309,7 @@ class MemoryPlan(Plan):
             unit=context.unit,
             padded=self._padded,
             names=self._end.mirrored,
+            stages=False,
         )
         x = blanked(x, self._padded)
         flat = self.meta.flatten(x).to(torch.float32)

@@ -103,6 +103,7 @@ class EndState:
         draw: Draw | None = None,
         flat: bool = False,
         names: Mapping[str, str] | None = None,
+        stages: bool = True,
     ) -> SlotState:
         """The state of one message's slots, for the formulas of its memory.
 
@@ -114,8 +115,9 @@ class EndState:
             draw: for what is rounded at random to be kept.
             flat: whether formulas see the only slot as [n], and not as [1, n].
             names: other names for fields.
+            stages: whether what formulas set is for `commit`, and not for themselves alone.
         """
-        return SlotState(self, keys, unit, order, padded, draw, flat, names or {})
+        return SlotState(self, keys, unit, order, padded, draw, flat, names or {}, stages)
 
     def prefetch(self, batch: Iterable[Sequence[Key]]) -> None:
         """Begins to read the slots of a batch to come, of each of its microbatches.
@@ -216,6 +218,7 @@ class SlotState:
         draw: Draw | None,
         flat: bool,
         names: Mapping[str, str],
+        stages: bool,
     ) -> None:
         self._end = end
         self._keys = keys
@@ -225,6 +228,7 @@ class SlotState:
         self._draw = draw
         self._flat = flat
         self._names = names
+        self._stages = stages
         self._read: dict[str, Tensor] = {}
         self._staged: dict[str, _Staged] = {}
         self._new: dict[str, Tensor] = {}
@@ -289,6 +293,8 @@ class SlotState:
         return self._end.fields.get(self._names.get(name, name))
 
     def _stage(self, name: str, keys: Sequence[Key], value: Any) -> None:
+        if not self._stages:
+            return
         name = self._names.get(name, name)
         if name in self._staged:
             self._staged[name].value = value

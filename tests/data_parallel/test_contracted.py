@@ -21,8 +21,8 @@ from mpcomp import (
 from mpcomp.core.randomness import generator_for
 from mpcomp.data_parallel.item import Compensated
 from mpcomp.data_parallel.replica_state import load_tensors, tensors_of
-from mpcomp.feedback.error_feedback import Residual
 from mpcomp.feedback.memory import Memory
+from mpcomp.feedback.residual import Residual
 from mpcomp.feedback.sketch import VectorSketch, num_cells
 from mpcomp.feedback.slots import StoragePlan
 from mpcomp.feedback.state import EndState

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 from methods import same_bits
-from models import store_of
+from models import assert_ends_agree, store_of
 from torch import Tensor
 
 from mpcomp import Feedback, Identity, TensorMeta
@@ -88,7 +88,5 @@ class Wire:
         return store_of(end).read(keys)
 
     def assert_ends_agree(self) -> None:
-        """Slots, flags and every stored bit are equal at both ends."""
-        mine, theirs = store_of(self.sender).state_dict(), store_of(self.receiver).state_dict()
-        assert mine.keys() == theirs.keys()
-        assert all(same_bits(mine[key], theirs[key]) for key in mine)
+        """Slots, flags and every stored bit of estimates are equal at both ends."""
+        assert_ends_agree(self.sender, self.receiver)

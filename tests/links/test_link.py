@@ -12,6 +12,7 @@ from mpcomp import (
     AQSGD,
     EF21,
     ErrorFeedback,
+    Feedback,
     Identity,
     Link,
     Quantize,
@@ -129,12 +130,12 @@ def test_warm_up_goes_dense_and_evaluation_does_not(method):
         assert Header.of(message).kind == DENSE
         assert same_bits(link.decode(message, TensorMeta.of(x), step_of(index), 0), x)
         link.commit()
-    inner = method.inner if method in FEEDBACK else method
+    inner = method.inner if isinstance(method, Feedback) else method
     raw = getattr(method, "eval", "") == "raw" or inner.wire_bytes(TensorMeta.of(x)) >= 4 * 480
     evaluated = link.encode(x, step_of(0, train=False), 0)
     assert (Header.of(evaluated).kind == DENSE) == raw
     after = link.encode(x, step_of(2), 0)
-    dense = method not in FEEDBACK and raw
+    dense = not isinstance(method, Feedback) and raw
     assert (Header.of(after).kind == DENSE) == dense
     assert dense or after.numel() < HEADER_BYTES + x.numel() * 4
 
@@ -227,7 +228,7 @@ def test_another_shape_per_sample_starts_anew(method):
     y = carry(link, x, step_of(2))
     fresh = carry(link_of(method), x, step_of(2))
     assert same_bits(y, fresh)
-    if isinstance(method, EF21) and method.first is None:
+    if link.ends["sender"].estimate is not None and method.first is None:
         assert same_bits(y, x)
     link.commit()
     assert link.state_dict()["sample"]["shape"] == [1, 90]
