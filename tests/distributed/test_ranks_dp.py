@@ -163,6 +163,7 @@ def after_fifty(ranks):
     return ranks(outcomes, 4, [(dp, None) for dp in LONG], 50, {})
 
 
+@pytest.mark.slow
 def test_replicas_are_equal_after_fifty_steps(after_fifty):
     check_replicas(after_fifty, [(dp, None) for dp in LONG])
 
@@ -233,6 +234,7 @@ def ddp_outcomes(methods, steps):
     return found
 
 
+@pytest.mark.slow
 def test_a_pipeline_of_one_stage_is_a_model_in_ddp(ranks):
     for of_rank in ranks(ddp_outcomes, 2, METHODS, 8):
         for _, ours, theirs in of_rank:

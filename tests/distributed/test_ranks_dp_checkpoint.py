@@ -153,6 +153,7 @@ MOVES = [
 ]
 
 
+@pytest.mark.slow
 def test_another_number_of_replicas_has_the_same_mean(ranks, tmp_path):
     results = ranks(moved, 4, MOVES, str(tmp_path))
     for i, (dp, network, before, after) in enumerate(MOVES):

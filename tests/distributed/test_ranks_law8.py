@@ -138,7 +138,7 @@ LOOPS = {
 }
 
 
-@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("name", slow_after(9, LOOPS))
 def test_what_a_training_loop_does(ranks, name):
     """Interleaved stages, and one of the schedules with a split backward in turn."""
     splitting = SPLITTING[list(LOOPS).index(name) % 3]

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from everyday import slow
 from methods import same_bits
 from models import images, rows
 from runs import SCHEDULES, SINGLE, deep, deep_convnet, links_of
@@ -143,7 +144,7 @@ def deep_weights():
 
 
 @pytest.mark.parametrize(
-    "act, grad", [("topk:0.3", "ef21+topk:0.3"), ("aqsgd+quant:4", "ef+randomk:0.3")]
+    "act, grad", [slow("topk:0.3", "ef21+topk:0.3"), ("aqsgd+quant:4", "ef+randomk:0.3")]
 )
 def test_compressed_replicas_stay_equal_and_remember_their_own(ranks, act, grad):
     """Weights are equal, links are not: each replica has its own rows."""

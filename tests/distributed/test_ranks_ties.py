@@ -239,6 +239,7 @@ def loaded(folder, alone):
     return torch.stack(losses), state_of(pipe.merge())
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_on_on_other_ranks(ranks, tmp_path):
     """A cut moves no bit where nothing is compressed or dropped: two stages go on as four."""
     losses, state = ranks(saved, 4, str(tmp_path))[0]
@@ -280,6 +281,7 @@ def test_nothing_goes_back_to_what_is_frozen(ranks):
         assert {link for link in sent[0] if not any(s[link][0] for s in sent)} == quiet, name
 
 
+@pytest.mark.slow
 def test_adapters(ranks):
     """LoRA: the tied weight is frozen; where only late stages have adapters, nothing goes back."""
     pytest.importorskip("peft")

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from everyday import slow_after
 from safetensors.torch import load_file
 
 from recipes import cifar10
@@ -51,12 +52,15 @@ def test_compare_leaves_the_run_folder(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     "methods",
-    [
-        ["--act", "ef21+topk:0.1", "--grad", "ef+randomk:0.2", "--clip", "1.0"],
-        ["--act", "aqsgd:key=augmented+topk:0.1", "--aug-seeds", "2", "--recompute"],
-        ["--precision", "fp16", "--no-drop-last", "--warmup-steps", "1"],
-        ["--model", "vgg16", "--width", "2", "--act", "ef21+topk:0.1"],
-    ],
+    slow_after(
+        1,
+        [
+            ["--act", "ef21+topk:0.1", "--grad", "ef+randomk:0.2", "--clip", "1.0"],
+            ["--act", "aqsgd:key=augmented+topk:0.1", "--aug-seeds", "2", "--recompute"],
+            ["--precision", "fp16", "--no-drop-last", "--warmup-steps", "1"],
+            ["--model", "vgg16", "--width", "2", "--act", "ef21+topk:0.1"],
+        ],
+    ),
     ids=["feedback", "aqsgd", "fp16", "vgg"],
 )
 def test_resumed_run_is_the_uninterrupted_run(tmp_path, methods):

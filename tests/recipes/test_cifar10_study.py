@@ -68,6 +68,7 @@ def test_other_settings_are_refused(tmp_path):
         cifar10_study.main(options(out, *here, "--warmup-epochs", "3"))
 
 
+@pytest.mark.slow
 def test_every_row_trains(tmp_path):
     out = tmp_path / "study.jsonl"
     cifar10_study.main(options(out, "--workers", "0", "--seeds", "1", "--test-limit", "4"))

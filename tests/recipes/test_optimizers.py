@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from endings import check_success, end_of, history, weights
+from everyday import slow_after
 from models import assert_same_training
 
 import mpcomp
@@ -349,7 +350,7 @@ def test_resumed_run_keeps_its_milestones(tmp_path):
     assert [row["lr"] for row in history(whole)] == [0.4, 0.2, 0.1]
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", slow_after(1, OPTIMIZERS))
 def test_resumed_run_is_the_uninterrupted_run(tmp_path, name):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     more = ["--nesterov"] if name in ("sgd", "lars") else ["--clip", "1.0"]
@@ -380,6 +381,7 @@ def both(*commands: list[str]) -> list[object]:
     return [end_of(cifar10.main, command) for command in commands]
 
 
+@pytest.mark.slow
 def test_processes_train_the_run_of_one(ranks, tmp_path):
     """Two stages of which each process has one; and a resumption there."""
     commands = {name: [*large(name), "--split", "2"] for name in ("lars", "lamb")}

@@ -103,6 +103,7 @@ def study(command):
     return recipe(command, main=replica_study.main)
 
 
+@pytest.mark.slow
 def test_the_study_skips_what_is_finished(ranks, tmp_path):
     out = tmp_path / "replicas.jsonl"
     command = [

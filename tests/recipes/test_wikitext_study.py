@@ -52,6 +52,7 @@ def command(base, tmp_path):
     return options
 
 
+@pytest.mark.slow
 def test_every_row_trains_and_counts_its_bytes(command, tmp_path, capsys):
     wikitext_study.main(command("--seeds", 1))
     lines = {line["row"]: line for line in read_json_lines(tmp_path / "study.jsonl")}
