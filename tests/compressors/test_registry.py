@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from everyday import slow_after
 from methods import ALL, BETWEEN_REPLICAS, COMPRESSORS, EXAMPLES, SELECTING, drawn
 
 import mpcomp
@@ -61,7 +62,7 @@ print(mpcomp.parse("topk:0.1+dropped"), mpcomp.parse("ef+dropped:bf16"))
 """
 
 
-@pytest.mark.parametrize("room", ROOMS)
+@pytest.mark.parametrize("room", slow_after(1, ROOMS))
 def test_a_module_in_the_folder_is_found(room, tmp_path):
     """One file, no line elsewhere."""
     (tmp_path / "half.py").write_text(HALF)

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from everyday import slow
 from ranks import preload
 from replica_runs import SMALLEST, exchange_of, exchanged, gradients, parameters
 
@@ -104,7 +105,7 @@ def with_small_ones(method: str, small: Cast | None) -> Any:
 
 
 @pytest.mark.parametrize("method", ["ef+topk:0.1", "dgc:0.1", "powersgd:1"])
-@pytest.mark.parametrize("small", [Cast("bf16"), Cast("fp16")])
+@pytest.mark.parametrize("small", [Cast("bf16"), slow(Cast("fp16"))])
 def test_small_ones_in_16_bits(ranks, method, small):
     rounded, plain = (ranks(with_small_ones, 3, method, to) for to in (small, None))
     for results, steps, already in rounded:

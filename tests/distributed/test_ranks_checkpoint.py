@@ -323,6 +323,7 @@ def test_from_one_process_to_several_and_back(ranks, setting, num_ranks, tmp_pat
     assert_goes_on_like(straight, results, expected, counts)
 
 
+@pytest.mark.slow
 def test_from_ranks_to_other_ranks(ranks, tmp_path):
     """Four stages on 2 ranks as a V, on 4, on 2 alternating."""
     setting = Setting(4, **STATEFUL, optim=adamw, model=deep)
@@ -660,7 +661,7 @@ def dying(root, shared):
     return "old" if contents(own / "a") else ""
 
 
-@pytest.mark.parametrize("moved", [False, True])
+@pytest.mark.parametrize("moved", [slow(False), True])
 def test_a_machine_that_dies_while_moving_leaves_one_whole_checkpoint(ranks, moved, tmp_path):
     """Nobody can tell then whether it has moved its part: the others keep both."""
     results = ranks(dying_while_moving, 2, str(tmp_path), moved, may_fail=True)

@@ -174,6 +174,7 @@ def test_replicas_are_equal_and_learn_with_every_method(ranks):
     check_replicas(ranks(outcomes, 4, cases, 16, {}), cases)
 
 
+@pytest.mark.slow
 def test_two_stages_train_as_one_does(ranks, after_fifty):
     """Bit for bit; also where one controller decides by the gradients of all stages."""
     cases = [(dp, None) for dp in LONG]
@@ -442,6 +443,7 @@ def in_part(cases):
     return found
 
 
+@pytest.mark.slow
 def test_frozen_stages_and_bf16(ranks):
     methods = [GRAVAC, DGC(0.2, clip=0.1), "accordion:low=topk/0.5:high=topk/0.1:interval=2"]
     cases = [(dp, what) for dp in [*methods, "powersgd:2"] for what in ("bf16", "frozen")]
@@ -572,6 +574,7 @@ def tied(cases):
     return found
 
 
+@pytest.mark.slow
 def test_copies_of_a_tied_weight_stay_equal(ranks):
     """Also where chance decides, and where a stage's other gradients would take another path."""
     wide = ReplicaNetwork(smallest=32, latency_ms=0.0)

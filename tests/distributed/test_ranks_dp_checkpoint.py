@@ -210,6 +210,7 @@ def other_stages(root):
             torch.testing.assert_close(value, whole[name], rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_other_stages_on_a_rank_find_theirs_by_name(ranks, tmp_path):
     ranks(other_stages, 4, str(tmp_path))
 

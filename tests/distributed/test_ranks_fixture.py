@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from everyday import slow
 from models import MLP_SPLIT, mlp, rows
 from ranks import RankFailed, run_ranks
 
@@ -52,9 +53,9 @@ def misbehave(folder, what):
 @pytest.mark.parametrize(
     "what, message",
     [
-        ("raise", "rank 1: KeyError: 'what'"),
+        slow("raise", "rank 1: KeyError: 'what'"),
         ("killed", "rank 1: died: -9"),
-        ("exits", "rank 1: died: 7"),
+        slow("exits", "rank 1: died: 7"),
         ("stopped", r"ranks \[0, 1, 2\] had not ended when the time was up"),
     ],
 )

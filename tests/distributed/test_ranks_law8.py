@@ -65,7 +65,7 @@ def test_every_schedule_on_two_ranks(ranks, schedule, steps):
     check(ranks, 2, [with_stages(replace(run, steps=steps), 2) for run in runs])
 
 
-@pytest.mark.parametrize("schedule", slow_but([None, "ZBVZeroBubble"], SCHEDULES))
+@pytest.mark.parametrize("schedule", slow_but(["ZBVZeroBubble"], SCHEDULES))
 def test_every_schedule_on_four_ranks(ranks, schedule):
     """Eight stages where a rank takes two."""
     methods = {"act": "ef21+quant:4", "grad": "ef+topk:0.3"}
@@ -138,7 +138,7 @@ LOOPS = {
 }
 
 
-@pytest.mark.parametrize("name", slow_after(9, LOOPS))
+@pytest.mark.parametrize("name", slow_after(4, LOOPS))
 def test_what_a_training_loop_does(ranks, name):
     """Interleaved stages, and one of the schedules with a split backward in turn."""
     splitting = SPLITTING[list(LOOPS).index(name) % 3]
@@ -156,6 +156,7 @@ def test_what_a_training_loop_does(ranks, name):
                 assert len(outcome.values) == 8
 
 
+@pytest.mark.slow
 def test_the_own_schedule_in_the_same_ways(ranks):
     """One stage a rank; with recomputation, which other tests cannot have in split backward."""
     runs = [
@@ -174,6 +175,7 @@ def test_the_own_schedule_in_the_same_ways(ranks):
     check(ranks, 2, [replace(run, steps=min(run.steps, 6)) for run in runs])
 
 
+@pytest.mark.slow
 def test_recomputation_and_memory_order_in_other_schedules(ranks):
     runs = [
         Run("deep convnet", 4, schedule, pipeline={"recompute": True}, **COMPRESSED)

@@ -126,7 +126,7 @@ def check_replicas(results, schedules):
     return results[0]
 
 
-@pytest.mark.parametrize("schedules", [SCHEDULES[:4], SCHEDULES[4:]], ids=str)
+@pytest.mark.parametrize("schedules", [slow(SCHEDULES[:4]), SCHEDULES[4:]], ids=str)
 def test_replicas_train_as_one_process_on_all_their_data(ranks, schedules):
     """Of 10 and 6 rows; the mean is that of 16. Within 1e-6 of a tensor's largest weight."""
     results = ranks(train_replicas, 4, schedules, {})

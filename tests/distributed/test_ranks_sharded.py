@@ -191,6 +191,7 @@ def one_after_the_other(root):
     assert same_bits(said[1], said[0]) and same_bits(said[2], said[0])
 
 
+@pytest.mark.slow
 def test_several_pipelines_in_one_process(ranks, tmp_path):
     ranks(one_after_the_other, 4, str(tmp_path))
 

@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from everyday import slow
 from lm_runs import check, gpt2, lm_run, lora, lora_late, make_lm, not_adapted, text
 from methods import same_bits
 from runs import links_of
@@ -384,7 +385,7 @@ def dying(victim):
     return "", 0.0
 
 
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("victim", [slow(0), 2])
 def test_a_rank_that_dies_in_the_exchange_is_named(ranks, victim):
     results = ranks(dying, 3, victim, may_fail=True)
     for rank, found in enumerate(results):

@@ -142,6 +142,7 @@ def test_mistakes_end_every_process_and_one_says_so(ranks, tmp_path):
     assert (second.out, second.err) == ("", "")
 
 
+@pytest.mark.slow
 def test_mistakes_of_one_process(ranks, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     mine = [*TINY, "--split", "2", "--out", str(tmp_path / "run")]

@@ -30,6 +30,7 @@ def lines_of(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_the_run_folder_tells_what_replicas_exchanged(ranks, tmp_path):
     parts, whole = tmp_path / "parts", tmp_path / "whole"
     ended = ranks(

@@ -68,6 +68,7 @@ def test_saved_tokenizer_is_the_same(tokenizer, tmp_path):
         assert again.eos_token_id == tokenizer.eos_token_id
 
 
+@pytest.mark.slow
 def test_training_does_not_depend_on_the_process(tokenizer):
     code = (
         "from recipes.text import load_text\n"
