@@ -1,4 +1,4 @@
-"""Which tests are run every day, and which are marked slow: for the whole suite alone.
+"""The choice of tests that run every day; the others are marked slow, for the whole suite alone.
 
     @pytest.mark.each_once                       # of the 65 x 4 cases, 65: each compressor once,
     @pytest.mark.parametrize("dtype", FLOATS)    # and each dtype with every fourth of them
@@ -71,14 +71,14 @@ def is_in_turn(item: pytest.Item) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """What `pytest.param` was given."""
+    """The value inside a `pytest.param`, or the value itself."""
     if not isinstance(value, type(pytest.param())):
         return value
     return value.values if len(value.values) > 1 else value.values[0]
 
 
 def _place(value: Any, given: Sequence[Any]) -> int:
-    """Where the value stands: the very object, if it is there, since NaN is equal to nothing."""
+    """Index of the value: of the very object, if it is there, since NaN is equal to nothing."""
     same = [i for i, other in enumerate(given) if other is value]
     return same[0] if same else given.index(value)
 

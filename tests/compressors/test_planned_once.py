@@ -109,7 +109,7 @@ def test_remembering_changes_nothing_of_a_value(compressor):
 
 
 def test_a_meta_is_its_fields_alone():
-    """What has been computed of it is not pickled, compared, copied or shown."""
+    """Values computed from them are not pickled, compared, copied or shown."""
     meta, fresh = TensorMeta((4, 3, 5)), TensorMeta((4, 3, 5))
     before = pickle.dumps(meta)
     assert (meta.numel, meta.dense_bytes, meta.row_numel) == (60, 240, 15)

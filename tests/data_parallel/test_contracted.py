@@ -62,7 +62,7 @@ def sent_of(inner: Compressor, wanted: Tensor, step: int) -> Tensor:
 
 
 def end_of(method: Memory, meta: TensorMeta = META) -> EndState:
-    """What a replica keeps of a parameter."""
+    """The state a replica keeps of one parameter."""
     return EndState(method, meta, CPU, capped=False)
 
 

@@ -159,7 +159,7 @@ def listening(tape: Tape, otherwise: str = "exchanged") -> Iterator[None]:
 
 
 class Script:
-    """What all stages of a process hold on to: the tape, and what this call is like."""
+    """The tape all stages of a process write to, and the circumstances of this call."""
 
     def __init__(self) -> None:
         self.tape = Tape()
