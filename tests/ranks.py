@@ -30,7 +30,18 @@ import torch
 import torch.distributed as dist
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_PRELOADED = ["torch", "torch.distributed", "mpcomp", "models", "methods"]
+# All that most tests import, as mpcomp itself loads nothing before it is asked for: a rank that had
+# to import torch's pipelining and FSDP would take a second of the processor for it.
+_PRELOADED = [
+    "torch.distributed.pipelining",
+    "torch.distributed.fsdp",
+    "mpcomp.api.build",
+    "mpcomp.data_parallel.exchange",
+    "mpcomp.engines.distributed",
+    "mpcomp.engines.torch_stage",
+    "models",
+    "methods",
+]
 _CONTEXT.set_forkserver_preload(_PRELOADED)
 
 

@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -100,3 +101,19 @@ def test_a_pipeline_that_is_dropped_closes_its_connections():
         files, threads, losses = zip(*found, strict=True)
         assert max(files[1:]) <= files[0] + 3 and max(threads[1:]) <= threads[0] + 3, found
         assert len(set(losses)) == 1
+
+
+def imported_anew():
+    """Modules that a rank imports to train: the server that it is forked from lacks them."""
+    before = set(sys.modules)
+    pipe = mpcomp.pipeline(
+        mlp(), chunks=2, split=MLP_SPLIT[:1], act_comp="topk:0.2", loss_fn=F.cross_entropy
+    )
+    pipe.forward_backward(*rows(8))
+    return [name for name in sys.modules if name not in before]
+
+
+def test_a_rank_finds_imported_what_it_trains_with():
+    """What it does not find costs every rank of every test a second of the processor."""
+    for names in run_ranks(imported_anew, 2):
+        assert [name for name in names if name.startswith(("mpcomp", "torch.distributed"))] == []
