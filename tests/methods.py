@@ -87,6 +87,8 @@ EXAMPLES: dict[type[SpecValue], list[SpecValue]] = {
         Quantize(4, rounding="stochastic"),
         Quantize(4, scale="sample"),
         Quantize(3, scale="channel"),
+        Quantize(4, scale="token"),
+        Quantize(2, scale="token", mode="minmax", rounding="stochastic"),
         Quantize(4, scale=16),
         Quantize(5, scale=7, mode="minmax", rounding="stochastic"),
     ],
@@ -94,7 +96,7 @@ EXAMPLES: dict[type[SpecValue], list[SpecValue]] = {
     QSGD: [QSGD(2), QSGD(4), QSGD(4, group=16), QSGD(8, group=7)],
     OneBitColumns: [OneBitColumns()],
     LowRank: [LowRank(1), LowRank(2, iterations=0)],
-    Sign: [Sign(), Sign("sample"), Sign("channel"), Sign(24)],
+    Sign: [Sign(), Sign("sample"), Sign("channel"), Sign("token"), Sign(24)],
     SameIndices: [SameIndices(), SameIndices(Cast("fp16"))],
     Adaptive: [  # whose clock is not the wall's, so that runs repeat
         Adaptive(TopK(0.1), cf=(2.0, 8.0), eps=0.4, window=2, bandwidth_mbps=1.0),

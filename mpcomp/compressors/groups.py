@@ -1,4 +1,4 @@
-"""Groups of elements that share a scale: tensor, sample, channel, or runs of n elements."""
+"""Groups of elements that share a scale: tensor, sample, channel, token, or runs of n elements."""
 
 from __future__ import annotations
 
@@ -13,12 +13,16 @@ from mpcomp.core.tensor_meta import TensorMeta
 
 __all__ = ["Grouping"]
 
-_SCOPES = ("tensor", "sample", "channel")
+_SCOPES = ("tensor", "sample", "channel", "token")
 
 
 @dataclass(frozen=True)
 class Grouping:
     """A rearrangement of a tensor into groups, and of per-element codes into packed rows.
+
+    A "token" is a row of the innermost dimension in memory: the hidden vector of a token in
+    [batch, sequence, hidden], the channels of a pixel in a channels-last image. Tensors of fewer
+    than two dimensions are one group, unless groups are runs of a number of elements.
 
     Attributes:
         meta: the tensor.
@@ -40,7 +44,7 @@ class Grouping:
             scope in _SCOPES or (isinstance(scope, int) and scope >= 1)
         ):
             raise ValueError(
-                f"scale={scope!r}: a scale is shared by 'tensor', 'sample', 'channel' "
+                f"scale={scope!r}: a scale is shared by 'tensor', 'sample', 'channel', 'token' "
                 "or a number of elements (such as 128)"
             )
 
@@ -56,6 +60,8 @@ class Grouping:
         if scope == "channel":
             channels = meta.shape[1 if len(meta.shape) >= 4 else -1]
             return cls(meta, scope, channels, 1, numel)
+        if scope == "token":
+            return cls(meta, scope, numel // max(1, meta.last_dim), 1, numel)
         assert isinstance(scope, int)
         groups = -(-numel // scope)
         return cls(meta, scope, groups, 1, groups * scope)

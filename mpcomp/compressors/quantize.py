@@ -1,4 +1,4 @@
-"""Uniform quantization to 1-8 bits, with one scale for the tensor, a sample, a channel or a group.
+"""Uniform quantization to 1-8 bits, with a scale for the tensor, a sample, channel, token or group.
 
 Elements are rearranged into groups [G, n] that share a scale; each group is coded as
 
@@ -47,12 +47,14 @@ class Quantize(Compressor):
     Args:
         bits: 1 to 8.
         scale: what shares a scale: "tensor", "sample" (dim 0), "channel" (dim 1 of images and
-            other 4-d tensors, else the last) or a number of consecutive elements.
+            other 4-d tensors, else the last), "token" (a row of the innermost dimension in
+            memory: a hidden vector, or the channels of a channels-last pixel) or a number of
+            consecutive elements.
         mode: "minmax" or "maxabs"; by default minmax where a scale serves a tensor or a sample,
-            maxabs for channels and groups, whose second number would double the overhead.
+            maxabs for channels, tokens and groups, whose second number would double the overhead.
         rounding: "nearest" (half to even) or "stochastic".
 
-    Scales are fp32 for a tensor, bf16 (fp32's range) for samples, channels and groups.
+    Scales are fp32 for a tensor, bf16 (fp32's range) for all that is finer.
 
     Raises:
         ValueError: a setting outside those.

@@ -25,7 +25,8 @@ class Sign(Compressor):
     ICML 2019 (EF-signSGD), eq. of the scaled sign. The sign of zero is +.
 
     Args:
-        scale: "tensor", "sample", "channel" or a number of consecutive elements; fp32 scales.
+        scale: "tensor", "sample", "channel", "token" (a row of the innermost dimension in memory)
+            or a number of consecutive elements; fp32 scales.
     """
 
     scale: str | int = "tensor"
