@@ -10,6 +10,7 @@ from .compressors import Cast as Cast
 from .compressors import Compressor as Compressor
 from .compressors import FixedPoint as FixedPoint
 from .compressors import Identity as Identity
+from .compressors import LloydMax as LloydMax
 from .compressors import LowRank as LowRank
 from .compressors import MeanValue as MeanValue
 from .compressors import MultiLevel as MultiLevel

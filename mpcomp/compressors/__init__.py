@@ -4,6 +4,7 @@ from mpcomp.compressors.base import Compressor, Selecting
 from mpcomp.compressors.cast import Cast
 from mpcomp.compressors.fixedpoint import FixedPoint
 from mpcomp.compressors.identity import Identity
+from mpcomp.compressors.lloyd import LloydMax
 from mpcomp.compressors.lowrank import LowRank
 from mpcomp.compressors.multi_level import MultiLevel
 from mpcomp.compressors.onebit import OneBitColumns
@@ -23,6 +24,7 @@ __all__ = [
     "Compressor",
     "FixedPoint",
     "Identity",
+    "LloydMax",
     "LowRank",
     "MeanValue",
     "MultiLevel",
