@@ -19,6 +19,7 @@ from .compressors import Quantize as Quantize
 from .compressors import RandomBlock as RandomBlock
 from .compressors import RandomK as RandomK
 from .compressors import RedSyncTopK as RedSyncTopK
+from .compressors import Rotate as Rotate
 from .compressors import SameIndices as SameIndices
 from .compressors import SameSign as SameSign
 from .compressors import SampledTopK as SampledTopK

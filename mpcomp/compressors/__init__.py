@@ -11,6 +11,7 @@ from mpcomp.compressors.onebit import OneBitColumns
 from mpcomp.compressors.qsgd import QSGD
 from mpcomp.compressors.quantize import Quantize
 from mpcomp.compressors.random import RandomBlock, RandomK
+from mpcomp.compressors.rotate import Rotate
 from mpcomp.compressors.same_indices import SameIndices
 from mpcomp.compressors.same_sign import MeanValue, SameSign
 from mpcomp.compressors.sign import Sign
@@ -33,6 +34,7 @@ __all__ = [
     "RandomBlock",
     "RandomK",
     "RedSyncTopK",
+    "Rotate",
     "SameIndices",
     "SameSign",
     "SampledTopK",
