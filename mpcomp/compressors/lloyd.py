@@ -50,10 +50,10 @@ class LloydMax(Compressor):
 
         s = <x, c> / <c, c>,    so    ||x - x^||^2 = ||x||^2 - <x, c>^2 / ||c||^2.
 
-    This is the scale of least squares (the biased DRIVE: Vargaftik et al., NeurIPS 2021, section
-    3). For Gaussian elements it is the rms to within their number's noise; for any others it is
-    at least as good, and it makes this a contraction for every x: the scale's rounding to bf16, by
-    a factor 1 + d, adds d^2 <x, c>^2 / ||c||^2, and |d| < 1.
+    This is the scale of least squares, as in DRIVE where it need not be unbiased (Vargaftik et
+    al., NeurIPS 2021). For Gaussian elements it is the rms to within their number's noise; for any
+    others it is at least as good, and it makes this a contraction for every x: the scale's rounding
+    to bf16, by a factor 1 + d, adds d^2 <x, c>^2 / ||c||^2, and |d| < 1.
 
     Relative squared errors of Gaussian elements at 1 to 4 bits: 0.363, 0.117, 0.0345, 0.0095
     (Max, IRE Trans. Inf. Theory 1960, table I). Elements with other distributions are made nearly

@@ -155,7 +155,7 @@ def test_outlier_channels_cost_the_others_little(plain, least, most):
 
 @pytest.mark.parametrize(("bits", "expected"), [(1, 0.3634), (2, 0.1175), (3, 0.0345), (4, 0.0095)])
 def test_lloyd_has_its_error_on_what_is_no_gaussian(bits, expected):
-    """Laplacian elements, and a width that is no power of two: TurboQuant's first table."""
+    """Laplacian elements, and a width that is no power of two."""
     x = torch.distributions.Laplace(0.0, 1.0).sample((256, 576))
     error = (round_trip(Rotate(LloydMax(bits)), x) - x).square().sum() / x.square().sum()
     assert error == pytest.approx(expected, rel=0.04)
