@@ -10,6 +10,7 @@ from .compressors import Cast as Cast
 from .compressors import Compressor as Compressor
 from .compressors import FixedPoint as FixedPoint
 from .compressors import Identity as Identity
+from .compressors import LloydMax as LloydMax
 from .compressors import LowRank as LowRank
 from .compressors import MeanValue as MeanValue
 from .compressors import MultiLevel as MultiLevel
@@ -18,6 +19,7 @@ from .compressors import Quantize as Quantize
 from .compressors import RandomBlock as RandomBlock
 from .compressors import RandomK as RandomK
 from .compressors import RedSyncTopK as RedSyncTopK
+from .compressors import Rotate as Rotate
 from .compressors import SameIndices as SameIndices
 from .compressors import SameSign as SameSign
 from .compressors import SampledTopK as SampledTopK

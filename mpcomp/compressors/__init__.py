@@ -4,12 +4,14 @@ from mpcomp.compressors.base import Compressor, Selecting
 from mpcomp.compressors.cast import Cast
 from mpcomp.compressors.fixedpoint import FixedPoint
 from mpcomp.compressors.identity import Identity
+from mpcomp.compressors.lloyd import LloydMax
 from mpcomp.compressors.lowrank import LowRank
 from mpcomp.compressors.multi_level import MultiLevel
 from mpcomp.compressors.onebit import OneBitColumns
 from mpcomp.compressors.qsgd import QSGD
 from mpcomp.compressors.quantize import Quantize
 from mpcomp.compressors.random import RandomBlock, RandomK
+from mpcomp.compressors.rotate import Rotate
 from mpcomp.compressors.same_indices import SameIndices
 from mpcomp.compressors.same_sign import MeanValue, SameSign
 from mpcomp.compressors.sign import Sign
@@ -23,6 +25,7 @@ __all__ = [
     "Compressor",
     "FixedPoint",
     "Identity",
+    "LloydMax",
     "LowRank",
     "MeanValue",
     "MultiLevel",
@@ -31,6 +34,7 @@ __all__ = [
     "RandomBlock",
     "RandomK",
     "RedSyncTopK",
+    "Rotate",
     "SameIndices",
     "SameSign",
     "SampledTopK",

@@ -1,4 +1,4 @@
-"""Groups of elements that share a scale: tensor, sample, channel, or runs of n elements."""
+"""Groups of elements that share a scale: tensor, sample, channel, token, or runs of n elements."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ from torch import Tensor
 
 from mpcomp.core.tensor_meta import TensorMeta
 
-__all__ = ["Grouping"]
+__all__ = ["Grouping", "divisor", "extremes", "largest_of", "scale_dtype"]
 
-_SCOPES = ("tensor", "sample", "channel")
+_SCOPES = ("tensor", "sample", "channel", "token")
 
 
 @dataclass(frozen=True)
 class Grouping:
     """A rearrangement of a tensor into groups, and of per-element codes into packed rows.
+
+    A "token" is a row of the innermost dimension in memory: the hidden vector of a token in
+    [batch, sequence, hidden], the channels of a pixel in a channels-last image. Tensors of fewer
+    than two dimensions are one group, unless groups are runs of a number of elements.
 
     Attributes:
         meta: the tensor.
@@ -40,7 +44,7 @@ class Grouping:
             scope in _SCOPES or (isinstance(scope, int) and scope >= 1)
         ):
             raise ValueError(
-                f"scale={scope!r}: a scale is shared by 'tensor', 'sample', 'channel' "
+                f"scale={scope!r}: a scale is shared by 'tensor', 'sample', 'channel', 'token' "
                 "or a number of elements (such as 128)"
             )
 
@@ -56,6 +60,8 @@ class Grouping:
         if scope == "channel":
             channels = meta.shape[1 if len(meta.shape) >= 4 else -1]
             return cls(meta, scope, channels, 1, numel)
+        if scope == "token":
+            return cls(meta, scope, numel // max(1, meta.last_dim), 1, numel)
         assert isinstance(scope, int)
         groups = -(-numel // scope)
         return cls(meta, scope, groups, 1, groups * scope)
@@ -91,6 +97,26 @@ class Grouping:
         """Inverse of `rows`."""
         return rows.reshape(self.num_groups, self._size)
 
+    def clear_padding(self, groups: Tensor) -> Tensor:
+        """Zeroes what fills up the last group, in place, so that it weighs on no sum.
+
+        Args:
+            groups: [groups, elements], its own in memory where there is padding.
+
+        Returns:
+            ``groups``.
+        """
+        if self.padding:
+            groups[-1, groups.shape[1] - self.padding :] = 0
+        return groups
+
+    def counts(self, device: torch.device) -> Tensor:
+        """Elements of each group without padding, at least 1 to divide by: fp32 [groups]."""
+        counts = torch.full((self.num_groups,), float(self._size), device=device)
+        if self.padding:
+            counts[-1] -= self.padding
+        return counts.clamp_(min=1)
+
     @cached_property
     def padding(self) -> int:
         """Elements that fill up the last group."""
@@ -100,3 +126,31 @@ class Grouping:
     def _size(self) -> int:
         """Elements in a group."""
         return self.num_rows * self.row_numel // max(1, self.num_groups)
+
+
+def scale_dtype(scope: str | int) -> torch.dtype:
+    """fp32 for the one scale of a tensor, bf16 (fp32's range) for the many that are finer."""
+    return torch.float32 if scope == "tensor" else torch.bfloat16
+
+
+def extremes(groups: Tensor) -> tuple[Tensor, Tensor]:
+    """Smallest and largest element of each group [groups, elements]; zeros for no elements."""
+    if groups.shape[1] == 0:
+        zeros = groups.new_zeros(groups.shape[0])
+        return zeros, zeros
+    if groups.shape[0] == 1:  # over all elements torch reduces in parallel, over a dim it may not
+        low, high = groups.aminmax()
+        return low.reshape(1), high.reshape(1)
+    return groups.amin(dim=1), groups.amax(dim=1)  # twenty times as fast as aminmax(dim=1)
+
+
+def largest_of(groups: Tensor) -> Tensor:
+    """Largest magnitude of each group [groups, elements]; zeros for groups of no elements."""
+    low, high = extremes(groups)
+    return torch.maximum(-low, high)
+
+
+def divisor(x: Tensor) -> Tensor:
+    """``x`` as fp32 with 1 for 0, which a group of zeros, or of equal elements, has."""
+    x = x.to(torch.float32)
+    return torch.where(x > 0, x, torch.ones_like(x))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mpcomp.compressors import bits as bitpack
 from mpcomp.compressors.base import Compressor
-from mpcomp.compressors.groups import Grouping
+from mpcomp.compressors.groups import Grouping, divisor, largest_of
 from mpcomp.compressors.quantize import bit_ladder, bits_of
 from mpcomp.core.randomness import uniform
 from mpcomp.core.tensor_meta import TensorMeta
@@ -71,12 +71,9 @@ class QSGD(Compressor):
     def compress(self, x: Tensor, generator: torch.Generator | None = None) -> Payload:
         assert generator is not None, "stochastic rounding draws from a generator"
         grouping = Grouping.of(TensorMeta.of(x), self.group)
-        groups = grouping.split(x)
-        if grouping.padding:  # (a copy then): no elements, they must not weigh on the last norm
-            groups[-1, groups.shape[1] - grouping.padding :] = 0
+        groups = grouping.clear_padding(grouping.split(x))  # (a copy where there is padding)
         norms = _norms(groups)
-        divisor = torch.where(norms > 0, norms, torch.ones_like(norms))
-        position = groups.abs() / divisor[:, None] * self._levels
+        position = groups.abs() / divisor(norms)[:, None] * self._levels
         noise = uniform(generator, position.numel(), position.device)
         level = (position + noise.view_as(position)).floor_().clamp_(max=self._levels)
         # NaN (a group that is not finite) must not reach the integer cast undefined.
@@ -98,10 +95,7 @@ class QSGD(Compressor):
 
 def _norms(groups: Tensor) -> Tensor:
     """||.||_2 of each group, at the most fp32's largest number: fp32 [groups]."""
-    if groups.numel() == 0:
-        return groups.new_zeros(groups.shape[0])
     # Scaled by the largest magnitude first: squares may overflow or vanish.
-    largest = groups.abs().amax(dim=1)
-    unit = torch.where(largest > 0, largest, torch.ones_like(largest))
+    unit = divisor(largest_of(groups))
     norms = (groups / unit[:, None]).square_().sum(dim=1).sqrt_() * unit
     return norms.clamp(max=torch.finfo(torch.float32).max)

@@ -1,4 +1,4 @@
-"""Uniform quantization to 1-8 bits, with one scale for the tensor, a sample, a channel or a group.
+"""Uniform quantization to 1-8 bits, with a scale for the tensor, a sample, channel, token or group.
 
 Elements are rearranged into groups [G, n] that share a scale; each group is coded as
 
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from mpcomp.compressors import bits as bitpack
 from mpcomp.compressors.base import Compressor, check_cf
-from mpcomp.compressors.groups import Grouping
+from mpcomp.compressors.groups import Grouping, divisor, extremes, largest_of, scale_dtype
 from mpcomp.core.randomness import uniform
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.core.wire import Payload
@@ -47,12 +47,14 @@ class Quantize(Compressor):
     Args:
         bits: 1 to 8.
         scale: what shares a scale: "tensor", "sample" (dim 0), "channel" (dim 1 of images and
-            other 4-d tensors, else the last) or a number of consecutive elements.
+            other 4-d tensors, else the last), "token" (a row of the innermost dimension in
+            memory: a hidden vector, or the channels of a channels-last pixel) or a number of
+            consecutive elements.
         mode: "minmax" or "maxabs"; by default minmax where a scale serves a tensor or a sample,
-            maxabs for channels and groups, whose second number would double the overhead.
+            maxabs for channels, tokens and groups, whose second number would double the overhead.
         rounding: "nearest" (half to even) or "stochastic".
 
-    Scales are fp32 for a tensor, bf16 (fp32's range) for samples, channels and groups.
+    Scales are fp32 for a tensor, bf16 (fp32's range) for all that is finer.
 
     Raises:
         ValueError: a setting outside those.
@@ -96,13 +98,9 @@ class Quantize(Compressor):
         """The largest code."""
         return (1 << self.bits) - (1 if self._minmax or self.bits <= 3 else 2)
 
-    @property
-    def _scale_dtype(self) -> torch.dtype:
-        return torch.float32 if self.scale == "tensor" else torch.bfloat16
-
     def layout(self, meta: TensorMeta) -> tuple[TensorMeta, ...]:
         grouping = Grouping.of(meta, self.scale)
-        scales = TensorMeta((grouping.num_groups,), self._scale_dtype)
+        scales = TensorMeta((grouping.num_groups,), scale_dtype(self.scale))
         codes = TensorMeta(
             (grouping.num_rows, bitpack.packed_bytes(grouping.row_numel, self.bits)), torch.uint8
         )
@@ -126,18 +124,16 @@ class Quantize(Compressor):
         return (*scales, bitpack.pack(grouping.rows(codes), self.bits))
 
     def _minmax_codes(self, groups: Tensor) -> tuple[Payload, Tensor]:
-        low, high = _extremes(groups)
+        low, high = extremes(groups)
         low, high = low.clamp(-_LIMIT, _LIMIT), high.clamp(-_LIMIT, _LIMIT)
-        low = _round_down(low, self._scale_dtype)
-        step = _round_up((high - low.float()) / self._levels, self._scale_dtype)
-        divisor = _divisor(step)
-        return (low, step), (groups - low.float()[:, None]) / divisor[:, None]
+        low = _round_down(low, scale_dtype(self.scale))
+        step = _round_up((high - low.float()) / self._levels, scale_dtype(self.scale))
+        return (low, step), (groups - low.float()[:, None]) / divisor(step)[:, None]
 
     def _maxabs_codes(self, groups: Tensor) -> tuple[Payload, Tensor]:
-        low, high = _extremes(groups)
-        largest = torch.maximum(-low, high).clamp(max=_LIMIT)
-        step = _round_up(largest / (self._levels / 2), self._scale_dtype)
-        return (step,), groups / _divisor(step)[:, None] + self._levels / 2
+        largest = largest_of(groups).clamp(max=_LIMIT)
+        step = _round_up(largest / (self._levels / 2), scale_dtype(self.scale))
+        return (step,), groups / divisor(step)[:, None] + self._levels / 2
 
     def decompress(
         self, payload: Payload, meta: TensorMeta, generator: torch.Generator | None = None
@@ -168,24 +164,6 @@ def bit_ladder(lowest: float, highest: float) -> tuple[float, ...]:
     """CFs from ``lowest`` to ``highest``, with every number of bits between."""
     inner = (32 / bits for bits in range(8, 0, -1))
     return (lowest, *(step for step in inner if lowest < step < highest), highest)
-
-
-def _extremes(groups: Tensor) -> tuple[Tensor, Tensor]:
-    """Smallest and largest element of each group; zeros for groups of no elements."""
-    if groups.shape[1] == 0:
-        zeros = groups.new_zeros(groups.shape[0])
-        return zeros, zeros
-    if groups.shape[0] == 1:  # over all elements torch reduces in parallel, over a dim it may not
-        low, high = groups.aminmax()
-        return low.reshape(1), high.reshape(1)
-    low, high = groups.aminmax(dim=1)
-    return low, high
-
-
-def _divisor(step: Tensor) -> Tensor:
-    """``step`` as fp32 with 1 for 0, which a constant group has."""
-    step = step.to(torch.float32)
-    return torch.where(step > 0, step, torch.ones_like(step))
 
 
 def _round_up(x: Tensor, dtype: torch.dtype) -> Tensor:

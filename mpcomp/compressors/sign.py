@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mpcomp.compressors import bits as bitpack
 from mpcomp.compressors.base import Compressor
-from mpcomp.compressors.groups import Grouping
+from mpcomp.compressors.groups import Grouping, divisor, largest_of
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.core.wire import Payload
 
@@ -25,7 +25,8 @@ class Sign(Compressor):
     ICML 2019 (EF-signSGD), eq. of the scaled sign. The sign of zero is +.
 
     Args:
-        scale: "tensor", "sample", "channel" or a number of consecutive elements; fp32 scales.
+        scale: "tensor", "sample", "channel", "token" (a row of the innermost dimension in memory)
+            or a number of consecutive elements; fp32 scales.
     """
 
     scale: str | int = "tensor"
@@ -46,18 +47,9 @@ class Sign(Compressor):
         grouping = Grouping.of(TensorMeta.of(x), self.scale)
         groups = grouping.split(x)
         # Scaled by the largest magnitude first: the sum of magnitudes may overflow fp32.
-        magnitudes = groups.abs()
-        counts = magnitudes.new_full((len(groups),), magnitudes.shape[1])
-        if grouping.padding:  # no elements: they must not weigh on the last group's mean
-            magnitudes[-1, -grouping.padding :] = 0
-            counts[-1] -= grouping.padding
-        largest = magnitudes.amax(dim=1) if groups.shape[1] else groups.new_zeros(len(groups))
-        unit = torch.where(largest > 0, largest, torch.ones_like(largest))
-        mean = (
-            magnitudes.div_(unit[:, None]).sum(dim=1) / counts * unit
-            if groups.shape[1]
-            else largest
-        )
+        magnitudes = grouping.clear_padding(groups.abs())
+        unit = divisor(largest_of(magnitudes))
+        mean = magnitudes.div_(unit[:, None]).sum(dim=1) / grouping.counts(x.device) * unit
         return (mean, bitpack.pack(grouping.rows(groups >= 0).to(torch.uint8), 1))
 
     def decompress(

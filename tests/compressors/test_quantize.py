@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mpcomp import Quantize, TensorMeta
 
-SCALES = ["tensor", "sample", "channel", 5, 128]
+SCALES = ["tensor", "sample", "channel", "token", 5, 128]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -23,6 +23,8 @@ def members(x: Tensor, scale: str | int) -> list[Tensor]:
     if scale == "channel":
         dim = 1 if x.dim() >= 4 else -1
         return list(order.movedim(dim, 0).reshape(x.shape[dim], -1))
+    if scale == "token":
+        return list(order.reshape(-1, x.shape[-1]))
     return list(order.reshape(-1).split(scale))
 
 
@@ -169,6 +171,31 @@ def test_scales_per_channel_follow_the_channel_dimension():
     assert Quantize(4, 7).layout(TensorMeta((9, 5)))[0].shape == (7,)
 
 
+def test_scales_per_token_are_those_of_the_innermost_dimension_in_memory():
+    """A hidden vector of a sequence; the channels of a pixel of a channels-last image."""
+    compressor = Quantize(4, "token")
+    sequence = torch.randn(2, 7, 6)
+    sequence[1, 3] *= 1000
+    y = round_trip(compressor, sequence)
+    others = torch.ones(2, 7, dtype=torch.bool)
+    others[1, 3] = False
+    assert compressor.compress(sequence)[0].shape == (14,)
+    assert (y - sequence)[others].norm() < 0.2 * sequence[others].norm()
+
+    image = torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
+    pixels = image.permute(0, 2, 3, 1).contiguous()
+    assert compressor.layout(TensorMeta.of(image))[0].shape == (2 * 4 * 5,)
+    arrived = round_trip(compressor, image)
+    assert same_bits(arrived.permute(0, 2, 3, 1), round_trip(compressor, pixels))
+
+
+def test_a_token_has_one_number_unless_two_are_asked_for():
+    """bf16 each, beside 4 bits an element."""
+    meta = TensorMeta((2, 7, 64))
+    assert Quantize(4, "token").wire_bytes(meta) == 14 * (2 + 32)
+    assert Quantize(4, "token", "minmax").wire_bytes(meta) == 14 * (4 + 32)
+
+
 def test_the_generator_decides_the_noise():
     x = torch.randn(1000)
     compressor = Quantize(2, rounding="stochastic")
@@ -184,7 +211,7 @@ def test_bits_outside_1_to_8(bits):
 
 
 def test_bad_settings():
-    with pytest.raises(ValueError, match="scale='row'.*'tensor', 'sample', 'channel'"):
+    with pytest.raises(ValueError, match="scale='row'.*'tensor', 'sample', 'channel', 'token'"):
         Quantize(4, "row")
     with pytest.raises(ValueError, match="scale=0"):
         Quantize(4, 0)

@@ -9,7 +9,7 @@ from test_quantize import members
 
 from mpcomp import Sign, TensorMeta
 
-SCALES = ["tensor", "sample", "channel", 8, 128]
+SCALES = ["tensor", "sample", "channel", "token", 8, 128]
 
 
 @pytest.mark.parametrize("scale", SCALES)

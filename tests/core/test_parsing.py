@@ -40,6 +40,7 @@ MEANINGS = {
     "quant:4:scale=128": Quantize(4, scale=128),
     "quant:4:128": Quantize(4, scale=128),
     "quant:4:scale=channel:rounding=stochastic": Quantize(4, "channel", rounding="stochastic"),
+    "quant:4:scale=token": Quantize(4, scale="token"),
     "quant:8:mode=none": Quantize(8),
     "fixed:4:scale=tensor": FixedPoint(4, "tensor"),
     "sign": Sign(),
@@ -72,7 +73,7 @@ def test_every_method_has_a_spec_that_gives_it_back(method):
     assert not set(str(method)) & set(" ;&|<>()$`\\\"'*?[]#~!{}")  # safe in a shell
 
 
-_scales = st.one_of(st.sampled_from(["tensor", "sample", "channel"]), st.integers(1, 999))
+_scales = st.one_of(st.sampled_from(["tensor", "sample", "channel", "token"]), st.integers(1, 999))
 _quantize = st.builds(
     Quantize,
     st.integers(1, 8),
