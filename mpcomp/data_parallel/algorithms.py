@@ -55,8 +55,7 @@ def dense_sum(items: Sequence[Item], context: Context) -> Path:
                 item.sent(partial(_less, part.to(torch.float32)))
             parts.append(part)
         flat = _share(torch.cat(parts), peers.size)
-        context.tally.wire_bytes += flat.nbytes
-        context.tally.floats += flat.nbytes / 4
+        context.traffic.count_part(flat.nbytes, flat.nbytes / 4)
         sums.append((alike, flat))
         works.append(peers.sum(flat))
     yield works
@@ -140,7 +139,7 @@ def two_phase(items: Sequence[Item], context: Context) -> Path:
             x = narrow(item.target[piece], meta.dtype).reshape(meta.shape)
             encoded = context.controller.encode(item.name, x, draw)
             pieces.append(_Sent(piece, encoded, meta, draw))
-            count(context.tally, encoded)
+            count(context.traffic, encoded)
             messages[i].append(encoded)
             start = piece.stop
         if item.end.keeps:
@@ -170,7 +169,7 @@ def two_phase(items: Sequence[Item], context: Context) -> Path:
             due.sent(
                 partial(_without, [_Sent(slice(None), encoded, meta, draw)]), encoded.positions
             )
-        count(context.tally, encoded)
+        count(context.traffic, encoded)
         again.append(encoded)
     lengths = [
         message_length(sum((c.layout(metas[i]) for c, metas in zip(codecs, cuts, strict=True)), ()))

@@ -12,12 +12,13 @@ from torch import Tensor
 from mpcomp.comm.collectives import Peers
 from mpcomp.compressors import Compressor
 from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.traffic import ReplicaTraffic
 from mpcomp.data_parallel.base import Controller, Draw, Encoded
 from mpcomp.feedback.base import narrow
 from mpcomp.feedback.memory import Sent, State
 from mpcomp.feedback.state import EndState
 
-__all__ = ["OF_ERROR", "Compensated", "Context", "Item", "Tally", "matrix_of"]
+__all__ = ["OF_ERROR", "Compensated", "Context", "Item", "matrix_of"]
 
 #: The piece of a parameter for which numbers are drawn that round what is kept of it.
 OF_ERROR = -1
@@ -26,21 +27,6 @@ OF_ERROR = -1
 def matrix_of(meta: TensorMeta) -> TensorMeta:
     """A tensor as a matrix [first dim, all others]."""
     return TensorMeta((meta.num_rows, meta.row_numel), meta.dtype)
-
-
-@dataclass
-class Tally:
-    """Counts of one step's messages, as their sender made them.
-
-    Attributes:
-        wire_bytes: bytes.
-        dense_bytes: what the same gradients would have been uncompressed.
-        floats: numbers of 32 bits; a selection counts its values alone, as the papers do.
-    """
-
-    wire_bytes: int = 0
-    dense_bytes: int = 0
-    floats: float = 0.0
 
 
 @dataclass
@@ -55,7 +41,7 @@ class Context:
         end_of_mean: what is kept of a piece of a parameter that this replica forms the mean of, by
             name, first element and number of elements.
         factors: the right factors of PowerSGD, by parameter, and those of this step.
-        tally: of this step.
+        traffic: of this step.
     """
 
     peers: Peers
@@ -65,7 +51,7 @@ class Context:
     end_of_mean: Callable[[str, int, int], EndState]
     factors: dict[str, Tensor]
     new_factors: dict[str, Tensor] = field(default_factory=dict)
-    tally: Tally = field(default_factory=Tally)
+    traffic: ReplicaTraffic = field(default_factory=ReplicaTraffic)
 
     def compensated(self, end: EndState, x: Tensor, name: str, piece: int) -> Compensated:
         """The target for ``x`` [n], whose residual is rounded by numbers drawn for a piece."""
@@ -183,9 +169,8 @@ def shape_for(codec: Compressor, meta: TensorMeta) -> TensorMeta:
     return TensorMeta((1, meta.numel), meta.dtype)
 
 
-def count(tally: Tally, encoded: Encoded) -> None:
+def count(traffic: ReplicaTraffic, encoded: Encoded) -> None:
     """Counts a message's payload."""
     num_bytes = sum(part.nbytes for part in encoded.payload)
-    tally.wire_bytes += num_bytes
     kept = encoded.positions
-    tally.floats += num_bytes / 4 if kept is None else kept.numel()
+    traffic.count_part(num_bytes, num_bytes / 4 if kept is None else kept.numel())

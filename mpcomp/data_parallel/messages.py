@@ -42,7 +42,7 @@ def encode_item(item: Item, context: Context) -> Encoded:
     encoded = context.controller.encode(item.name, x, draw)
     if item.end.keeps:
         item.sent(lambda y: without(y, encoded, meta, draw), encoded.positions)
-    count(context.tally, encoded)
+    count(context.traffic, encoded)
     return encoded
 
 

@@ -14,7 +14,6 @@ weights each time and not a sum over time.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +25,7 @@ from torch import Tensor
 from mpcomp.compressors import Compressor, Identity
 from mpcomp.core.randomness import generator_for
 from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.traffic import ReplicaTraffic
 from mpcomp.core.wire import packed_length, unpack
 from mpcomp.data_parallel.base import Encoded, Factored, ReplicaMethod, Setting, encode_with
 from mpcomp.data_parallel.exchange import Exchange
@@ -35,7 +35,7 @@ from mpcomp.data_parallel.network import ReplicaNetwork
 from mpcomp.data_parallel.selection import matrices
 from mpcomp.feedback.base import narrow
 
-__all__ = ["ParameterTraffic", "ShardedExchange", "ShardedParameter"]
+__all__ = ["ShardedExchange", "ShardedParameter"]
 
 #: At the front of a message: whether the sender's gradient was finite.
 _STATUS = TensorMeta((16,), torch.uint8)
@@ -60,25 +60,6 @@ class ShardedParameter:
     def key(self, rank: int) -> str:
         """Under which a piece counts as a parameter of its own."""
         return f"{self.name}/{rank}"
-
-
-@dataclass
-class ParameterTraffic:
-    """Bytes and seconds of gathering parameters on this rank.
-
-    Attributes:
-        gathers: blocks that were gathered.
-        wire_bytes: of this rank's messages.
-        dense_bytes: what they would have been.
-        traffic_bytes: what went over its link: each message goes to all others.
-        seconds: of encoding, gathering and decoding.
-    """
-
-    gathers: int = 0
-    wire_bytes: int = 0
-    dense_bytes: int = 0
-    traffic_bytes: int = 0
-    seconds: float = 0.0
 
 
 class ShardedExchange(Exchange):
@@ -123,7 +104,7 @@ class ShardedExchange(Exchange):
         _check_method(method, network, pieces, dist.get_world_size(group))
         super().__init__(pieces, method, group, network=network, seed=seed, **connections)
         self.param_comp = param_comp
-        self.gathered = ParameterTraffic()
+        self.gathered = ReplicaTraffic()  # of parameters
         self.rank = dist.get_rank(group)
         self._group = group
 
@@ -210,7 +191,7 @@ class ShardedExchange(Exchange):
         if item.end.keeps:
             item.sent(lambda y: y - sent.to(torch.float32))
         encoded = Encoded(Identity(), (sent.reshape(1, -1),))
-        count(step.context.tally, encoded)
+        count(step.context.traffic, encoded)
         return encoded
 
     # -- parameters -----------------------------------------------------------------------------
@@ -228,8 +209,12 @@ class ShardedExchange(Exchange):
             out: [ranks, n], set to the pieces of all ranks.
             compress: if not, they go as they are.
         """
-        begin = time.perf_counter()
-        traffic = self.gathered
+        with self.gathered.timed("seconds"):
+            self._gather(own, parts, out, compress=compress)
+
+    def _gather(
+        self, own: Tensor, parts: Sequence[ShardedParameter], out: Tensor, *, compress: bool
+    ) -> None:
         metas = [(part, self._param_codec(part, own.dtype, compress)) for part in parts]
         sent, start = [], 0
         for part, codec in metas:
@@ -250,11 +235,9 @@ class ShardedExchange(Exchange):
                 x = codec.decompress(unpack(received, layout, at), meta, generator)
                 row[start : start + meta.numel] = x.reshape(-1)
                 at, start = packed_length(layout, at), start + meta.numel
-        traffic.gathers += 1
-        traffic.wire_bytes += sum(part.nbytes for encoded in sent for part in encoded.payload)
-        traffic.dense_bytes += own.nbytes
-        traffic.traffic_bytes += (out.shape[0] - 1) * message.numel()
-        traffic.seconds += time.perf_counter() - begin
+        wire_bytes = sum(part.nbytes for encoded in sent for part in encoded.payload)
+        self.gathered.count(wire_bytes, own.nbytes)
+        self.gathered.traffic_bytes += (out.shape[0] - 1) * message.numel()
 
     @staticmethod
     def _padded(part: ShardedParameter, dtype: torch.dtype) -> TensorMeta:
@@ -278,7 +261,7 @@ class ShardedExchange(Exchange):
         )
 
     def report(self) -> dict[str, Any]:
-        return {**super().report(), "parameters": dict(vars(self.gathered))}
+        return {**super().report(), "parameters": self.gathered.of_parameters()}
 
 
 def _check_method(
