@@ -77,6 +77,11 @@ class TensorMeta:
         """The same shape in another dtype."""
         return replace(self, dtype=dtype)
 
+    def arrange(self, x: Tensor) -> Tensor:
+        """``x`` in this memory order; no copy if it is."""
+        memory = torch.channels_last if self.channels_last else torch.contiguous_format
+        return x.contiguous(memory_format=memory)
+
     def flatten(self, x: Tensor) -> Tensor:
         """``x`` as contiguous [rows, elements of a row] in memory order; no copy if possible."""
         if self.channels_last:
