@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from mpcomp.comm.collectives import Peers
 from mpcomp.compressors import Compressor
+from mpcomp.compressors.coding import Coding, Encoded
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.core.traffic import ReplicaTraffic
-from mpcomp.data_parallel.base import Controller, Draw, Encoded
+from mpcomp.data_parallel.base import Controller, Draw
 from mpcomp.feedback.base import narrow
 from mpcomp.feedback.memory import Sent, State
 from mpcomp.feedback.state import EndState
@@ -52,6 +54,17 @@ class Context:
     factors: dict[str, Tensor]
     new_factors: dict[str, Tensor] = field(default_factory=dict)
     traffic: ReplicaTraffic = field(default_factory=ReplicaTraffic)
+
+    def coding(self, codec: Compressor, meta: TensorMeta, name: str, piece: int) -> Coding:
+        """The coding of a piece of a parameter, like ``meta``."""
+        draw = self.draw(name, piece)
+        return Coding(codec, meta, partial(draw, codec.shares_choice))
+
+    def count(self, encoded: Encoded) -> None:
+        """Counts a payload; of a selection its values alone are floats."""
+        kept = encoded.positions
+        floats = encoded.num_bytes / 4 if kept is None else kept.numel()
+        self.traffic.count_part(encoded.num_bytes, floats)
 
     def compensated(self, end: EndState, x: Tensor, name: str, piece: int) -> Compensated:
         """The target for ``x`` [n], whose residual is rounded by numbers drawn for a piece."""
@@ -167,10 +180,3 @@ def shape_for(codec: Compressor, meta: TensorMeta) -> TensorMeta:
     if codec.by_matrix:
         return matrix_of(meta)
     return TensorMeta((1, meta.numel), meta.dtype)
-
-
-def count(traffic: ReplicaTraffic, encoded: Encoded) -> None:
-    """Counts a message's payload."""
-    num_bytes = sum(part.nbytes for part in encoded.payload)
-    kept = encoded.positions
-    traffic.count_part(num_bytes, num_bytes / 4 if kept is None else kept.numel())

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from mpcomp.compressors import Compressor
+from mpcomp.compressors.coding import Coding, Encoded
 from mpcomp.core.tensor_meta import TensorMeta
-from mpcomp.core.wire import pack_into, packed_length, unpack
-from mpcomp.data_parallel.base import Draw, Encoded
-from mpcomp.data_parallel.item import Context, Item, count, shape_for
+from mpcomp.core.wire import Payload, pack_into, packed_length, unpack
+from mpcomp.data_parallel.item import Context, Item
 from mpcomp.feedback.base import narrow
 
 __all__ = [
@@ -20,7 +20,6 @@ __all__ = [
     "encode_item",
     "message_length",
     "packed",
-    "without",
 ]
 
 _ALIGNED = 16  # bytes; no element is longer
@@ -35,34 +34,20 @@ def compressor_of(item: Item, context: Context) -> Compressor:
 
 def encode_item(item: Item, context: Context) -> Encoded:
     """The message of a whole parameter; what it leaves out goes to the memory."""
-    draw = context.draw(item.name, 0)
     codec = compressor_of(item, context)
     meta = item.shaped(codec)
     x = narrow(item.target, meta.dtype).reshape(meta.shape)
-    encoded = context.controller.encode(item.name, x, draw)
+    coding = context.coding(codec, meta, item.name, 0)
+    encoded = context.controller.encode(item.name, x, coding)
     if item.end.keeps:
-        item.sent(lambda y: without(y, encoded, meta, draw), encoded.positions)
-    count(context.traffic, encoded)
+        item.sent(encoded.without, encoded.positions)
+    context.count(encoded)
     return encoded
 
 
-def without(y: Tensor, encoded: Encoded, meta: TensorMeta, draw: Draw) -> Tensor:
-    """A tensor [n] less what a message says."""
-    y = y.clone()
-    encoded.compressor.add_to(
-        y,
-        encoded.payload,
-        meta,
-        draw(encoded.compressor.shares_choice),
-        scale=-1.0,
-        positions=encoded.positions,
-    )
-    return y
-
-
-def packed(sent: Sequence[Encoded]) -> Tensor:
+def packed(payloads: Iterable[Payload]) -> Tensor:
     """Payloads behind each other, uint8 [n]."""
-    payload = tuple(part for encoded in sent for part in encoded.payload)
+    payload = tuple(part for each in payloads for part in each)
     length = message_length([TensorMeta.of(part) for part in payload])
     device = payload[0].device if payload else torch.device("cpu")
     buffer = torch.empty(length, dtype=torch.uint8, device=device)
@@ -76,20 +61,8 @@ def message_length(layout: Sequence[TensorMeta]) -> int:
 
 
 def add_message(
-    mean: Tensor,
-    name: str,
-    piece: int,
-    meta: TensorMeta,
-    codec: Compressor,
-    message: Tensor,
-    start: int,
-    context: Context,
+    total: Tensor, coding: Coding, message: Tensor, start: int, scale: float = 1.0
 ) -> int:
-    """Adds one replica's part of a mean from its message; returns where the next one begins."""
-    meta = shape_for(codec, meta)
-    layout = codec.layout(meta)
-    generator = context.draw(name, piece)(codec.shares_choice)
-    codec.add_to(
-        mean, unpack(message, layout, start), meta, generator, scale=1 / context.peers.size
-    )
-    return packed_length(layout, start)
+    """Adds what a payload in a message says, ``scale`` times; returns where the next one begins."""
+    coding.add_to(total, unpack(message, coding.layout, start), scale=scale)
+    return packed_length(coding.layout, start)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,13 +24,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mpcomp.compressors import Compressor, Identity
+from mpcomp.compressors.coding import Coding
 from mpcomp.core.randomness import generator_for
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.core.traffic import ReplicaTraffic
-from mpcomp.core.wire import packed_length, unpack
-from mpcomp.data_parallel.base import Encoded, Factored, ReplicaMethod, Setting, encode_with
+from mpcomp.core.wire import Payload, packed_length, unpack
+from mpcomp.data_parallel.base import Factored, ReplicaMethod, Setting
 from mpcomp.data_parallel.exchange import Exchange
-from mpcomp.data_parallel.item import Item, count, shape_for
+from mpcomp.data_parallel.item import Item, shape_for
 from mpcomp.data_parallel.messages import add_message, encode_item, message_length, packed
 from mpcomp.data_parallel.network import ReplicaNetwork
 from mpcomp.data_parallel.selection import matrices
@@ -127,20 +129,12 @@ class ShardedExchange(Exchange):
             finite = bool(blocks.sum(dtype=torch.float32).isfinite())
             step.found_nonfinite(not finite)
             status = torch.full(_STATUS.shape, int(not finite), dtype=torch.uint8)
-            status_part = Encoded(Identity(), (status.to(blocks.device),))
+            status_part = (status.to(blocks.device),)
             items = [self._items_of(row, parts, peer) for peer, row in enumerate(blocks)]
             messages = [packed([status_part, *map(self._encode, row)]) for row in items]
             own = items[self.rank]
-            codecs = [self._codec(item) for item in own]
-            metas = [
-                item.uncompressed_meta if codec.sends_dense else item.meta
-                for codec, item in zip(codecs, own, strict=True)
-            ]
-            layouts = [
-                codec.layout(shape_for(codec, meta))
-                for codec, meta in zip(codecs, metas, strict=True)
-            ]
-            length = message_length(sum(layouts, (_STATUS,)))
+            codings = [self._coding(item) for item in own]
+            length = message_length(sum((coding.layout for coding in codings), (_STATUS,)))
             gathered, work = peers.scatter(messages, length)
         with self.totals.timed("wait_s"), peers.waiting():
             work.wait()
@@ -149,10 +143,8 @@ class ShardedExchange(Exchange):
             first = packed_length((_STATUS,))
             for message in gathered:
                 start = first
-                for item, meta, codec, total in zip(own, metas, codecs, means, strict=True):
-                    start = add_message(
-                        total, item.name, 0, meta, codec, message, start, step.context
-                    )
+                for coding, total in zip(codings, means, strict=True):
+                    start = add_message(total, coding, message, start, 1 / peers.size)
             for item, total in zip(own, means, strict=True):
                 item.finish(total)  # overwrites this rank's row of blocks
             torch.mul(blocks[self.rank], 1 if mean else peers.size, out=out)
@@ -181,18 +173,24 @@ class ShardedExchange(Exchange):
         smaller = codec.wire_bytes(item.shaped(codec)) < item.meta.dense_bytes
         return codec if smaller else Identity()
 
-    def _encode(self, item: Item) -> Encoded:
+    def _coding(self, item: Item) -> Coding:
+        """The coding of a piece, likewise."""
+        codec = self._codec(item)
+        meta = item.uncompressed_meta if codec.sends_dense else item.meta
+        return self._under_way.context.coding(codec, shape_for(codec, meta), item.name, 0)
+
+    def _encode(self, item: Item) -> Payload:
         step = self._under_way
         if not self._codec(item).sends_dense:
             step.count_route("scatter")
-            return encode_item(item, step.context)
+            return encode_item(item, step.context).payload
         step.count_route("dense")
         sent = narrow(item.target, item.uncompressed_meta.dtype)
         if item.end.keeps:
             item.sent(lambda y: y - sent.to(torch.float32))
-        encoded = Encoded(Identity(), (sent.reshape(1, -1),))
-        count(step.context.traffic, encoded)
-        return encoded
+        encoded = self._coding(item).encode(sent.reshape(1, -1))
+        step.context.count(encoded)
+        return encoded.payload
 
     # -- parameters -----------------------------------------------------------------------------
 
@@ -215,27 +213,24 @@ class ShardedExchange(Exchange):
     def _gather(
         self, own: Tensor, parts: Sequence[ShardedParameter], out: Tensor, *, compress: bool
     ) -> None:
-        metas = [(part, self._param_codec(part, own.dtype, compress)) for part in parts]
         sent, start = [], 0
-        for part, codec in metas:
+        for part in parts:
+            coding = self._param_coding(part, own.dtype, compress, self.rank)
             x = own[start : start + part.padded.numel].clone()  # own may be a row of out
             start += part.padded.numel
-            shape = shape_for(codec, self._padded(part, own.dtype)).shape
-            sent.append(encode_with(codec, x.reshape(shape), self._param_draw(part, self.rank)))
+            sent.append(coding.encode(x.reshape(coding.meta.shape)).payload)
         message = packed(sent)
         gathered = torch.empty(out.shape[0], message.numel(), dtype=torch.uint8, device=own.device)
         with self._connections.everyone.waiting():
             dist.all_gather(list(gathered), message, group=self._group)
         for rank, (row, received) in enumerate(zip(out, gathered, strict=True)):
             start = at = 0
-            for part, codec in metas:
-                meta = shape_for(codec, self._padded(part, own.dtype))
-                layout = codec.layout(meta)
-                generator = self._param_draw(part, rank)(codec.shares_choice)
-                x = codec.decompress(unpack(received, layout, at), meta, generator)
-                row[start : start + meta.numel] = x.reshape(-1)
-                at, start = packed_length(layout, at), start + meta.numel
-        wire_bytes = sum(part.nbytes for encoded in sent for part in encoded.payload)
+            for part in parts:
+                coding = self._param_coding(part, own.dtype, compress, rank)
+                x = coding.decompress(unpack(received, coding.layout, at))
+                row[start : start + coding.meta.numel] = x.reshape(-1)
+                at, start = packed_length(coding.layout, at), start + coding.meta.numel
+        wire_bytes = sum(wire.nbytes for payload in sent for wire in payload)
         self.gathered.count(wire_bytes, own.nbytes)
         self.gathered.traffic_bytes += (out.shape[0] - 1) * message.numel()
 
@@ -254,11 +249,17 @@ class ShardedExchange(Exchange):
             return Identity()
         return codec if codec.wire_bytes(shape_for(codec, meta)) < meta.dense_bytes else Identity()
 
-    def _param_draw(self, part: ShardedParameter, rank: int) -> Any:
-        """Backward gathers what forward has: what is drawn depends on the step alone."""
-        return lambda alike: generator_for(
-            "parameters", self._seed, part.name, self.step, -1 if alike else rank
-        )
+    def _param_coding(
+        self, part: ShardedParameter, dtype: torch.dtype, compress: bool, rank: int
+    ) -> Coding:
+        """The coding of a rank's piece.
+
+        Backward gathers what forward has: what is drawn depends on the step alone.
+        """
+        codec = self._param_codec(part, dtype, compress)
+        who = -1 if codec.shares_choice else rank
+        draw = partial(generator_for, "parameters", self._seed, part.name, self.step, who)
+        return Coding(codec, shape_for(codec, self._padded(part, dtype)), draw)
 
     def report(self) -> dict[str, Any]:
         return {**super().report(), "parameters": self.gathered.of_parameters()}
