@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mpcomp.compressors.base import Compressor, Selecting
 from mpcomp.core.tensor_meta import TensorMeta
-from mpcomp.core.wire import Payload
+from mpcomp.core.wire import Payload, packed_length, unpack
 
 __all__ = ["Coding", "Encoded"]
 
@@ -55,6 +55,10 @@ class Coding:
         """The payload of a selection that was made before."""
         assert isinstance(self.compressor, Selecting)
         return Encoded(self, self.compressor.take(x, positions, self.draw()), positions)
+
+    def unpack(self, buffer: Tensor, start: int) -> tuple[Payload, int]:
+        """The payload that begins at this byte of `mpcomp.core.wire.pack`, and where it ends."""
+        return unpack(buffer, self.layout, start), packed_length(self.layout, start)
 
     def decompress(self, payload: Payload) -> Tensor:
         """The tensor that a payload says, like `meta`."""

@@ -108,3 +108,11 @@ class TensorMeta:
 def _shared(shape: tuple[int, ...], dtype: torch.dtype, channels_last: bool) -> TensorMeta:
     """One object for equal descriptions, so that what follows from them is computed once."""
     return TensorMeta(shape, dtype, channels_last)
+
+
+def narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """fp32 ``x`` in ``dtype``, its finite values kept finite; fp16 ends at 65504."""
+    if dtype == torch.float16:
+        limit = torch.finfo(dtype).max
+        x = x.clamp(-limit, limit)
+    return x.to(dtype)

@@ -24,17 +24,9 @@ from torch import Tensor
 from mpcomp.comm.collectives import Works
 from mpcomp.compressors import Compressor
 from mpcomp.compressors.coding import Encoded
-from mpcomp.core.tensor_meta import TensorMeta
-from mpcomp.core.wire import Payload
+from mpcomp.core.tensor_meta import TensorMeta, narrow
+from mpcomp.core.wire import Payload, aligned_length, pack
 from mpcomp.data_parallel.item import OF_ERROR, Context, Item, shape_for
-from mpcomp.data_parallel.messages import (
-    add_message,
-    compressor_of,
-    encode_item,
-    message_length,
-    packed,
-)
-from mpcomp.feedback.base import narrow
 
 __all__ = ["Path", "dense_sum", "gather", "payload_sum", "two_phase"]
 
@@ -67,7 +59,7 @@ def dense_sum(items: Sequence[Item], context: Context) -> Path:
 def payload_sum(items: Sequence[Item], context: Context) -> Path:
     """Payloads that may be added elementwise: one sum for all of them of a dtype."""
     peers = context.peers
-    sent = [encode_item(item, context) for item in items]
+    sent = [item.encode(context) for item in items]
     parts = [part for encoded in sent for part in encoded.payload]
     works, sums = [], {}
     for dtype in _in_order(part.dtype for part in parts):
@@ -102,14 +94,15 @@ def _share(x: Tensor, num_replicas: int) -> Tensor:
 def gather(items: Sequence[Item], context: Context) -> Path:
     """Every replica gets the messages of all others and adds them up."""
     peers = context.peers
-    sent = [encode_item(item, context) for item in items]
-    gathered, work = peers.gather(packed(encoded.payload for encoded in sent))
+    sent = [item.encode(context) for item in items]
+    gathered, work = peers.gather(pack(encoded.payload for encoded in sent))
     yield [work]
     means = [item.target.new_zeros(item.numel) for item in items]
     for message in gathered:
         start = 0
         for encoded, mean in zip(sent, means, strict=True):
-            start = add_message(mean, encoded.coding, message, start, 1 / peers.size)
+            payload, start = encoded.coding.unpack(message, start)
+            encoded.coding.add_to(mean, payload, scale=1 / peers.size)
     for item, mean in zip(items, means, strict=True):
         item.finish(mean)
 
@@ -120,7 +113,7 @@ def two_phase(items: Sequence[Item], context: Context) -> Path:
     # Of each parameter the codings of its pieces: how many elements each has, and of what shape.
     codings = []
     for item in items:
-        codec = compressor_of(item, context)
+        codec = context.compressor_of(item.name)
         metas = _pieces(codec, item.meta, peers.size)
         codings.append([context.coding(codec, m, item.name, i) for i, m in enumerate(metas)])
     messages: list[list[Payload]] = [[] for _ in range(peers.size)]
@@ -139,7 +132,7 @@ def two_phase(items: Sequence[Item], context: Context) -> Path:
     own = peers.rank
     own_layout = sum((of_pieces[own].layout for of_pieces in codings), ())
     gathered, work = peers.scatter(
-        [packed(message) for message in messages], message_length(own_layout)
+        [pack(message) for message in messages], aligned_length(own_layout)
     )
     yield [work]
 
@@ -149,7 +142,8 @@ def two_phase(items: Sequence[Item], context: Context) -> Path:
     for message in gathered:
         start = 0
         for of_pieces, mean in zip(codings, means, strict=True):
-            start = add_message(mean, of_pieces[own], message, start, 1 / peers.size)
+            payload, start = of_pieces[own].unpack(message, start)
+            of_pieces[own].add_to(mean, payload, scale=1 / peers.size)
     # What is drawn for a mean is drawn for no piece that it is formed of.
     of_means = [
         [
@@ -170,10 +164,10 @@ def two_phase(items: Sequence[Item], context: Context) -> Path:
         context.count(encoded)
         again.append(encoded.payload)
     lengths = [
-        message_length(sum((of_pieces[i].layout for of_pieces in of_means), ()))
+        aligned_length(sum((of_pieces[i].layout for of_pieces in of_means), ()))
         for i in range(peers.size)
     ]
-    message = packed(again)
+    message = pack(again)
     padded = message.new_zeros(max(lengths))
     padded[: message.numel()] = message
     gathered, work = peers.gather(padded)
@@ -185,7 +179,8 @@ def two_phase(items: Sequence[Item], context: Context) -> Path:
         start = 0
         for j, of_pieces in enumerate(of_means):
             stop = starts[j] + of_pieces[i].meta.numel
-            start = add_message(results[j][starts[j] : stop], of_pieces[i], message, start)
+            payload, start = of_pieces[i].unpack(message, start)
+            of_pieces[i].add_to(results[j][starts[j] : stop], payload)
             starts[j] = stop
     for item, result in zip(items, results, strict=True):
         item.finish(result)

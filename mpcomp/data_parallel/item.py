@@ -13,10 +13,9 @@ from torch import Tensor
 from mpcomp.comm.collectives import Peers
 from mpcomp.compressors import Compressor
 from mpcomp.compressors.coding import Coding, Encoded
-from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.tensor_meta import TensorMeta, narrow
 from mpcomp.core.traffic import ReplicaTraffic
 from mpcomp.data_parallel.base import Controller, Draw
-from mpcomp.feedback.base import narrow
 from mpcomp.feedback.memory import Sent, State
 from mpcomp.feedback.state import EndState
 
@@ -59,6 +58,12 @@ class Context:
         """The coding of a piece of a parameter, like ``meta``."""
         draw = self.draw(name, piece)
         return Coding(codec, meta, partial(draw, codec.shares_choice))
+
+    def compressor_of(self, name: str) -> Compressor:
+        """The compressor of a parameter that goes compressed."""
+        codec = self.controller.codec(name)
+        assert isinstance(codec, Compressor)
+        return codec
 
     def count(self, encoded: Encoded) -> None:
         """Counts a payload; of a selection its values alone are floats."""
@@ -164,6 +169,17 @@ class Item:
     def shaped(self, codec: Compressor) -> TensorMeta:
         """The shape in which a codec gets it."""
         return shape_for(codec, self.meta)
+
+    def encode(self, context: Context) -> Encoded:
+        """The message of the whole parameter; what it leaves out goes to the memory."""
+        codec = context.compressor_of(self.name)
+        meta = self.shaped(codec)
+        x = narrow(self.target, meta.dtype).reshape(meta.shape)
+        encoded = context.controller.encode(self.name, x, context.coding(codec, meta, self.name, 0))
+        if self.end.keeps:
+            self.sent(encoded.without, encoded.positions)
+        context.count(encoded)
+        return encoded
 
     def sent(self, without: Callable[[Tensor], Tensor], positions: Tensor | None = None) -> None:
         """Tells the memory what the message says; see `Compensated.sent`."""

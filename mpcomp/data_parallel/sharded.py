@@ -26,16 +26,14 @@ from torch import Tensor
 from mpcomp.compressors import Compressor, Identity
 from mpcomp.compressors.coding import Coding
 from mpcomp.core.randomness import generator_for
-from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.tensor_meta import TensorMeta, narrow
 from mpcomp.core.traffic import ReplicaTraffic
-from mpcomp.core.wire import Payload, packed_length, unpack
+from mpcomp.core.wire import Payload, aligned_length, pack, packed_length
 from mpcomp.data_parallel.base import Factored, ReplicaMethod, Setting
 from mpcomp.data_parallel.exchange import Exchange
 from mpcomp.data_parallel.item import Item, shape_for
-from mpcomp.data_parallel.messages import add_message, encode_item, message_length, packed
 from mpcomp.data_parallel.network import ReplicaNetwork
 from mpcomp.data_parallel.selection import matrices
-from mpcomp.feedback.base import narrow
 
 __all__ = ["ShardedExchange", "ShardedParameter"]
 
@@ -131,10 +129,10 @@ class ShardedExchange(Exchange):
             status = torch.full(_STATUS.shape, int(not finite), dtype=torch.uint8)
             status_part = (status.to(blocks.device),)
             items = [self._items_of(row, parts, peer) for peer, row in enumerate(blocks)]
-            messages = [packed([status_part, *map(self._encode, row)]) for row in items]
+            messages = [pack([status_part, *map(self._encode, row)]) for row in items]
             own = items[self.rank]
             codings = [self._coding(item) for item in own]
-            length = message_length(sum((coding.layout for coding in codings), (_STATUS,)))
+            length = aligned_length(sum((coding.layout for coding in codings), (_STATUS,)))
             gathered, work = peers.scatter(messages, length)
         with self.totals.timed("wait_s"), peers.waiting():
             work.wait()
@@ -144,7 +142,8 @@ class ShardedExchange(Exchange):
             for message in gathered:
                 start = first
                 for coding, total in zip(codings, means, strict=True):
-                    start = add_message(total, coding, message, start, 1 / peers.size)
+                    payload, start = coding.unpack(message, start)
+                    coding.add_to(total, payload, scale=1 / peers.size)
             for item, total in zip(own, means, strict=True):
                 item.finish(total)  # overwrites this rank's row of blocks
             torch.mul(blocks[self.rank], 1 if mean else peers.size, out=out)
@@ -183,7 +182,7 @@ class ShardedExchange(Exchange):
         step = self._under_way
         if not self._codec(item).sends_dense:
             step.count_route("scatter")
-            return encode_item(item, step.context).payload
+            return item.encode(step.context).payload
         step.count_route("dense")
         sent = narrow(item.target, item.uncompressed_meta.dtype)
         if item.end.keeps:
@@ -219,7 +218,7 @@ class ShardedExchange(Exchange):
             x = own[start : start + part.padded.numel].clone()  # own may be a row of out
             start += part.padded.numel
             sent.append(coding.encode(x.reshape(coding.meta.shape)).payload)
-        message = packed(sent)
+        message = pack(sent)
         gathered = torch.empty(out.shape[0], message.numel(), dtype=torch.uint8, device=own.device)
         with self._connections.everyone.waiting():
             dist.all_gather(list(gathered), message, group=self._group)
@@ -227,9 +226,9 @@ class ShardedExchange(Exchange):
             start = at = 0
             for part in parts:
                 coding = self._param_coding(part, own.dtype, compress, rank)
-                x = coding.decompress(unpack(received, coding.layout, at))
-                row[start : start + coding.meta.numel] = x.reshape(-1)
-                at, start = packed_length(coding.layout, at), start + coding.meta.numel
+                payload, at = coding.unpack(received, at)
+                row[start : start + coding.meta.numel] = coding.decompress(payload).reshape(-1)
+                start += coding.meta.numel
         wire_bytes = sum(wire.nbytes for payload in sent for wire in payload)
         self.gathered.count(wire_bytes, own.nbytes)
         self.gathered.traffic_bytes += (out.shape[0] - 1) * message.numel()

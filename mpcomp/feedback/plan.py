@@ -21,9 +21,9 @@ from mpcomp.compressors.coding import Coding
 from mpcomp.compressors.identity import Identity, or_dense
 from mpcomp.core.padding import blanked
 from mpcomp.core.step import Key, MessageContext
-from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.tensor_meta import TensorMeta, narrow
 from mpcomp.core.wire import Payload
-from mpcomp.feedback.base import Feedback, narrow
+from mpcomp.feedback.base import Feedback
 from mpcomp.feedback.memory import Sent
 from mpcomp.feedback.state import EndState, SlotState
 
