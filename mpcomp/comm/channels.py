@@ -1,4 +1,4 @@
-"""Moving messages of one direction of one cut, from where it is encoded to where it is decoded.
+"""Moving messages of one direction of a cut or a tie, from one end of its link to the other.
 
 Both ends know the length of every message before it is sent, so receives are posted ahead and a
 message needs no announcement. Sends return at once; `finish` waits for them at the end of a step.
@@ -27,7 +27,7 @@ class Channel(ABC):
 
     #: Whether messages leave this rank.
     on_wire: bool
-    #: Where messages come from and go to.
+    #: Where messages arrive, and whence those leave that cross the network.
     device: torch.device
     #: Seconds spent waiting for messages.
     waited_s: float = 0.0
@@ -50,7 +50,11 @@ class Channel(ABC):
 
 
 class LocalChannel(Channel):
-    """Both stages are on this rank: a message is handed over as it is."""
+    """Both stages are on this rank: a message goes to the device of the one that receives it.
+
+    Args:
+        device: that one.
+    """
 
     on_wire = False
 
@@ -62,7 +66,7 @@ class LocalChannel(Channel):
         pass
 
     def send(self, microbatch: int, message: Tensor) -> None:
-        self._messages[microbatch] = message
+        self._messages[microbatch] = message.to(self.device, non_blocking=True)
 
     def receive(self, microbatch: int) -> Tensor:
         return self._messages.pop(microbatch)

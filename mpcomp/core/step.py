@@ -89,6 +89,10 @@ class Step:
     num_microbatches: int = 1
     probe: Probe | None = None
 
+    def samples(self, microbatch: int) -> bool:
+        """Whether figures that take time are measured: in one microbatch a step, by turns."""
+        return microbatch == self.index % self.num_microbatches
+
     def ids_of(self, microbatch: int) -> SampleIds:
         """Sample ids of one microbatch."""
         return self.sample_ids[microbatch] if self.sample_ids else None

@@ -77,6 +77,11 @@ class TensorMeta:
         """The same shape in another dtype."""
         return replace(self, dtype=dtype)
 
+    def arrange(self, x: Tensor) -> Tensor:
+        """``x`` in this memory order; no copy if it is."""
+        memory = torch.channels_last if self.channels_last else torch.contiguous_format
+        return x.contiguous(memory_format=memory)
+
     def flatten(self, x: Tensor) -> Tensor:
         """``x`` as contiguous [rows, elements of a row] in memory order; no copy if possible."""
         if self.channels_last:
@@ -103,3 +108,11 @@ class TensorMeta:
 def _shared(shape: tuple[int, ...], dtype: torch.dtype, channels_last: bool) -> TensorMeta:
     """One object for equal descriptions, so that what follows from them is computed once."""
     return TensorMeta(shape, dtype, channels_last)
+
+
+def narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """fp32 ``x`` in ``dtype``, its finite values kept finite; fp16 ends at 65504."""
+    if dtype == torch.float16:
+        limit = torch.finfo(dtype).max
+        x = x.clamp(-limit, limit)
+    return x.to(dtype)

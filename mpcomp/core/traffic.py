@@ -1,29 +1,32 @@
-"""Counting what crosses a cut: bytes, how well it arrived, how long it took.
+"""Counts of what a rank sends: bytes, how well it arrived, how long it took.
 
-Energies are summed on the tensors' own device in fp64 and read only when somebody asks, so that
-metering never makes an accelerator wait.
+One class counts on cuts, ties, between replicas and of gathered parameters; what only replicas have
+is in `ReplicaTraffic`. Energies are summed on the tensors' own device in fp64 and read only when
+somebody asks, so that metering never makes an accelerator wait.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Meter", "Traffic"]
+__all__ = ["Meter", "ReplicaTraffic", "Traffic"]
 
 
 @dataclass
 class Traffic:
-    """Traffic of one link in training, or in evaluation.
+    """Traffic of one kind: of a link in training or evaluation, of one step between replicas.
 
     Attributes:
         messages: number of messages.
-        wire_bytes: bytes of the messages, headers included.
+        wire_bytes: bytes of the messages as their sender made them, headers included.
         dense_bytes: bytes of the tensors in their own dtype.
         seconds: host time spent encoding and decoding.
         nonfinite: messages whose tensor had NaN or Inf.
@@ -56,8 +59,18 @@ class Traffic:
         energies = torch.stack(sums).double()
         # A step that a loss scaler skips would make the figures of the whole run NaN.
         energies = torch.where(energies.isfinite().all(), energies, 0.0)
+        self._add_energies(energies)
+
+    def _add_energies(self, energies: Tensor) -> None:
         held = self._energies
         self._energies = energies if held is None else held.to(energies.device) + energies
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Adds the seconds of a block to the field of this name."""
+        start = time.perf_counter()
+        yield
+        setattr(self, name, getattr(self, name) + time.perf_counter() - start)
 
     @property
     def ratio(self) -> float:
@@ -95,22 +108,29 @@ class Traffic:
 
     def to_state(self) -> dict[str, Any]:
         """State for a checkpoint, so that a resumed run counts on."""
-        counts = ("messages", "wire_bytes", "dense_bytes", "seconds", "nonfinite")
         energies = None if self._energies is None else self._energies.tolist()
-        return {**{name: getattr(self, name) for name in counts}, "energies": energies}
+        return {**{name: getattr(self, name) for name in self.counts()}, "energies": energies}
+
+    @classmethod
+    def counts(cls) -> list[str]:
+        """Names of the fields that are plain numbers, which add up."""
+        return [each.name for each in fields(cls) if each.name != "_energies"]
+
+    def add(self, other: Traffic) -> None:
+        """Counts what another of the same class has counted as well."""
+        for name in other.counts():
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        if other._energies is not None:
+            self._add_energies(other._energies)
 
     @classmethod
     def merged(cls, states: Iterable[dict[str, Any]]) -> Traffic:
         """The traffic of several `to_state`s together: the two ends of a link, or replicas."""
         total = cls()
         for state in states:
-            for name, value in state.items():
-                if name != "energies":
-                    setattr(total, name, getattr(total, name) + value)
-                elif value is not None:
-                    energies = torch.tensor(value, dtype=torch.float64)
-                    held = total._energies
-                    total._energies = energies if held is None else held + energies
+            part = cls()
+            part.load_state(state)
+            total.add(part)
         return total
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -120,6 +140,73 @@ class Traffic:
                 self._energies = None if value is None else torch.tensor(value, dtype=torch.float64)
             else:
                 setattr(self, name, value)
+
+
+@dataclass
+class ReplicaTraffic(Traffic):
+    """Traffic between replicas, whose messages go to several others; of a step, or of all.
+
+    All gradients of a step are one message, whatever groups they go in; so are the parameters that
+    are gathered together.
+
+    Attributes:
+        floats: numbers of 32 bits in messages; a selection counts its values alone, as the papers
+            do.
+        traffic_bytes: what went over this rank's link, with the messages' copies to several others.
+        dense_traffic_bytes: what uncompressed tensors would have put on it.
+        encode_s: seconds of encoding gradients (and of beginning to send).
+        wait_s: seconds of waiting for other replicas and the network.
+        decode_s: seconds of decoding gradients.
+    """
+
+    floats: float = 0.0
+    traffic_bytes: float = 0.0
+    dense_traffic_bytes: float = 0.0
+    encode_s: float = 0.0
+    wait_s: float = 0.0
+    decode_s: float = 0.0
+
+    @property
+    def steps(self) -> int:
+        """Steps that were exchanged, skipped ones counted."""
+        return self.messages
+
+    def count_part(self, wire_bytes: int, floats: float) -> None:
+        """Counts a part of the message under way."""
+        self.wire_bytes += wire_bytes
+        self.floats += floats
+
+    def of_gradients(self) -> dict[str, Any]:
+        """Figures of exchanged gradients, under the names of reports and checkpoints."""
+        return {"steps": self.steps, **{name: getattr(self, name) for name in _OF_GRADIENTS}}
+
+    @classmethod
+    def from_gradients(cls, figures: Mapping[str, Any]) -> ReplicaTraffic:
+        """Traffic that goes on from `of_gradients`."""
+        counts = dict(figures)
+        return cls(messages=counts.pop("steps"), **counts)
+
+    def of_parameters(self) -> dict[str, Any]:
+        """Figures of gathered parameters, under the names of reports."""
+        return {
+            "gathers": self.messages,
+            "wire_bytes": self.wire_bytes,
+            "dense_bytes": self.dense_bytes,
+            "traffic_bytes": int(self.traffic_bytes),
+            "seconds": self.seconds,
+        }
+
+
+_OF_GRADIENTS = (
+    "wire_bytes",
+    "dense_bytes",
+    "floats",
+    "traffic_bytes",
+    "dense_traffic_bytes",
+    "encode_s",
+    "wait_s",
+    "decode_s",
+)
 
 
 class Meter:

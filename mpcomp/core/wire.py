@@ -21,7 +21,7 @@ uint8 [n] of any n up to the layout's. Both ends know beforehand which of the tw
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -36,8 +36,10 @@ __all__ = [
     "LONG_HEADER_BYTES",
     "Header",
     "Payload",
+    "aligned_length",
     "frame",
     "message_bytes",
+    "pack",
     "pack_into",
     "packed_length",
     "set_status",
@@ -51,6 +53,7 @@ DENSE, COMPRESSED = 0, 1
 HEADER_BYTES = 16
 LONG_HEADER_BYTES = 24  # where the length varies
 _STATUS = 2  # position of the byte
+_ALIGNED = 16  # bytes; no element is longer
 _HEADER = struct.Struct("<BBBBIIf")
 _LENGTH = struct.Struct("<Q")
 _FP32 = struct.Struct("<f")
@@ -83,6 +86,21 @@ def pack_into(buffer: Tensor, payload: Payload, start: int = 0) -> int:
         end = offset + part.numel() * part.element_size()
         buffer[offset:end].view(part.dtype).copy_(part.reshape(-1))
     return length
+
+
+def aligned_length(layout: Sequence[TensorMeta]) -> int:
+    """Bytes that `pack` gives; rounded up, so that such buffers behind each other are aligned."""
+    return -(-packed_length(layout) // _ALIGNED) * _ALIGNED
+
+
+def pack(payloads: Iterable[Payload]) -> Tensor:
+    """Payloads behind each other, uint8 [n] on their device."""
+    payload = tuple(part for each in payloads for part in each)
+    length = aligned_length([TensorMeta.of(part) for part in payload])
+    device = payload[0].device if payload else torch.device("cpu")
+    buffer = torch.empty(length, dtype=torch.uint8, device=device)
+    buffer[pack_into(buffer, payload) :] = 0
+    return buffer
 
 
 def unpack(buffer: Tensor, layout: Sequence[TensorMeta], start: int = 0) -> Payload:

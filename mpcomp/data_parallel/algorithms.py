@@ -23,19 +23,10 @@ from torch import Tensor
 
 from mpcomp.comm.collectives import Works
 from mpcomp.compressors import Compressor
-from mpcomp.core.tensor_meta import TensorMeta
-from mpcomp.core.wire import packed_length, unpack
-from mpcomp.data_parallel.base import Draw, Encoded, encode_with
-from mpcomp.data_parallel.item import OF_ERROR, Context, Item, count, shape_for
-from mpcomp.data_parallel.messages import (
-    add_message,
-    compressor_of,
-    encode_item,
-    message_length,
-    packed,
-    without,
-)
-from mpcomp.feedback.base import narrow
+from mpcomp.compressors.coding import Encoded
+from mpcomp.core.tensor_meta import TensorMeta, narrow
+from mpcomp.core.wire import Payload, aligned_length, pack
+from mpcomp.data_parallel.item import OF_ERROR, Context, Item, shape_for
 
 __all__ = ["Path", "dense_sum", "gather", "payload_sum", "two_phase"]
 
@@ -55,8 +46,7 @@ def dense_sum(items: Sequence[Item], context: Context) -> Path:
                 item.sent(partial(_less, part.to(torch.float32)))
             parts.append(part)
         flat = _share(torch.cat(parts), peers.size)
-        context.tally.wire_bytes += flat.nbytes
-        context.tally.floats += flat.nbytes / 4
+        context.traffic.count_part(flat.nbytes, flat.nbytes / 4)
         sums.append((alike, flat))
         works.append(peers.sum(flat))
     yield works
@@ -69,7 +59,7 @@ def dense_sum(items: Sequence[Item], context: Context) -> Path:
 def payload_sum(items: Sequence[Item], context: Context) -> Path:
     """Payloads that may be added elementwise: one sum for all of them of a dtype."""
     peers = context.peers
-    sent = [encode_item(item, context) for item in items]
+    sent = [item.encode(context) for item in items]
     parts = [part for encoded in sent for part in encoded.payload]
     works, sums = [], {}
     for dtype in _in_order(part.dtype for part in parts):
@@ -84,14 +74,7 @@ def payload_sum(items: Sequence[Item], context: Context) -> Path:
             start, ends[part.dtype] = ends[part.dtype], ends[part.dtype] + part.numel()
             summed.append(sums[part.dtype][start : ends[part.dtype]].reshape(part.shape))
         mean = item.target.new_zeros(item.numel)
-        meta = item.shaped(encoded.compressor)
-        encoded.compressor.add_to(
-            mean,
-            tuple(summed),
-            meta,
-            context.draw(item.name, 0)(True),
-            positions=encoded.positions,
-        )
+        encoded.coding.add_to(mean, tuple(summed), positions=encoded.positions)
         item.finish(mean)
 
 
@@ -111,16 +94,15 @@ def _share(x: Tensor, num_replicas: int) -> Tensor:
 def gather(items: Sequence[Item], context: Context) -> Path:
     """Every replica gets the messages of all others and adds them up."""
     peers = context.peers
-    sent = [encode_item(item, context) for item in items]
-    gathered, work = peers.gather(packed(sent))
+    sent = [item.encode(context) for item in items]
+    gathered, work = peers.gather(pack(encoded.payload for encoded in sent))
     yield [work]
     means = [item.target.new_zeros(item.numel) for item in items]
     for message in gathered:
         start = 0
-        for item, encoded, mean in zip(items, sent, means, strict=True):
-            start = add_message(
-                mean, item.name, 0, item.meta, encoded.compressor, message, start, context
-            )
+        for encoded, mean in zip(sent, means, strict=True):
+            payload, start = encoded.coding.unpack(message, start)
+            encoded.coding.add_to(mean, payload, scale=1 / peers.size)
     for item, mean in zip(items, means, strict=True):
         item.finish(mean)
 
@@ -128,55 +110,64 @@ def gather(items: Sequence[Item], context: Context) -> Path:
 def two_phase(items: Sequence[Item], context: Context) -> Path:
     """Replica i forms the mean of the i-th piece of each parameter, and tells it compressed."""
     peers = context.peers
-    codecs = [compressor_of(item, context) for item in items]
-    # Of each parameter its pieces: how many elements each has, and of what shape it is.
-    cuts = [_pieces(c, item.meta, peers.size) for c, item in zip(codecs, items, strict=True)]
-    messages: list[list[Encoded]] = [[] for _ in range(peers.size)]
-    for item, metas in zip(items, cuts, strict=True):
+    # Of each parameter the codings of its pieces: how many elements each has, and of what shape.
+    codings = []
+    for item in items:
+        codec = context.compressor_of(item.name)
+        metas = _pieces(codec, item.meta, peers.size)
+        codings.append([context.coding(codec, m, item.name, i) for i, m in enumerate(metas)])
+    messages: list[list[Payload]] = [[] for _ in range(peers.size)]
+    for item, of_pieces in zip(items, codings, strict=True):
         pieces, start = [], 0
-        for i, meta in enumerate(metas):
-            piece = slice(start, start + meta.numel)
-            draw = context.draw(item.name, i)
-            x = narrow(item.target[piece], meta.dtype).reshape(meta.shape)
-            encoded = context.controller.encode(item.name, x, draw)
-            pieces.append(_Sent(piece, encoded, meta, draw))
-            count(context.tally, encoded)
-            messages[i].append(encoded)
+        for i, coding in enumerate(of_pieces):
+            piece = slice(start, start + coding.meta.numel)
+            x = narrow(item.target[piece], coding.meta.dtype).reshape(coding.meta.shape)
+            encoded = context.controller.encode(item.name, x, coding)
+            pieces.append(_Sent(piece, encoded))
+            context.count(encoded)
+            messages[i].append(encoded.payload)
             start = piece.stop
         if item.end.keeps:
             item.sent(partial(_without, pieces), _positions(pieces))
     own = peers.rank
-    own_layouts = [c.layout(metas[own]) for c, metas in zip(codecs, cuts, strict=True)]
+    own_layout = sum((of_pieces[own].layout for of_pieces in codings), ())
     gathered, work = peers.scatter(
-        [packed(message) for message in messages], message_length(sum(own_layouts, ()))
+        [pack(message) for message in messages], aligned_length(own_layout)
     )
     yield [work]
 
     means, again = [], []
-    for item, metas in zip(items, cuts, strict=True):
-        means.append(item.target.new_zeros(metas[own].numel))
+    for item, of_pieces in zip(items, codings, strict=True):
+        means.append(item.target.new_zeros(of_pieces[own].meta.numel))
     for message in gathered:
         start = 0
-        for item, codec, metas, mean in zip(items, codecs, cuts, means, strict=True):
-            start = add_message(mean, item.name, own, metas[own], codec, message, start, context)
-    for item, codec, metas, mean in zip(items, codecs, cuts, means, strict=True):
-        meta = metas[own]
-        start = sum(before.numel for before in metas[:own])
+        for of_pieces, mean in zip(codings, means, strict=True):
+            payload, start = of_pieces[own].unpack(message, start)
+            of_pieces[own].add_to(mean, payload, scale=1 / peers.size)
+    # What is drawn for a mean is drawn for no piece that it is formed of.
+    of_means = [
+        [
+            context.coding(piece.compressor, piece.meta, item.name, peers.size + i)
+            for i, piece in enumerate(of_pieces)
+        ]
+        for item, of_pieces in zip(items, codings, strict=True)
+    ]
+    for item, of_pieces, mean in zip(items, of_means, means, strict=True):
+        coding = of_pieces[own]
+        meta = coding.meta
+        start = sum(before.meta.numel for before in of_pieces[:own])
         end = context.end_of_mean(item.name, start, meta.numel)
         due = context.compensated(end, mean, item.name, OF_ERROR - own - 1)
-        draw = context.draw(item.name, peers.size + own)
-        encoded = encode_with(codec, narrow(due.target, meta.dtype).reshape(meta.shape), draw)
+        encoded = coding.encode(narrow(due.target, meta.dtype).reshape(meta.shape))
         if due.keeps:
-            due.sent(
-                partial(_without, [_Sent(slice(None), encoded, meta, draw)]), encoded.positions
-            )
-        count(context.tally, encoded)
-        again.append(encoded)
+            due.sent(encoded.without, encoded.positions)
+        context.count(encoded)
+        again.append(encoded.payload)
     lengths = [
-        message_length(sum((c.layout(metas[i]) for c, metas in zip(codecs, cuts, strict=True)), ()))
+        aligned_length(sum((of_pieces[i].layout for of_pieces in of_means), ()))
         for i in range(peers.size)
     ]
-    message = packed(again)
+    message = pack(again)
     padded = message.new_zeros(max(lengths))
     padded[: message.numel()] = message
     gathered, work = peers.gather(padded)
@@ -186,14 +177,11 @@ def two_phase(items: Sequence[Item], context: Context) -> Path:
     starts = [0] * len(items)
     for i, message in enumerate(gathered):
         start = 0
-        for j, (item, codec, metas) in enumerate(zip(items, codecs, cuts, strict=True)):
-            stop = starts[j] + metas[i].numel
-            part = results[j][starts[j] : stop]
-            layout = codec.layout(metas[i])
-            payload = unpack(message, layout, start)
-            generator = context.draw(item.name, peers.size + i)(codec.shares_choice)
-            codec.add_to(part, payload, metas[i], generator)
-            start, starts[j] = packed_length(layout, start), stop
+        for j, of_pieces in enumerate(of_means):
+            stop = starts[j] + of_pieces[i].meta.numel
+            payload, start = of_pieces[i].unpack(message, start)
+            of_pieces[i].add_to(results[j][starts[j] : stop], payload)
+            starts[j] = stop
     for item, result in zip(items, results, strict=True):
         item.finish(result)
 
@@ -203,20 +191,18 @@ class _Sent(NamedTuple):
 
     piece: slice
     encoded: Encoded
-    meta: TensorMeta
-    draw: Draw
 
 
 def _without(sent: Sequence[_Sent], y: Tensor) -> Tensor:
     """A tensor [n] less what the messages of its pieces say."""
-    return torch.cat([without(y[s.piece], s.encoded, s.meta, s.draw) for s in sent])
+    return torch.cat([encoded.without(y[piece]) for piece, encoded in sent])
 
 
 def _positions(sent: Sequence[_Sent]) -> Tensor | None:
     """Of the elements that the messages of all pieces carry; None where one does not say."""
     found = [
         positions + (piece.start or 0)
-        for piece, encoded, *_ in sent
+        for piece, encoded in sent
         if (positions := encoded.positions) is not None
     ]
     return torch.cat(found) if len(found) == len(sent) else None

@@ -14,6 +14,7 @@ from torch import Tensor
 from mpcomp.comm.collectives import Works
 from mpcomp.core.randomness import generator_for
 from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.traffic import ReplicaTraffic
 from mpcomp.data_parallel.algorithms import Path
 from mpcomp.data_parallel.base import Controller, Draw, ReplicaMethod
 from mpcomp.data_parallel.connections import Connections
@@ -22,7 +23,6 @@ from mpcomp.data_parallel.item import Context, Item
 from mpcomp.data_parallel.network import ReplicaNetwork
 from mpcomp.data_parallel.replica_state import ReplicaState
 from mpcomp.data_parallel.selection import PATH_OF, routes
-from mpcomp.data_parallel.totals import Totals
 
 __all__ = ["Averaging", "Run"]
 
@@ -53,7 +53,7 @@ class Run:
     connections: Connections
     controller: Controller
     state: ReplicaState
-    totals: Totals
+    totals: ReplicaTraffic
     compressible: Mapping[str, TensorMeta]
     everywhere: Callable[[Sequence[float]], list[float]]
     own_norm: Callable[[float], float]
@@ -81,7 +81,6 @@ class Averaging:
         routed: number of parameters on each path.
         finite: whether all gradients were finite on all ranks, once it is finished.
         sums: of the controller's figures over those ranks; None before it is finished.
-        traffic_bytes: that this rank has sent.
         mean_traffic_bytes: that each rank has sent, on average.
     """
 
@@ -99,7 +98,7 @@ class Averaging:
         self.routed: dict[str, int] = {}
         self.finite = True
         self.sums: list[float] | None = None
-        self.traffic_bytes = self.mean_traffic_bytes = 0.0
+        self.mean_traffic_bytes = 0.0
         connections = run.connections
         self.context = Context(
             connections.between or connections.everyone,
@@ -129,7 +128,7 @@ class Averaging:
         run = self._run
         may = self._compress and name in run.compressible
         small = run.network.small if self._compress and not may else None
-        self.context.tally.dense_bytes += gradient.nbytes
+        self.context.traffic.dense_bytes += gradient.nbytes
         return Item(
             name,
             gradient,
@@ -170,8 +169,10 @@ class Averaging:
             # number, of which the ranks that only wait for the result know nothing.
             self._paths = [_begun(broadcast(self.items, inside))]
             self._drive()
-        self.traffic_bytes = run.connections.take_traffic()
-        said = [1.0, float(self._bad), self.traffic_bytes, *self._used.values()]
+        traffic = self.context.traffic
+        traffic.messages = 1
+        traffic.traffic_bytes = run.connections.take_traffic()
+        said = [1.0, float(self._bad), traffic.traffic_bytes, *self._used.values()]
         figures = run.controller.figures()
         if run.controller.among_replicas:
             ranks, bad, total_traffic, *used = run.everywhere(said)
@@ -189,12 +190,12 @@ class Averaging:
 
     def entry(self, finite: bool) -> dict[str, Any]:
         """Entry for a log of every step; ``finite`` is whether the step was, at last."""
-        tally = self.context.tally
+        traffic = self.context.traffic
         return {
             "step": self._step,
-            "wire_bytes": tally.wire_bytes,
-            "dense_bytes": tally.dense_bytes,
-            "floats": tally.floats,
+            "wire_bytes": traffic.wire_bytes,
+            "dense_bytes": traffic.dense_bytes,
+            "floats": traffic.floats,
             "traffic_bytes": self.mean_traffic_bytes,
             "skipped": not finite,
             "seconds": time.perf_counter() - self._started,

@@ -21,10 +21,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from mpcomp.compressors import Compressor, Selecting
+from mpcomp.compressors import Compressor
+from mpcomp.compressors.coding import Coding, Encoded
 from mpcomp.core.spec import SpecValue
 from mpcomp.core.tensor_meta import TensorMeta
-from mpcomp.core.wire import Payload
 from mpcomp.feedback.kept import Draw
 from mpcomp.feedback.memory import Memory
 
@@ -32,12 +32,10 @@ __all__ = [
     "Codec",
     "Controller",
     "Draw",
-    "Encoded",
     "Factored",
     "ReplicaMethod",
     "Setting",
     "Static",
-    "encode_with",
 ]
 
 
@@ -69,31 +67,6 @@ class Setting:
 
     num_replicas: int
     metas: Mapping[str, TensorMeta]
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """One parameter's message.
-
-    Attributes:
-        compressor: what it is decoded with.
-        payload: on the parameter's device.
-        positions: of the elements that it carries, where they are known.
-    """
-
-    compressor: Compressor
-    payload: Payload
-    positions: Tensor | None = None
-
-
-def encode_with(compressor: Compressor, x: Tensor, draw: Draw) -> Encoded:
-    """The message of ``x`` [1, n], or [rows, columns] for a method that works by matrix."""
-    generator = draw(compressor.shares_choice)
-    if isinstance(compressor, Selecting):
-        flat = x.reshape(-1)
-        positions = compressor.choose(flat, compressor.num_kept(flat.numel()), generator)
-        return Encoded(compressor, compressor.take(x, positions, generator), positions)
-    return Encoded(compressor, compressor.compress(x, generator))
 
 
 class Controller(ABC):
@@ -133,17 +106,15 @@ class Controller(ABC):
     def codec(self, name: str) -> Codec:
         """The codec of a parameter in this step; None sends it as it is."""
 
-    def encode(self, name: str, x: Tensor, draw: Draw) -> Encoded:
+    def encode(self, name: str, x: Tensor, coding: Coding) -> Encoded:
         """The message of what is to be sent; called where `codec` is a compressor.
 
         Args:
-            name: of the parameter, or of a piece of it.
+            name: of the parameter, or of that which it is a piece of.
             x: [1, n], or [rows, columns] for a compressor that works by matrix.
-            draw: makes generators.
+            coding: by that compressor.
         """
-        compressor = self.codec(name)
-        assert isinstance(compressor, Compressor)
-        return encode_with(compressor, x, draw)
+        return coding.encode(x)
 
     def observe(self, name: str, wanted: Tensor, gradient: Tensor, draw: Draw) -> None:  # noqa: B027
         """Looks at what is to be sent and this step's gradient in it, both fp32 [n], on all paths.

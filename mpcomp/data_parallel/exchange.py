@@ -11,7 +11,6 @@ buckets after the first step.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -24,14 +23,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.traffic import ReplicaTraffic
 from mpcomp.data_parallel.averaging import Averaging, Run
 from mpcomp.data_parallel.base import Controller, ReplicaMethod, Setting
 from mpcomp.data_parallel.connections import Connections
-from mpcomp.data_parallel.item import matrix_of
+from mpcomp.data_parallel.item import Item, matrix_of
 from mpcomp.data_parallel.network import ReplicaNetwork
 from mpcomp.data_parallel.replica_state import ReplicaState
 from mpcomp.data_parallel.selection import check_run, matrices
-from mpcomp.data_parallel.totals import Totals, density
 
 __all__ = ["Exchange"]
 
@@ -117,7 +116,7 @@ class Exchange:
         self.controller: Controller = method.controller(setting)
         self._state = ReplicaState(method, self._metas, self._compressible, self._device)
         self.step = 0
-        self.totals = Totals()
+        self.totals = ReplicaTraffic()
 
     def close(self) -> None:
         """Closes connections, and lets go of those of others; only figures are left."""
@@ -188,13 +187,10 @@ class Exchange:
         averaging.finish()
         self.nonfinite = not averaging.finite
         if self.step % DENSITY_EVERY == 0:
-            self.density = math.nan if self.nonfinite else density(averaging.items)
-        tally, others = averaging.context.tally, (self.num_replicas - 1) / self.num_replicas
-        self.totals.count(
-            tally,
-            traffic_bytes=averaging.traffic_bytes,
-            dense_traffic_bytes=self.rounds * others * tally.dense_bytes,
-        )
+            self.density = math.nan if self.nonfinite else _density(averaging.items)
+        traffic, others = averaging.context.traffic, (self.num_replicas - 1) / self.num_replicas
+        traffic.dense_traffic_bytes = self.rounds * others * traffic.dense_bytes
+        self.totals.add(traffic)
 
     def finish_step(self, finite: bool) -> None:
         """Ends the step: what memories noted is kept if it was finite everywhere, else forgotten.
@@ -245,11 +241,10 @@ class Exchange:
 
     def report(self) -> dict[str, Any]:
         """Totals of this rank, the ratio, and what the method is at."""
-        totals = dataclasses.asdict(self.totals)
         return {
             "method": str(self.method),
             "replicas": self.num_replicas,
-            **totals,
+            **self.totals.of_gradients(),
             "ratio": self.totals.ratio,
             "density": self.density,
             "memory_bytes": self._state.num_bytes,
@@ -270,7 +265,7 @@ class Exchange:
             "method": str(self.method),
             "step": self.step,
             "controller": self.controller.state_dict(),
-            "totals": dataclasses.asdict(self.totals),
+            "totals": self.totals.of_gradients(),
         }
         return {"tensors": tensors, "rest": rest}
 
@@ -303,5 +298,14 @@ class Exchange:
             {k.removeprefix("controller/"): v.to(self._device) for k, v in own.items()}
         )
         self.step = rest["step"]
-        self.totals = Totals(**rest["totals"])
+        self.totals = ReplicaTraffic.from_gradients(rest["totals"])
         self.controller.load_state_dict(rest["controller"])
+
+
+def _density(items: Sequence[Item]) -> float:
+    """Elements that are not zero in the results of parameters that may go compressed."""
+    looked = [item for item in items if item.compressible]
+    total = sum(item.numel for item in looked)
+    if not total:
+        return math.nan
+    return sum(int(item.gradient.count_nonzero()) for item in looked) / total

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +20,10 @@ from torch import Tensor
 from mpcomp.adaptive.clock import Clock
 from mpcomp.adaptive.search import Branch, Search
 from mpcomp.compressors import Compressor, MultiLevel, Selecting
+from mpcomp.compressors.coding import Coding, Encoded
 from mpcomp.compressors.multi_level import levels
 from mpcomp.core.tensor_meta import TensorMeta
-from mpcomp.data_parallel.base import Codec, Controller, Draw, Encoded, encode_with
+from mpcomp.data_parallel.base import Codec, Controller, Draw
 
 __all__ = ["GraVACController"]
 
@@ -109,15 +111,11 @@ class GraVACController(Controller):
             return None
         return self._minimum if self._branch == "minimum" else self._candidate
 
-    def encode(self, name: str, x: Tensor, draw: Draw) -> Encoded:
-        codec = self.codec(name)
-        assert isinstance(codec, Compressor)
+    def encode(self, name: str, x: Tensor, coding: Coding) -> Encoded:
         numel, chosen = self._chosen.pop(name, (0, {}))
-        if numel != x.numel() or not isinstance(codec, Selecting):
-            return encode_with(codec, x, draw)  # a piece of the parameter, or not a selection
-        positions = chosen[self._branch]
-        payload = codec.take(x, positions, draw(codec.shares_choice))
-        return Encoded(codec, payload, positions)
+        if numel != x.numel() or not isinstance(coding.compressor, Selecting):
+            return coding.encode(x)  # a piece of the parameter, or not a selection
+        return coding.take(x, chosen[self._branch])
 
     def _measure(self, name: str, wanted: Tensor, draw: Draw) -> None:
         """Adds the energies of one parameter, and keeps the positions that will be sent."""
@@ -212,8 +210,6 @@ def _energy(x: Tensor) -> Tensor:
 
 def _rest(compressor: Compressor, wanted: Tensor, draw: Draw) -> Tensor:
     """||x - C(x)||^2 of a method that does not select."""
-    row, rest = wanted.reshape(1, -1), wanted.clone()
-    encoded = encode_with(compressor, row, draw)
-    generator = draw(compressor.shares_choice)
-    compressor.add_to(rest, encoded.payload, TensorMeta.of(row), generator, scale=-1.0)
-    return _energy(rest)
+    row = wanted.reshape(1, -1)
+    coding = Coding(compressor, TensorMeta.of(row), partial(draw, compressor.shares_choice))
+    return _energy(coding.encode(row).without(wanted))

@@ -5,19 +5,21 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from mpcomp.comm.collectives import Peers
 from mpcomp.compressors import Compressor
-from mpcomp.core.tensor_meta import TensorMeta
-from mpcomp.data_parallel.base import Controller, Draw, Encoded
-from mpcomp.feedback.base import narrow
+from mpcomp.compressors.coding import Coding, Encoded
+from mpcomp.core.tensor_meta import TensorMeta, narrow
+from mpcomp.core.traffic import ReplicaTraffic
+from mpcomp.data_parallel.base import Controller, Draw
 from mpcomp.feedback.memory import Sent, State
 from mpcomp.feedback.state import EndState
 
-__all__ = ["OF_ERROR", "Compensated", "Context", "Item", "Tally", "matrix_of"]
+__all__ = ["OF_ERROR", "Compensated", "Context", "Item", "matrix_of"]
 
 #: The piece of a parameter for which numbers are drawn that round what is kept of it.
 OF_ERROR = -1
@@ -26,21 +28,6 @@ OF_ERROR = -1
 def matrix_of(meta: TensorMeta) -> TensorMeta:
     """A tensor as a matrix [first dim, all others]."""
     return TensorMeta((meta.num_rows, meta.row_numel), meta.dtype)
-
-
-@dataclass
-class Tally:
-    """Counts of one step's messages, as their sender made them.
-
-    Attributes:
-        wire_bytes: bytes.
-        dense_bytes: what the same gradients would have been uncompressed.
-        floats: numbers of 32 bits; a selection counts its values alone, as the papers do.
-    """
-
-    wire_bytes: int = 0
-    dense_bytes: int = 0
-    floats: float = 0.0
 
 
 @dataclass
@@ -55,7 +42,7 @@ class Context:
         end_of_mean: what is kept of a piece of a parameter that this replica forms the mean of, by
             name, first element and number of elements.
         factors: the right factors of PowerSGD, by parameter, and those of this step.
-        tally: of this step.
+        traffic: of this step.
     """
 
     peers: Peers
@@ -65,7 +52,24 @@ class Context:
     end_of_mean: Callable[[str, int, int], EndState]
     factors: dict[str, Tensor]
     new_factors: dict[str, Tensor] = field(default_factory=dict)
-    tally: Tally = field(default_factory=Tally)
+    traffic: ReplicaTraffic = field(default_factory=ReplicaTraffic)
+
+    def coding(self, codec: Compressor, meta: TensorMeta, name: str, piece: int) -> Coding:
+        """The coding of a piece of a parameter, like ``meta``."""
+        draw = self.draw(name, piece)
+        return Coding(codec, meta, partial(draw, codec.shares_choice))
+
+    def compressor_of(self, name: str) -> Compressor:
+        """The compressor of a parameter that goes compressed."""
+        codec = self.controller.codec(name)
+        assert isinstance(codec, Compressor)
+        return codec
+
+    def count(self, encoded: Encoded) -> None:
+        """Counts a payload; of a selection its values alone are floats."""
+        kept = encoded.positions
+        floats = encoded.num_bytes / 4 if kept is None else kept.numel()
+        self.traffic.count_part(encoded.num_bytes, floats)
 
     def compensated(self, end: EndState, x: Tensor, name: str, piece: int) -> Compensated:
         """The target for ``x`` [n], whose residual is rounded by numbers drawn for a piece."""
@@ -166,6 +170,17 @@ class Item:
         """The shape in which a codec gets it."""
         return shape_for(codec, self.meta)
 
+    def encode(self, context: Context) -> Encoded:
+        """The message of the whole parameter; what it leaves out goes to the memory."""
+        codec = context.compressor_of(self.name)
+        meta = self.shaped(codec)
+        x = narrow(self.target, meta.dtype).reshape(meta.shape)
+        encoded = context.controller.encode(self.name, x, context.coding(codec, meta, self.name, 0))
+        if self.end.keeps:
+            self.sent(encoded.without, encoded.positions)
+        context.count(encoded)
+        return encoded
+
     def sent(self, without: Callable[[Tensor], Tensor], positions: Tensor | None = None) -> None:
         """Tells the memory what the message says; see `Compensated.sent`."""
         self.compensated.sent(without, positions)
@@ -181,11 +196,3 @@ def shape_for(codec: Compressor, meta: TensorMeta) -> TensorMeta:
     if codec.by_matrix:
         return matrix_of(meta)
     return TensorMeta((1, meta.numel), meta.dtype)
-
-
-def count(tally: Tally, encoded: Encoded) -> None:
-    """Counts a message's payload."""
-    num_bytes = sum(part.nbytes for part in encoded.payload)
-    tally.wire_bytes += num_bytes
-    kept = encoded.positions
-    tally.floats += num_bytes / 4 if kept is None else kept.numel()

@@ -124,8 +124,7 @@ def _less(said: Tensor, y: Tensor) -> Tensor:
 def _mean(factors: list[Tensor], context: Context) -> Generator[Works, None, list[Tensor]]:
     """The means of all factors over the replicas, in one collective."""
     flat = torch.cat([factor.reshape(-1) for factor in factors]).div_(context.peers.size)
-    context.tally.wire_bytes += flat.nbytes
-    context.tally.floats += flat.numel()
+    context.traffic.count_part(flat.nbytes, flat.numel())
     yield [context.peers.sum(flat)]
     parts = torch.split(flat, [factor.numel() for factor in factors])
     return [part.reshape(f.shape) for part, f in zip(parts, factors, strict=True)]

@@ -14,9 +14,9 @@ weights each time and not a sum over time.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,18 +24,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mpcomp.compressors import Compressor, Identity
+from mpcomp.compressors.coding import Coding
 from mpcomp.core.randomness import generator_for
-from mpcomp.core.tensor_meta import TensorMeta
-from mpcomp.core.wire import packed_length, unpack
-from mpcomp.data_parallel.base import Encoded, Factored, ReplicaMethod, Setting, encode_with
+from mpcomp.core.tensor_meta import TensorMeta, narrow
+from mpcomp.core.traffic import ReplicaTraffic
+from mpcomp.core.wire import Payload, aligned_length, pack, packed_length
+from mpcomp.data_parallel.base import Factored, ReplicaMethod, Setting
 from mpcomp.data_parallel.exchange import Exchange
-from mpcomp.data_parallel.item import Item, count, shape_for
-from mpcomp.data_parallel.messages import add_message, encode_item, message_length, packed
+from mpcomp.data_parallel.item import Item, shape_for
 from mpcomp.data_parallel.network import ReplicaNetwork
 from mpcomp.data_parallel.selection import matrices
-from mpcomp.feedback.base import narrow
 
-__all__ = ["ParameterTraffic", "ShardedExchange", "ShardedParameter"]
+__all__ = ["ShardedExchange", "ShardedParameter"]
 
 #: At the front of a message: whether the sender's gradient was finite.
 _STATUS = TensorMeta((16,), torch.uint8)
@@ -60,25 +60,6 @@ class ShardedParameter:
     def key(self, rank: int) -> str:
         """Under which a piece counts as a parameter of its own."""
         return f"{self.name}/{rank}"
-
-
-@dataclass
-class ParameterTraffic:
-    """Bytes and seconds of gathering parameters on this rank.
-
-    Attributes:
-        gathers: blocks that were gathered.
-        wire_bytes: of this rank's messages.
-        dense_bytes: what they would have been.
-        traffic_bytes: what went over its link: each message goes to all others.
-        seconds: of encoding, gathering and decoding.
-    """
-
-    gathers: int = 0
-    wire_bytes: int = 0
-    dense_bytes: int = 0
-    traffic_bytes: int = 0
-    seconds: float = 0.0
 
 
 class ShardedExchange(Exchange):
@@ -123,7 +104,7 @@ class ShardedExchange(Exchange):
         _check_method(method, network, pieces, dist.get_world_size(group))
         super().__init__(pieces, method, group, network=network, seed=seed, **connections)
         self.param_comp = param_comp
-        self.gathered = ParameterTraffic()
+        self.gathered = ReplicaTraffic()  # of parameters
         self.rank = dist.get_rank(group)
         self._group = group
 
@@ -146,20 +127,12 @@ class ShardedExchange(Exchange):
             finite = bool(blocks.sum(dtype=torch.float32).isfinite())
             step.found_nonfinite(not finite)
             status = torch.full(_STATUS.shape, int(not finite), dtype=torch.uint8)
-            status_part = Encoded(Identity(), (status.to(blocks.device),))
+            status_part = (status.to(blocks.device),)
             items = [self._items_of(row, parts, peer) for peer, row in enumerate(blocks)]
-            messages = [packed([status_part, *map(self._encode, row)]) for row in items]
+            messages = [pack([status_part, *map(self._encode, row)]) for row in items]
             own = items[self.rank]
-            codecs = [self._codec(item) for item in own]
-            metas = [
-                item.uncompressed_meta if codec.sends_dense else item.meta
-                for codec, item in zip(codecs, own, strict=True)
-            ]
-            layouts = [
-                codec.layout(shape_for(codec, meta))
-                for codec, meta in zip(codecs, metas, strict=True)
-            ]
-            length = message_length(sum(layouts, (_STATUS,)))
+            codings = [self._coding(item) for item in own]
+            length = aligned_length(sum((coding.layout for coding in codings), (_STATUS,)))
             gathered, work = peers.scatter(messages, length)
         with self.totals.timed("wait_s"), peers.waiting():
             work.wait()
@@ -168,10 +141,9 @@ class ShardedExchange(Exchange):
             first = packed_length((_STATUS,))
             for message in gathered:
                 start = first
-                for item, meta, codec, total in zip(own, metas, codecs, means, strict=True):
-                    start = add_message(
-                        total, item.name, 0, meta, codec, message, start, step.context
-                    )
+                for coding, total in zip(codings, means, strict=True):
+                    payload, start = coding.unpack(message, start)
+                    coding.add_to(total, payload, scale=1 / peers.size)
             for item, total in zip(own, means, strict=True):
                 item.finish(total)  # overwrites this rank's row of blocks
             torch.mul(blocks[self.rank], 1 if mean else peers.size, out=out)
@@ -200,18 +172,24 @@ class ShardedExchange(Exchange):
         smaller = codec.wire_bytes(item.shaped(codec)) < item.meta.dense_bytes
         return codec if smaller else Identity()
 
-    def _encode(self, item: Item) -> Encoded:
+    def _coding(self, item: Item) -> Coding:
+        """The coding of a piece, likewise."""
+        codec = self._codec(item)
+        meta = item.uncompressed_meta if codec.sends_dense else item.meta
+        return self._under_way.context.coding(codec, shape_for(codec, meta), item.name, 0)
+
+    def _encode(self, item: Item) -> Payload:
         step = self._under_way
         if not self._codec(item).sends_dense:
             step.count_route("scatter")
-            return encode_item(item, step.context)
+            return item.encode(step.context).payload
         step.count_route("dense")
         sent = narrow(item.target, item.uncompressed_meta.dtype)
         if item.end.keeps:
             item.sent(lambda y: y - sent.to(torch.float32))
-        encoded = Encoded(Identity(), (sent.reshape(1, -1),))
-        count(step.context.tally, encoded)
-        return encoded
+        encoded = self._coding(item).encode(sent.reshape(1, -1))
+        step.context.count(encoded)
+        return encoded.payload
 
     # -- parameters -----------------------------------------------------------------------------
 
@@ -228,33 +206,32 @@ class ShardedExchange(Exchange):
             out: [ranks, n], set to the pieces of all ranks.
             compress: if not, they go as they are.
         """
-        begin = time.perf_counter()
-        traffic = self.gathered
-        metas = [(part, self._param_codec(part, own.dtype, compress)) for part in parts]
+        with self.gathered.timed("seconds"):
+            self._gather(own, parts, out, compress=compress)
+
+    def _gather(
+        self, own: Tensor, parts: Sequence[ShardedParameter], out: Tensor, *, compress: bool
+    ) -> None:
         sent, start = [], 0
-        for part, codec in metas:
+        for part in parts:
+            coding = self._param_coding(part, own.dtype, compress, self.rank)
             x = own[start : start + part.padded.numel].clone()  # own may be a row of out
             start += part.padded.numel
-            shape = shape_for(codec, self._padded(part, own.dtype)).shape
-            sent.append(encode_with(codec, x.reshape(shape), self._param_draw(part, self.rank)))
-        message = packed(sent)
+            sent.append(coding.encode(x.reshape(coding.meta.shape)).payload)
+        message = pack(sent)
         gathered = torch.empty(out.shape[0], message.numel(), dtype=torch.uint8, device=own.device)
         with self._connections.everyone.waiting():
             dist.all_gather(list(gathered), message, group=self._group)
         for rank, (row, received) in enumerate(zip(out, gathered, strict=True)):
             start = at = 0
-            for part, codec in metas:
-                meta = shape_for(codec, self._padded(part, own.dtype))
-                layout = codec.layout(meta)
-                generator = self._param_draw(part, rank)(codec.shares_choice)
-                x = codec.decompress(unpack(received, layout, at), meta, generator)
-                row[start : start + meta.numel] = x.reshape(-1)
-                at, start = packed_length(layout, at), start + meta.numel
-        traffic.gathers += 1
-        traffic.wire_bytes += sum(part.nbytes for encoded in sent for part in encoded.payload)
-        traffic.dense_bytes += own.nbytes
-        traffic.traffic_bytes += (out.shape[0] - 1) * message.numel()
-        traffic.seconds += time.perf_counter() - begin
+            for part in parts:
+                coding = self._param_coding(part, own.dtype, compress, rank)
+                payload, at = coding.unpack(received, at)
+                row[start : start + coding.meta.numel] = coding.decompress(payload).reshape(-1)
+                start += coding.meta.numel
+        wire_bytes = sum(wire.nbytes for payload in sent for wire in payload)
+        self.gathered.count(wire_bytes, own.nbytes)
+        self.gathered.traffic_bytes += (out.shape[0] - 1) * message.numel()
 
     @staticmethod
     def _padded(part: ShardedParameter, dtype: torch.dtype) -> TensorMeta:
@@ -271,14 +248,20 @@ class ShardedExchange(Exchange):
             return Identity()
         return codec if codec.wire_bytes(shape_for(codec, meta)) < meta.dense_bytes else Identity()
 
-    def _param_draw(self, part: ShardedParameter, rank: int) -> Any:
-        """Backward gathers what forward has: what is drawn depends on the step alone."""
-        return lambda alike: generator_for(
-            "parameters", self._seed, part.name, self.step, -1 if alike else rank
-        )
+    def _param_coding(
+        self, part: ShardedParameter, dtype: torch.dtype, compress: bool, rank: int
+    ) -> Coding:
+        """The coding of a rank's piece.
+
+        Backward gathers what forward has: what is drawn depends on the step alone.
+        """
+        codec = self._param_codec(part, dtype, compress)
+        who = -1 if codec.shares_choice else rank
+        draw = partial(generator_for, "parameters", self._seed, part.name, self.step, who)
+        return Coding(codec, shape_for(codec, self._padded(part, dtype)), draw)
 
     def report(self) -> dict[str, Any]:
-        return {**super().report(), "parameters": dict(vars(self.gathered))}
+        return {**super().report(), "parameters": self.gathered.of_parameters()}
 
 
 def _check_method(

@@ -1,8 +1,8 @@
 """The engine of one process: torchgpipe's schedule, with a compressed link at every cut.
 
 torchgpipe calls `fence` in the main thread before the computations of a clock cycle, to move each
-microbatch to its next device. Here that step is `LinkCopy`: encode, move the message, decode; its
-backward does the same with the gradient, the other way::
+microbatch to its next device. Here that step is `LinkCopy`: the activation is sent over the cut
+and received, on this same rank; its backward does so with the gradient, the other way::
 
     stage j-1 ──> x ──> encode ──> message ──> decode ──> y ──> stage j       (LinkCopy.forward)
     stage j-1 <── gx <── decode <── message <── encode <── gy <── stage j     (LinkCopy.backward)
@@ -29,13 +29,14 @@ from torchgpipe.pipeline import clock_cycles
 from torchgpipe.skip.layout import SkipLayout
 
 import stages as staging
+from mpcomp.comm.channels import LocalChannel
 from mpcomp.comm.mesh import LocalMesh
 from mpcomp.core.loss import StepLoss
 from mpcomp.core.step import Step
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.engines.base import Engine, choose_finite
-from mpcomp.engines.stage_runner import Autocast, StageRunner, no_autocast
-from mpcomp.links.boundary import Boundary
+from mpcomp.engines.stage_runner import Autocast, StageRunner
+from mpcomp.links.boundary import Boundary, ConnectedBoundary
 from mpcomp.links.tied_weights import TiedWeights, separate_gradients
 
 __all__ = ["LinkCopy", "LocalEngine"]
@@ -69,6 +70,12 @@ class LocalEngine(Engine):
         self.devices = list(devices)
         self.mesh = LocalMesh(self.devices[-1])
         self.boundaries = list(boundaries)
+        self._connected = [
+            ConnectedBoundary(boundary, LocalChannel(later), LocalChannel(earlier))
+            for boundary, earlier, later in zip(
+                boundaries, self.devices[:-1], self.devices[1:], strict=True
+            )
+        ]
         self._ties = list(ties)
         for tie in ties:
             tie.attach(dict(enumerate(stages)))
@@ -84,7 +91,7 @@ class LocalEngine(Engine):
             _Microbatch(self._runners[0].inputs(batch), batch, i, step)
             for i, batch in enumerate(microbatches)
         ]
-        _Schedule(batches, self._runners, self.devices, self.boundaries, step).run()
+        _Schedule(batches, self._runners, self.devices, self._connected, step).run()
         return [cast(Tensor, batch.value) for batch in batches]
 
     def next_tokens(
@@ -146,7 +153,7 @@ class _Schedule(GPipeSchedule):
         batches: list[Batch],
         runners: Sequence[StageRunner],
         devices: list[torch.device],
-        boundaries: Sequence[Boundary],
+        boundaries: Sequence[ConnectedBoundary],
         step: Step,
     ) -> None:
         # torchgpipe's worker threads do not inherit the caller's autocast: it is captured here.
@@ -178,7 +185,7 @@ class _Schedule(GPipeSchedule):
             if j > 0:
                 batch = self.batches[i]
                 batch[0] = LinkCopy.apply(  # type: ignore[no-untyped-call]
-                    batch[0], self._boundaries[j - 1], self._step, i, self.devices[j]
+                    batch[0], self._boundaries[j - 1], self._step, i
                 )
 
 
@@ -195,36 +202,22 @@ class LinkCopy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, boundary: Boundary, step: Step, microbatch: int, device: torch.device
+        ctx: Any, x: Tensor, connected: ConnectedBoundary, step: Step, microbatch: int
     ) -> Tensor:
         meta = TensorMeta.of(x)
-        ctx.boundary, ctx.step, ctx.microbatch = boundary, step, microbatch
-        ctx.meta, ctx.source = meta, x.device
-        with no_autocast(x.device), no_autocast(device):
-            message = boundary.send_activation(x, step, microbatch)
-            y = boundary.receive_activation(_move(message, device), meta, step, microbatch)
-            boundary.act.compare(x, y, step, microbatch)
-        return y
+        ctx.connected, ctx.meta, ctx.step, ctx.microbatch = connected, meta, step, microbatch
+        connected.send_activation(x, meta, step, microbatch)
+        return connected.receive_activation(meta, step, microbatch)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        boundary, step, meta = ctx.boundary, ctx.step, ctx.meta
-        # A gradient travels in its activation's memory order, which both ends know.
-        memory = torch.channels_last if meta.channels_last else torch.contiguous_format
-        grad = grad.contiguous(memory_format=memory)
+        connected: ConnectedBoundary = ctx.connected
         try:
-            with no_autocast(grad.device), no_autocast(ctx.source):
-                message = boundary.send_gradient(grad, step, ctx.microbatch)
-                message = _move(message, ctx.source)
-                x = boundary.receive_gradient(message, meta, step, ctx.microbatch)
-                boundary.grad.compare(grad, x, step, ctx.microbatch)
+            connected.send_gradient(grad, ctx.meta, ctx.step, ctx.microbatch)
+            x = connected.receive_gradient(ctx.meta, ctx.step, ctx.microbatch)
         except BaseException:
-            boundary.failed = True  # the caller may be no part of us: `pipe(x)`, then backward
+            # The caller may be no part of us: `pipe(x)`, then backward.
+            connected.boundary.failed = True
             raise
-        return x, None, None, None, None
-
-
-def _move(message: Tensor, device: torch.device) -> Tensor:
-    """The transport: bytes go to the other device."""
-    return message.to(device, non_blocking=True)
+        return x, None, None, None

@@ -19,7 +19,7 @@ import stages as staging
 from mpcomp.core.microbatch import map_tensors
 from mpcomp.core.randomness import stage_randomness
 
-__all__ = ["Autocast", "StageRunner", "call", "frozen_buffers", "no_autocast"]
+__all__ = ["Autocast", "StageRunner", "call", "frozen_buffers"]
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,6 @@ class Autocast:
     def enter(self) -> AbstractContextManager[Any]:
         """A context with this setting."""
         return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled)
-
-
-def no_autocast(device: torch.device) -> torch.autocast:
-    """A context for links, which compute in the dtypes they choose themselves."""
-    return torch.autocast(device.type, enabled=False)
 
 
 def call(function: Callable[..., Any], value: Any, beside: Mapping[str, Any] | None = None) -> Any:

@@ -16,32 +16,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
-from mpcomp.comm.channels import Channel
 from mpcomp.comm.mesh import ProcessMesh
 from mpcomp.core.microbatch import map_tensors
 from mpcomp.core.step import Step
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.engines.saved_bytes import SavedBytes
-from mpcomp.engines.stage_runner import Autocast, StageRunner, no_autocast
-from mpcomp.links.boundary import Boundary
+from mpcomp.engines.stage_runner import Autocast, StageRunner
+from mpcomp.links.boundary import ConnectedBoundary
 
-__all__ = ["ConnectedBoundary", "CutStage", "run_schedule"]
-
-
-@dataclass(frozen=True)
-class ConnectedBoundary:
-    """A boundary and how its messages move, as one rank sees it."""
-
-    boundary: Boundary
-    act: Channel
-    grad: Channel
+__all__ = ["CutStage", "run_schedule"]
 
 
 class CutStage(PipelineStage):
@@ -109,8 +98,7 @@ class CutStage(PipelineStage):
         if self._before is not None:
             cut = self.stage_index - 1
             for i, at_cuts in enumerate(metas):
-                size = self._before.boundary.activation_bytes(at_cuts[cut], step, i, self.device)
-                self._before.act.post(i, size)
+                self._before.post_activation(at_cuts[cut], step, i)
 
     def finish(self) -> None:
         """Waits until all messages have left, and lets go of what the step left behind."""
@@ -189,14 +177,7 @@ class CutStage(PipelineStage):
         grad = grads[0]
         if grad is None:  # the output does not depend on the input
             grad = torch.zeros(meta.shape, dtype=meta.dtype, device=self.device)
-        # A gradient travels in its activation's memory order, which both ends know.
-        grad = grad.contiguous(memory_format=_memory_of(meta))
-        boundary = self._before.boundary
-        with no_autocast(self.device):
-            message = boundary.send_gradient(grad, self._step, bwd_chunk_id)
-            self._before.grad.send(bwd_chunk_id, message)
-            if self._samples(bwd_chunk_id):
-                boundary.compare_gradient(grad, message, self._step, bwd_chunk_id)
+        self._before.send_gradient(grad, meta, self._step, bwd_chunk_id)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """The part of backward that a split left for later. Called by the schedule."""
@@ -225,10 +206,8 @@ class CutStage(PipelineStage):
 
     def _receive(self, microbatch: int) -> Tensor:
         assert self._before is not None
-        message = self._before.act.receive(microbatch)
         meta = self._metas[microbatch][self.stage_index - 1]
-        with no_autocast(self.device):
-            return self._before.boundary.receive_activation(message, meta, self._step, microbatch)
+        return self._before.receive_activation(meta, self._step, microbatch)
 
     def _send(self, microbatch: int, output: Tensor) -> None:
         assert self._after is not None
@@ -239,24 +218,13 @@ class CutStage(PipelineStage):
                 f"data {list(meta.shape)} {meta.dtype}: its output's shape must not depend on the "
                 "values of tensors"
             )
-        boundary, step = self._after.boundary, self._step
-        x = output.detach().contiguous(memory_format=_memory_of(meta))
-        with no_autocast(self.device):
-            message = boundary.send_activation(x, step, microbatch)
-            self._after.act.send(microbatch, message)
-            if step.train and self._trained <= self.stage_index:
-                size = boundary.gradient_bytes(meta, step, microbatch, self.device)
-                self._after.grad.post(microbatch, size)
-            if self._samples(microbatch):
-                boundary.compare_activation(x, message, step, microbatch)
+        self._after.send_activation(output.detach(), meta, self._step, microbatch)
+        if self._step.train and self._trained <= self.stage_index:
+            self._after.post_gradient(meta, self._step, microbatch)
 
     def _number(self, microbatch: int) -> int:
         """Among those of all replicas, as one process would count them: each its own dropout."""
         return self._mesh.replica * len(self._metas) + microbatch
-
-    def _samples(self, microbatch: int) -> bool:
-        """Whether fidelity is measured: of one microbatch a step, as the sender must decode."""
-        return microbatch == self._step.index % len(self._metas)
 
     def _at(self, microbatch: int, what: str) -> None:
         self._mesh.where = f"stage {self.stage_index}, microbatch {microbatch}, {what}"
@@ -265,11 +233,8 @@ class CutStage(PipelineStage):
 
     def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Tensor, ...]:
         assert self._after is not None
-        message = self._after.grad.receive(bwd_chunk_id)
         meta = self._metas[bwd_chunk_id][self.stage_index]
-        boundary = self._after.boundary
-        with no_autocast(self.device):
-            return (boundary.receive_gradient(message, meta, self._step, bwd_chunk_id),)
+        return (self._after.receive_gradient(meta, self._step, bwd_chunk_id),)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
         return []
@@ -330,7 +295,3 @@ def _own_errors() -> Iterator[None]:
         if isinstance(error.__cause__, Exception):
             raise error.__cause__ from None
         raise
-
-
-def _memory_of(meta: TensorMeta) -> torch.memory_format:
-    return torch.channels_last if meta.channels_last else torch.contiguous_format

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from mpcomp.comm.channels import Channel, LocalChannel, WireChannel
 from mpcomp.comm.mesh import ProcessMesh
-from mpcomp.engines.torch_stage import ConnectedBoundary
-from mpcomp.links.boundary import Boundary
+from mpcomp.links.boundary import Boundary, ConnectedBoundary
 from mpcomp.links.link import Link
 
 __all__ = ["Wiring"]

@@ -14,7 +14,6 @@ from abc import ABC
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from mpcomp.compressors.base import Compressor, check_contractive
@@ -24,7 +23,7 @@ from mpcomp.feedback.memory import Memory, State
 from mpcomp.feedback.residual import Residual
 from mpcomp.feedback.slots import StoragePlan
 
-__all__ = ["Feedback", "narrow", "row_keys"]
+__all__ = ["Feedback", "row_keys"]
 
 _EVALS = ("compressed", "raw")
 
@@ -144,14 +143,6 @@ class Feedback(SpecValue, Memory, ABC):
         # It is formed of messages, of which formulas of a gradient know nothing; what is left out
         # of it must come later.
         return Residual(self.storage_plan)
-
-
-def narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """fp32 ``x`` in ``dtype``, its finite values kept finite; what that cuts off stays in state."""
-    if dtype == torch.float16:
-        limit = torch.finfo(dtype).max
-        x = x.clamp(-limit, limit)
-    return x.to(dtype)
 
 
 def row_keys(context: MessageContext, num_rows: int) -> list[Key]:

@@ -10,12 +10,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from mpcomp.compressors.base import Compressor
+from mpcomp.compressors.coding import Coding
 from mpcomp.core.padding import blanked, keep_padded
 from mpcomp.core.step import Key
 from mpcomp.core.tensor_meta import TensorMeta
@@ -267,7 +269,7 @@ class _Payload(FieldState):
         assert draw is not None and padded is None
         seed = torch.tensor([draw(False).initial_seed()])
         x = (value / unit).reshape(self._meta.shape)
-        payload = self._compressor.compress(x, _generator(seed))
+        payload = self._coding(seed).compress(x)
         return (payload, seed), self._decoded(payload, seed) * unit
 
     def cleared(self, keys: Sequence[Key], unit: float, padded: Tensor | None) -> Any:
@@ -277,7 +279,10 @@ class _Payload(FieldState):
         self._held = staged
 
     def _decoded(self, payload: Payload, seed: Tensor) -> Tensor:
-        return self._compressor.decompress(payload, self._meta, _generator(seed)).reshape(1, -1)
+        return self._coding(seed).decompress(payload).reshape(1, -1)
+
+    def _coding(self, seed: Tensor) -> Coding:
+        return Coding(self._compressor, self._meta, partial(_generator, seed))
 
     def state_dict(self, name: str) -> dict[str, Tensor]:
         if self._held is None:

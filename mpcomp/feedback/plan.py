@@ -11,17 +11,19 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from mpcomp.compressors.base import Compressor, Selecting
+from mpcomp.compressors.base import Compressor
+from mpcomp.compressors.coding import Coding
 from mpcomp.compressors.identity import Identity, or_dense
 from mpcomp.core.padding import blanked
 from mpcomp.core.step import Key, MessageContext
-from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.tensor_meta import TensorMeta, narrow
 from mpcomp.core.wire import Payload
-from mpcomp.feedback.base import Feedback, narrow
+from mpcomp.feedback.base import Feedback
 from mpcomp.feedback.memory import Sent
 from mpcomp.feedback.state import EndState, SlotState
 
@@ -82,33 +84,34 @@ class PlainPlan(Plan):
         end: EndState | None = None,
     ) -> None:
         self.meta = meta
-        self.layout = coder.layout(meta)
+        self._coding = Coding(coder, meta, partial(context.draw, ""))
+        self.layout = self._coding.layout
         self.dense = coder.sends_dense
         self.variable = coder.variable_length
-        self._coder = coder
         self._context = context
         self._all_padded = padded
         self._padded = None if self.dense else padded
         self._end = end if self.dense else None
+        self._arrived: Tensor | None = None
 
     def encode(self, x: Tensor) -> Payload:
         x = blanked(x, self._padded)
-        payload = self._coder.compress(x, self._context.draw(""))
+        payload = self._coding.compress(x)
         self._observe(x)
         return payload
 
     def decode(self, payload: Payload) -> Tensor:
-        x = self.arrived(payload)
+        x = self._coding.decompress(payload)
         self._observe(x)
         return blanked(x, self._padded)
 
     def arrived(self, payload: Payload) -> Tensor:
-        return self._coder.decompress(payload, self.meta, self._context.draw(""))
+        if self._arrived is None:  # a tie asks twice
+            self._arrived = self._coding.decompress(payload)
+        return self._arrived
 
     def positions(self, payload: Payload) -> Tensor | None:
-        if not isinstance(self._coder, Selecting):
-            return None
-        return self._coder.indices(payload, self.meta, self._context.draw(""))
+        return self._coding.positions(payload)
 
     def _observe(self, x: Tensor) -> None:
         """Tells the memory of a tensor that went as it is (warm-up, compression off).
@@ -135,16 +138,16 @@ class _Part:
     """One payload of a message: some rows of the tensor, coded by one compressor.
 
     Attributes:
-        name: what its random numbers are drawn for.
-        coder: the compressor.
-        meta: the rows.
+        coding: of the rows.
         wires: where its wire tensors are in the payload.
     """
 
-    name: str
-    coder: Compressor
-    meta: TensorMeta
+    coding: Coding
     wires: slice
+
+    def decoded(self, payload: Payload) -> Tensor:
+        """The rows that the part's own payload says, [rows, n] in the tensor's dtype."""
+        return self.coding.meta.flatten(self.coding.decompress(payload))
 
 
 @dataclass(frozen=True)
@@ -167,7 +170,7 @@ class _Rows:
 
     @property
     def meta(self) -> TensorMeta:
-        return self.parts[0].meta
+        return self.parts[0].coding.meta
 
     def of(self, flat: Tensor) -> Tensor:
         """These rows of [all rows, n]."""
@@ -236,7 +239,8 @@ class MemoryPlan(Plan):
             assert not self.variable, "only the last part of a message may vary in length"
             self.variable = coder.variable_length
             name = "first" if first else str(i) if self._end.estimate is None else "later"
-            parts.append(_Part(name, coder, meta, slice(start, len(self._wires))))
+            coding = Coding(coder, meta, partial(context.draw, name))
+            parts.append(_Part(coding, slice(start, len(self._wires))))
         state = self._end.open(
             keys,
             unit=context.unit,
@@ -263,8 +267,8 @@ class MemoryPlan(Plan):
 
     def _encode_first(self, rows: _Rows, x: Tensor) -> tuple[Payload, Tensor]:
         (part,) = rows.parts
-        payload = part.coder.compress(part.meta.unflatten(x), self._context.draw(part.name))
-        return payload, self._first(rows, self._said(part, payload))
+        payload = part.coding.compress(rows.meta.unflatten(x))
+        return payload, self._first(rows, part.decoded(payload))
 
     def _encode(self, rows: _Rows, x: Tensor) -> tuple[Payload, Tensor]:
         """The payloads of rows, and what the receiver will work with, [rows, n]."""
@@ -277,9 +281,8 @@ class MemoryPlan(Plan):
             # Rounding to the tensor's dtype comes before compression, and what it takes away is
             # part of what is left, so that half precision loses nothing either.
             given = narrow(method.part(i, x, target, said, state), x.dtype)
-            given = part.meta.unflatten(blanked(given, rows.padded))
-            sent = part.coder.compress(given, self._context.draw(part.name))
-            said.append(self._said(part, sent))
+            sent = part.coding.compress(rows.meta.unflatten(blanked(given, rows.padded)))
+            said.append(part.decoded(sent))
             payload += sent
         total = _sum(said)
         own = payload
@@ -326,7 +329,7 @@ class MemoryPlan(Plan):
         return blanked(self._tensor(self._joined(results)), self._padded)
 
     def _decode(self, rows: _Rows, payload: Payload) -> Tensor:
-        said = [self._said(part, payload[part.wires]) for part in rows.parts]
+        said = [part.decoded(payload[part.wires]) for part in rows.parts]
         if rows.first:
             return self._first(rows, said[0])
         total = _sum(said)
@@ -348,14 +351,7 @@ class MemoryPlan(Plan):
     def _positions(self, rows: _Rows, payload: Payload) -> Tensor | None:
         """Elements of these rows that their own payload carries; None for all."""
         (part, *others) = rows.parts
-        if others or not isinstance(part.coder, Selecting):
-            return None
-        return part.coder.indices(payload, part.meta, self._context.draw(part.name))
-
-    def _said(self, part: _Part, payload: Payload) -> Tensor:
-        """Decoded rows of a part, [rows, n] in the tensor's dtype."""
-        x = part.coder.decompress(payload, part.meta, self._context.draw(part.name))
-        return part.meta.flatten(x)
+        return None if others else part.coding.positions(payload)
 
     def _first(self, rows: _Rows, said: Tensor) -> Tensor:
         """Begins the estimates of rows that were sent by themselves."""

@@ -99,11 +99,11 @@ class SlotStore:
                     f"({row_numel} elements as {plan.storage}); raise the cap"
                 )
         self._tables = [table_for(part, plan.location, device) for part in layout]
-        self._ahead = ReadAhead(self._tables, device)
-        #: Whether a read waits for a disk, or for a copy to another device.
-        self._far = plan.location not in ("device", "cpu") or (
+        # Only where a read waits for a disk, or for a copy to another device.
+        far = plan.location not in ("device", "cpu") or (
             plan.location == "cpu" and device.type != "cpu"
         )
+        self._ahead = ReadAhead(self._tables, device) if far else None
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -126,7 +126,7 @@ class SlotStore:
         Raises:
             OSError: reading ahead failed since the last call.
         """
-        if not self._far:
+        if self._ahead is None:
             return
         held = [[key for key in keys if key in self._slots] for keys in batch]
         self._ahead.begin((keys, [self._slots[key] for key in keys]) for keys in held)
@@ -185,7 +185,8 @@ class SlotStore:
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Restores what `state_dict` gave."""
-        self._ahead.clear()
+        if self._ahead is not None:
+            self._ahead.clear()
         keys = [tuple(key) for key in state["keys"].tolist()]
         self._slots = {key: i for i, key in enumerate(keys)}
         for i, table in enumerate(self._tables):

@@ -1,16 +1,24 @@
-"""A cut between two stages: a link each way, and what the two share."""
+"""A cut between two stages: a link each way, what the two share, and how both are crossed.
+
+All engines carry tensors over a cut by a `ConnectedBoundary`; only channels differ::
+
+    x ──send──> encode, channel, fidelity            channel, decode ──receive──> y
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from mpcomp.comm.channels import Channel
 from mpcomp.core.step import Step
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.feedback.memory import Side
 from mpcomp.links.link import Link
 
-__all__ = ["Boundary"]
+__all__ = ["Boundary", "ConnectedBoundary"]
 
 
 class Boundary:
@@ -59,14 +67,6 @@ class Boundary:
         positions = self._received.get((step.index, microbatch))
         return self.grad.encode(x, step, microbatch, positions)
 
-    def compare_activation(self, x: Tensor, message: Tensor, step: Step, microbatch: int) -> None:
-        """Meters the fidelity of an activation that arrives on another rank."""
-        self.act.compare_sent(x, message, step, microbatch)
-
-    def compare_gradient(self, x: Tensor, message: Tensor, step: Step, microbatch: int) -> None:
-        """Meters the fidelity of a gradient that arrives on another rank."""
-        self.grad.compare_sent(x, message, step, microbatch)
-
     def activation_bytes(
         self, meta: TensorMeta, step: Step, microbatch: int, device: torch.device
     ) -> int:
@@ -97,3 +97,55 @@ class Boundary:
         self.failed = False
         self._sent.clear()
         self._received.clear()
+
+
+@dataclass(frozen=True)
+class ConnectedBoundary:
+    """A boundary and how its messages move, as one rank sees it.
+
+    Links compute in the dtypes they choose themselves, whatever the caller's autocast.
+    """
+
+    boundary: Boundary
+    act: Channel
+    grad: Channel
+
+    def post_activation(self, meta: TensorMeta, step: Step, microbatch: int) -> None:
+        """Prepares for an activation to come (later stage's side)."""
+        size = self.boundary.activation_bytes(meta, step, microbatch, self.act.device)
+        self.act.post(microbatch, size)
+
+    def send_activation(self, x: Tensor, meta: TensorMeta, step: Step, microbatch: int) -> None:
+        """Sends an activation (earlier stage's side)."""
+        with _no_autocast(x.device):
+            x = meta.arrange(x)
+            message = self.boundary.send_activation(x, step, microbatch)
+            self.boundary.act.hand_over(x, message, self.act, step, microbatch)
+
+    def receive_activation(self, meta: TensorMeta, step: Step, microbatch: int) -> Tensor:
+        """Waits for an activation (later stage's side)."""
+        message = self.act.receive(microbatch)
+        with _no_autocast(message.device):
+            return self.boundary.receive_activation(message, meta, step, microbatch)
+
+    def post_gradient(self, meta: TensorMeta, step: Step, microbatch: int) -> None:
+        """Prepares for the gradient of an activation that was sent (earlier stage's side)."""
+        size = self.boundary.gradient_bytes(meta, step, microbatch, self.grad.device)
+        self.grad.post(microbatch, size)
+
+    def send_gradient(self, x: Tensor, meta: TensorMeta, step: Step, microbatch: int) -> None:
+        """Sends a gradient, in its activation's memory order (later stage's side)."""
+        with _no_autocast(x.device):
+            x = meta.arrange(x)
+            message = self.boundary.send_gradient(x, step, microbatch)
+            self.boundary.grad.hand_over(x, message, self.grad, step, microbatch)
+
+    def receive_gradient(self, meta: TensorMeta, step: Step, microbatch: int) -> Tensor:
+        """Waits for a gradient (earlier stage's side)."""
+        message = self.grad.receive(microbatch)
+        with _no_autocast(message.device):
+            return self.boundary.receive_gradient(message, meta, step, microbatch)
+
+
+def _no_autocast(device: torch.device) -> torch.autocast:
+    return torch.autocast(device.type, enabled=False)

@@ -1,7 +1,7 @@
 """One direction of one cut: turns a tensor into a message and a message into a tensor.
 
 A `Link` owns its method, the ends of it that live on this rank, the policy (when to send dense),
-the meter and the randomness. Moving messages is left to an engine.
+the meter and the randomness. Moving messages is left to a channel.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from mpcomp.comm.channels import Channel
 from mpcomp.compressors.base import Compressor
 from mpcomp.compressors.identity import Identity, or_dense
 from mpcomp.core.checks import check_tensor, nonfinite_error
@@ -222,6 +223,18 @@ class Link:
         self._traffic(step).seconds += time.perf_counter() - begin
         return x
 
+    def hand_over(
+        self, x: Tensor, message: Tensor, channel: Channel, step: Step, microbatch: int
+    ) -> None:
+        """Sends the message that was just encoded for ``x``, and meters its fidelity.
+
+        That is done in one microbatch a step, as it takes a decoding, and once the message is on
+        its way, as nobody waits for it.
+        """
+        channel.send(microbatch, message)
+        if step.samples(microbatch):
+            self.compare_sent(x, message, step, microbatch)
+
     def compare(
         self, x: Tensor, arrived: Tensor, step: Step, microbatch: int | None = None
     ) -> None:
@@ -238,7 +251,7 @@ class Link:
             self._traffic(step).compare(meant, arrived)
 
     def compare_sent(self, x: Tensor, message: Tensor, step: Step, microbatch: int) -> None:
-        """As `compare`, where ``x`` was just encoded here but arrives elsewhere."""
+        """As `compare`, where ``x`` was just encoded here, whoever decodes it."""
         if self.enabled(step) and not self.method.sends_dense:
             self.compare(x, self.arrived(message, step, microbatch), step, microbatch)
 
@@ -431,7 +444,7 @@ class Link:
         assert policy is not None
         if not (step.train and self.enabled(step) and policy.measures_energies):
             return
-        if microbatch != step.index % step.num_microbatches:
+        if not step.samples(microbatch):
             return
         context = self._context(step, microbatch)
         padded = padded_positions(context.valid, plan.meta, x.device)

@@ -17,12 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 import stages as staging
-from mpcomp.comm.channels import Channel
+from mpcomp.comm.channels import Channel, LocalChannel
 from mpcomp.core.spec import SpecValue
 from mpcomp.core.step import Step
 from mpcomp.core.tensor_meta import TensorMeta
@@ -54,7 +55,7 @@ class TiedWeights:
         self.links = links
         self.failed = False  # as a boundary has it
         self._here: dict[int, nn.Parameter] = {}
-        self._channels: tuple[Channel, Channel] | None = None
+        self._channels: Sequence[Channel] = ()
 
     @property
     def name(self) -> str:
@@ -81,7 +82,10 @@ class TiedWeights:
             for i, (stage, name) in enumerate(self.copies)
             if stage in stages
         }
-        self._channels = channels
+        if len(self._here) == 2:
+            assert channels is None
+            channels = LocalChannel(self._here[1].device), LocalChannel(self._here[0].device)
+        self._channels = channels or ()
 
     @property
     def trains(self) -> bool:
@@ -102,25 +106,22 @@ class TiedWeights:
 
     def add_up(self, before: Mapping[int, Tensor | None], step: Step) -> None:
         """Gives each copy here the sum of both gradients of this step, and what it had before."""
-        metas = {i: TensorMeta((1, copy.numel()), copy.dtype) for i, copy in self._here.items()}
-        meta = next(iter(metas.values()))
-        away = [i for i in range(2) if i not in self._here]
-        for i in away:
-            assert self._channels is not None
-            device = next(iter(self._here.values())).device
-            self._channels[i].post(0, self.links[i].message_bytes(meta, step, 0, device))
-        messages: dict[int, tuple[Tensor, Tensor]] = {}
+        # One message a step of each copy, whatever microbatches its gradient was gathered from.
+        step = replace(step, num_microbatches=1, valid=())
+        copy = next(iter(self._here.values()))
+        meta = TensorMeta((1, copy.numel()), copy.dtype)
+        for i, (link, channel) in enumerate(zip(self.links, self._channels, strict=True)):
+            if i not in self._here:
+                channel.post(0, link.message_bytes(meta, step, 0, copy.device))
+        messages: dict[int, Tensor] = {}
         for i, copy in self._here.items():
             grad = torch.zeros_like(copy) if copy.grad is None else copy.grad
             row = grad.detach().reshape(1, -1)
-            message = self.links[i].encode(row, step, 0)
-            messages[i] = row, message
-            if away and self._channels is not None:
-                self._channels[i].send(0, message)
+            messages[i] = self.links[i].encode(row, step, 0)
+            self.links[i].hand_over(row, messages[i], self._channels[i], step, 0)
         parts = [self._part(i, messages, meta, step) for i in range(2)]
-        if self._channels is not None:
-            for i in self._here:
-                self._channels[i].finish()
+        for i in self._here:
+            self._channels[i].finish()
         for i, copy in self._here.items():
             other = copy.device
             total = (parts[0].to(other) + parts[1].to(other)).reshape(copy.shape)
@@ -128,21 +129,11 @@ class TiedWeights:
             # Not in place: should a later tie fail, `separate_gradients` gives back what there was.
             copy.grad = total if former is None else former + total
 
-    def _part(
-        self, i: int, messages: Mapping[int, tuple[Tensor, Tensor]], meta: TensorMeta, step: Step
-    ) -> Tensor:
+    def _part(self, i: int, messages: Mapping[int, Tensor], meta: TensorMeta, step: Step) -> Tensor:
         """The gradient of copy ``i`` as its message says, at both ends alike."""
-        link = self.links[i]
-        if i not in messages:
-            assert self._channels is not None
-            return link.decode(self._channels[i].receive(0), meta, step, 0)
-        row, message = messages[i]
-        if len(messages) == 2:  # both ends are here
-            arrived = link.decode(message, meta, step, 0)
-        else:
-            arrived = link.arrived(message, step, 0)
-        link.compare(row, arrived, step)
-        return arrived
+        if 1 - i in self._here:  # which receives it
+            return self.links[i].decode(self._channels[i].receive(0), meta, step, 0)
+        return self.links[i].arrived(messages[i], step, 0)
 
     def finish_step(self, finite: bool) -> None:
         """Commits what both links noted if the step was finite, else discards it."""

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from mpcomp.core.traffic import Meter, Traffic
+from mpcomp.core.traffic import Meter, ReplicaTraffic, Traffic
 
 
 def test_fidelity_is_over_all_messages():
@@ -79,3 +79,29 @@ def test_training_and_evaluation_are_metered_apart():
     meter = Meter()
     meter.of(True).count(1, 2)
     assert meter.train.messages == 1 and meter.eval.messages == 0
+
+
+def test_traffic_between_replicas_goes_through_json_under_the_names_of_checkpoints():
+    step, total = ReplicaTraffic(), ReplicaTraffic()
+    for _ in range(2):
+        step = ReplicaTraffic(messages=1, dense_bytes=40, traffic_bytes=30.0)
+        step.count_part(10, 2.5)
+        step.count_part(5, 1.0)
+        total.add(step)
+    with total.timed("wait_s"):
+        pass
+    state = json.loads(json.dumps(total.of_gradients()))
+    assert (state["steps"], state["wire_bytes"], state["floats"]) == (2, 30, 7.0)
+    assert state["traffic_bytes"] == 60 and state["wait_s"] > 0 and total.ratio == 30 / 80
+    assert ReplicaTraffic.from_gradients(state) == total
+
+
+def test_fidelity_of_all_is_that_of_the_parts():
+    x, y = torch.randn(2, 50)
+    parts, whole = [Traffic(), Traffic()], Traffic()
+    for part, slot in zip(parts, (slice(20), slice(20, 50)), strict=True):
+        part.compare(x[slot], y[slot])
+    whole.compare(x, y)
+    parts[0].add(parts[1])
+    assert parts[0].relative_error == pytest.approx(whole.relative_error)
+    assert parts[0].cosine == pytest.approx(whole.cosine)

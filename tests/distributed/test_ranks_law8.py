@@ -4,6 +4,7 @@ One exception is torch's: LoopedBFS differentiates microbatches in descending or
 gradients are those of a loop that does the same, and differ from the ascending ones by rounding.
 """
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -46,6 +47,8 @@ def check(ranks, num_ranks, runs, shrinks=True):
             assert dense == sum(d for _, d in sent.values()), run
             if (run.act or run.grad) and shrinks:
                 assert 0 < wire < dense, run
+            for name, error in outcome.fidelity.items():  # of the same microbatches in any engine
+                assert math.isnan(error) or error == pytest.approx(alone.fidelity[name]), run
     return all_ours
 
 

@@ -27,6 +27,7 @@ from torchgpipe.pipeline import Pipeline as GPipeSchedule
 
 import mpcomp
 from mpcomp import SameIndices, TopK
+from mpcomp.comm.channels import LocalChannel
 from mpcomp.core.wire import HEADER_BYTES
 from mpcomp.engines import local
 from mpcomp.engines.stage_runner import Autocast, StageRunner, frozen_buffers
@@ -40,12 +41,13 @@ def test_bytes_metered_are_bytes_handed_to_the_transport(method, monkeypatch):
     """Law 2, in training and in evaluation, both directions, uneven microbatches."""
     moved = []
 
-    def counting(message, device):
+    def counting(channel, microbatch, message):
         assert message.dtype == torch.uint8 and message.dim() == 1
         moved.append(message.numel())
-        return message.to(device)
+        send(channel, microbatch, message)
 
-    monkeypatch.setattr(local, "_move", counting)
+    send = LocalChannel.send
+    monkeypatch.setattr(LocalChannel, "send", counting)
     pipe = mpcomp.pipeline(
         mlp(), 3, split=MLP_SPLIT, act_comp=method, grad_comp=method, loss_fn=F.cross_entropy
     )

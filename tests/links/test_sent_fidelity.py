@@ -1,7 +1,8 @@
 """The sender's side of a link: it meters what arrives elsewhere, and knows lengths beforehand.
 
-`Link.compare` has both tensors in one process; `Link.compare_sent` decodes at the sender what the
-receiver will. So two links stand for two ranks here, and the receiver's decoding is the reference.
+`Link.compare` has both tensors; `Link.compare_sent`, which all engines use, decodes at the sender
+what the receiver will. So two links stand for two ranks here, and the receiver's decoding is the
+reference.
 """
 
 import itertools
@@ -13,6 +14,7 @@ from methods import COMPRESSORS, FEEDBACK, same_bits
 from models import store_of
 
 from mpcomp import EF21, Identity, Link, Quantize, SameIndices, TensorMeta, TopK
+from mpcomp.comm.channels import LocalChannel
 from mpcomp.core.step import Step
 from mpcomp.core.traffic import Traffic
 from mpcomp.core.wire import HEADER_BYTES, Header
@@ -149,6 +151,21 @@ def test_channels_last_is_metered_in_memory_order():
     assert here.meter.train.to_state()["energies"] == there.meter.train.to_state()["energies"]
 
 
+def test_one_microbatch_a_step_is_metered_when_its_message_is_handed_over():
+    link, expected = link_of(TopK(0.1)), Traffic()
+    channel = LocalChannel(CPU)
+    for index in range(3):
+        step = step_of(index, num_microbatches=NUM_MICROBATCHES)
+        for m in range(NUM_MICROBATCHES):
+            x = drawn(step, m)
+            message = link.encode(x, step, m)
+            link.hand_over(x, message, channel, step, m)
+            arrived = link.decode(channel.receive(m), TensorMeta.of(x), step, m)
+            if m == index % NUM_MICROBATCHES:
+                expected.compare(x, arrived)
+    assert link.meter.train.to_state()["energies"] == expected.to_state()["energies"]
+
+
 # -- the same choice of elements both ways --------------------------------------------------------
 
 
@@ -171,13 +188,13 @@ def test_same_indices_at_two_ranks(act):
             size = later.activation_bytes(meta, step, m, CPU)
             message = earlier.send_activation(x, step, m)
             assert message.numel() == size
-            earlier.compare_activation(x, message, step, m)
+            earlier.act.compare_sent(x, message, step, m)
             expected_act.compare(x, later.receive_activation(message, meta, step, m))
             size = earlier.gradient_bytes(meta, step, m, CPU)
             message = later.send_gradient(g, step, m)
             assert message.numel() == size
             lengths.append(size)
-            later.compare_gradient(g, message, step, m)
+            later.grad.compare_sent(g, message, step, m)
             expected_grad.compare(g, earlier.receive_gradient(message, meta, step, m))
         earlier.finish_step(finite=True)
         later.finish_step(finite=True)
