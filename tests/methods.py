@@ -10,6 +10,7 @@ from torch import Tensor
 from mpcomp import (
     AQSGD,
     DGC,
+    ECSQ,
     EF21,
     QSGD,
     Accordion,
@@ -109,12 +110,21 @@ EXAMPLES: dict[type[SpecValue], list[SpecValue]] = {
         Rotate(TopK(0.3, scope="row", values=Cast("bf16"))),
         Rotate(RandomK(0.3, unbiased=True)),
         Rotate(Cast("bf16")),
+        Rotate(ECSQ(0.5)),
     ],
     FixedPoint: [FixedPoint(1), FixedPoint(4), FixedPoint(7, scale="tensor")],
     QSGD: [QSGD(2), QSGD(4), QSGD(4, group=16), QSGD(8, group=7)],
     OneBitColumns: [OneBitColumns()],
     LowRank: [LowRank(1), LowRank(2, iterations=0)],
     Sign: [Sign(), Sign("sample"), Sign("channel"), Sign("token"), Sign(24)],
+    ECSQ: [
+        ECSQ(0.5),
+        ECSQ(0.35, centre=True),
+        ECSQ(0.02, dead_zone=0.75),
+        ECSQ(2.0, scale="tensor"),
+        ECSQ(2.0, scale="tensor", rounding="dither"),
+        ECSQ(0.3, rounding="dither"),
+    ],
     SameIndices: [SameIndices(), SameIndices(Cast("fp16"))],
     Adaptive: [  # whose clock is not the wall's, so that runs repeat
         Adaptive(TopK(0.1), cf=(2.0, 8.0), eps=0.4, window=2, bandwidth_mbps=1.0),
@@ -152,12 +162,15 @@ EXAMPLES: dict[type[SpecValue], list[SpecValue]] = {
         EF21(TopK(0.2, values=Quantize(8)), first=Quantize(8)),
         EF21(Quantize(4, rounding="stochastic"), storage="bf16"),
         EF21(TopK(0.3), storage=8, eval="raw"),
+        EF21(ECSQ(0.5)),
         EF21(LowRank(1)),
     ],
     AQSGD: [
         AQSGD(Quantize(4)),
         AQSGD(Quantize(4, rounding="stochastic"), storage="fp16"),
         AQSGD(TopK(0.3), first=Quantize(8), storage=4),
+        AQSGD(ECSQ(0.3), first=ECSQ(0.3, centre=True)),
+        AQSGD(ECSQ(0.2, dead_zone=0.7), first=ECSQ(0.3), storage="bf16"),
         AQSGD(Quantize(8, scale="sample"), location="cpu", cap_bytes=2000),
     ],
 }
@@ -206,6 +219,12 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     fresh = (t.detach().cpu().clone(memory_format=torch.contiguous_format) for t in (a, b))
     raw = (t.reshape(-1).view(torch.uint8) for t in fresh)
     return torch.equal(*raw)
+
+
+def varies(method: SpecValue) -> bool:
+    """Whether the length of a method's message is known only after coding."""
+    coder = method.inner if isinstance(method, Feedback) else method
+    return coder.variable_length
 
 
 def epsilon(dtype: torch.dtype) -> float:

@@ -183,12 +183,20 @@ def test_contractive_means_an_error_no_larger_than_the_tensor(compressor):
 
 
 def test_only_what_is_scaled_up_is_not_contractive():
-    assert all(c.contractive != getattr(c, "unbiased", False) for c in COMPRESSORS)
+    scaled_up = [c for c in COMPRESSORS if getattr(c, "unbiased", False)]
+    assert scaled_up and not any(c.contractive for c in scaled_up)
+    # But for one that adds noise, or takes means away, that a small element is smaller than.
+    others = [c for c in COMPRESSORS if not c.contractive and c not in scaled_up]
+    assert {type(c).__name__ for c in others} == {"ECSQ"}
+    assert all(c.is_unbiased or c.centre for c in others)
     for compressor in (RandomK(0.1, unbiased=True), MultiLevel(RandomK(0.1, unbiased=True), 0.1)):
         with pytest.raises(ValueError, match="unbiased=True inside feedback diverges.*leave it"):
             check_contractive(compressor, "inside feedback")
     with pytest.raises(ValueError, match="unbiased=True with a residual diverges"):
         GraVAC(RandomK(0.1, unbiased=True))
+    for compressor in others:
+        with pytest.raises(ValueError, match="inside feedback it diverges"):
+            check_contractive(compressor, "inside feedback")
     check_contractive(RandomK(0.1), "inside feedback")
 
 

@@ -2,6 +2,7 @@
 
 from mpcomp.compressors.base import Compressor, Selecting
 from mpcomp.compressors.cast import Cast
+from mpcomp.compressors.ecsq import ECSQ
 from mpcomp.compressors.fixedpoint import FixedPoint
 from mpcomp.compressors.identity import Identity
 from mpcomp.compressors.lloyd import LloydMax
@@ -20,6 +21,7 @@ from mpcomp.compressors.topk import TopK
 from mpcomp.core.spec import import_all
 
 __all__ = [
+    "ECSQ",
     "QSGD",
     "Cast",
     "Compressor",

@@ -108,6 +108,21 @@ class Compressor(SpecValue, ABC):
                 equal ones.
         """
 
+    def compress_against(
+        self, x: Tensor, whole: Tensor, generator: torch.Generator | None = None
+    ) -> Payload:
+        """The payload of ``x``, where that is what is left of a tensor that a memory knows in part.
+
+        For methods whose error is set beforehand, relative to the tensor: with others it is that
+        of `compress`, whose error is relative to ``x``.
+
+        Args:
+            x: as for `compress`.
+            whole: the tensor, like ``x``.
+            generator: as for `compress`.
+        """
+        return self.compress(x, generator)
+
     @abstractmethod
     def decompress(
         self, payload: Payload, meta: TensorMeta, generator: torch.Generator | None = None

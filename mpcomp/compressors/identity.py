@@ -40,10 +40,13 @@ class Identity(Compressor):
 def or_dense(compressor: Compressor, meta: TensorMeta) -> Compressor:
     """``compressor``, or `Identity` where it would not make a tensor like ``meta`` smaller.
 
-    Both ends decide alike, as the layout follows from ``meta``. Says so once (Python's warning
-    filter folds repeats).
+    Both ends decide alike, as the layout follows from ``meta``. (Of messages that vary in length it
+    says only the most, which is not what is sent.) Says so once (Python's warning filter folds
+    repeats).
     """
-    if compressor.sends_dense or compressor.wire_bytes(meta) < meta.dense_bytes:
+    if compressor.sends_dense or compressor.variable_length:
+        return compressor
+    if compressor.wire_bytes(meta) < meta.dense_bytes:
         return compressor
     warnings.warn(
         f"{compressor} would not shrink {list(meta.shape)} {meta.dtype} tensors "

@@ -150,6 +150,13 @@ class Rotate(Compressor):
         vectors = rotated(grouping.split(x), self.seed)
         return self.inner.compress(grouping.join(vectors), generator)
 
+    def compress_against(
+        self, x: Tensor, whole: Tensor, generator: torch.Generator | None = None
+    ) -> Payload:
+        grouping = Grouping.of(TensorMeta.of(x), "token")
+        both = [grouping.join(rotated(grouping.split(y), self.seed)) for y in (x, whole)]
+        return self.inner.compress_against(both[0], both[1], generator)
+
     def decompress(
         self, payload: Payload, meta: TensorMeta, generator: torch.Generator | None = None
     ) -> Tensor:

@@ -21,7 +21,7 @@ uint8 [n] of any n up to the layout's. Both ends know beforehand which of the tw
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -35,6 +35,7 @@ __all__ = [
     "HEADER_BYTES",
     "LONG_HEADER_BYTES",
     "Header",
+    "Parts",
     "Payload",
     "aligned_length",
     "frame",
@@ -110,6 +111,98 @@ def unpack(buffer: Tensor, layout: Sequence[TensorMeta], start: int = 0) -> Payl
         buffer[offset : offset + part.dense_bytes].view(part.dtype).reshape(part.shape)
         for part, offset in zip(layout, offsets, strict=True)
     )
+
+
+# -- several payloads in one message ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Payloads of one message, of which any may vary in length.
+
+    Tensors of known sizes come first, part by part. The last tensors of parts that vary, uint8 [n],
+    are one at the end: of a single such part as it is, of several each behind its length (uint32,
+    little-endian).
+
+    Attributes:
+        layouts: of each part, the longest where it varies.
+        varies: whether each does.
+    """
+
+    layouts: tuple[tuple[TensorMeta, ...], ...]
+    varies: tuple[bool, ...]
+
+    @property
+    def layout(self) -> tuple[TensorMeta, ...]:
+        """The layout of all together."""
+        known = [meta for meta, last in self._marked() if not last]
+        tails = [meta for meta, last in self._marked() if last]
+        if tails:
+            room = sum(tail.numel for tail in tails) + self._prefix * len(tails)
+            known.append(TensorMeta((room,), torch.uint8))
+        return tuple(known)
+
+    def joined(self, payloads: Sequence[Payload]) -> Payload:
+        """One payload of all parts'."""
+        if not any(self.varies):
+            return tuple(part for payload in payloads for part in payload)
+        known: list[Tensor] = []
+        tails: list[Tensor] = []
+        for payload, varies in zip(payloads, self.varies, strict=True):
+            known += payload[:-1] if varies else payload
+            if varies:
+                if self._prefix:
+                    length = torch.tensor([payload[-1].numel()], dtype=torch.int32)
+                    tails.append(length.view(torch.uint8).to(payload[-1].device))
+                tails.append(payload[-1])
+        return (*known, tails[0] if len(tails) == 1 else torch.cat(tails))
+
+    def parted(self, payload: Payload) -> list[Payload]:
+        """Each part's payload, of one that `joined` gave.
+
+        Raises:
+            RuntimeError: the lengths in it are more than there is.
+        """
+        at, start = 0, 0
+        found = []
+        for layout, varies in zip(self.layouts, self.varies, strict=True):
+            count = len(layout) - varies
+            part = payload[at : at + count]
+            at += count
+            if varies:
+                tail, start = self._tail(payload[-1], start, layout[-1].numel)
+                part = (*part, tail)
+            found.append(part)
+        return found
+
+    def _tail(self, tails: Tensor, start: int, most: int) -> tuple[Tensor, int]:
+        """The tail that begins there, and where it ends."""
+        length = tails.numel()
+        if self._prefix:
+            prefix = tails[start : start + self._prefix].cpu()
+            start += self._prefix
+            if start > tails.numel():
+                raise RuntimeError(f"a message of {tails.numel()} bytes that was cut short")
+            # A copy, as a view needs an address that is a multiple of four.
+            length = int(prefix.clone().view(torch.int32))
+        if not 0 <= length <= min(most, tails.numel() - start):
+            raise RuntimeError(
+                f"a part of {length} bytes in a message where at most "
+                f"{min(most, tails.numel() - start)} are left: it is damaged, or the two ends have "
+                "different methods"
+            )
+        return tails[start : start + length], start + length
+
+    @property
+    def _prefix(self) -> int:
+        """Bytes before each tail."""
+        return 4 if sum(self.varies) > 1 else 0
+
+    def _marked(self) -> Iterator[tuple[TensorMeta, bool]]:
+        """Each tensor, and whether it varies in length."""
+        for layout, varies in zip(self.layouts, self.varies, strict=True):
+            for place, meta in enumerate(layout, 1):
+                yield meta, varies and place == len(layout)
 
 
 @dataclass(frozen=True)

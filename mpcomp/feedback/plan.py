@@ -22,7 +22,7 @@ from mpcomp.compressors.identity import Identity, or_dense
 from mpcomp.core.padding import blanked
 from mpcomp.core.step import Key, MessageContext
 from mpcomp.core.tensor_meta import TensorMeta, narrow
-from mpcomp.core.wire import Payload
+from mpcomp.core.wire import Parts, Payload
 from mpcomp.feedback.base import Feedback
 from mpcomp.feedback.memory import Sent
 from mpcomp.feedback.state import EndState, SlotState
@@ -134,43 +134,30 @@ class PlainPlan(Plan):
 
 
 @dataclass(frozen=True)
-class _Part:
-    """One payload of a message: some rows of the tensor, coded by one compressor.
-
-    Attributes:
-        coding: of the rows.
-        wires: where its wire tensors are in the payload.
-    """
-
-    coding: Coding
-    wires: slice
-
-    def decoded(self, payload: Payload) -> Tensor:
-        """The rows that the part's own payload says, [rows, n] in the tensor's dtype."""
-        return self.coding.meta.flatten(self.coding.decompress(payload))
-
-
-@dataclass(frozen=True)
 class _Rows:
     """Rows of a tensor whose slots are alike.
 
     Attributes:
         first: whether they have no estimate yet, and so are sent by themselves.
         index: which rows, ascending; None for all.
-        parts: whose sum is what the message says of them.
+        parts: codings of these rows, whose sum is what the message says of them.
         state: of their slots.
         padded: of these rows.
     """
 
     first: bool
     index: Tensor | None
-    parts: tuple[_Part, ...]
+    parts: tuple[Coding, ...]
     state: SlotState
     padded: Tensor | None
 
     @property
     def meta(self) -> TensorMeta:
-        return self.parts[0].coding.meta
+        return self.parts[0].meta
+
+    def decoded(self, part: Coding, payload: Payload) -> Tensor:
+        """The rows that a part's payload says, [rows, n] in the tensor's dtype."""
+        return self.meta.flatten(part.decompress(payload))
 
     def of(self, flat: Tensor) -> Tensor:
         """These rows of [all rows, n]."""
@@ -207,7 +194,6 @@ class MemoryPlan(Plan):
         self._context = context
         self._padded = padded
         self._device = device
-        self._wires: tuple[TensorMeta, ...] = ()
         self._result: Tensor | None = None
         keys = method.slots(context, meta.num_rows)
         self._rows: list[_Rows] = []
@@ -220,7 +206,13 @@ class MemoryPlan(Plan):
                 rows = [row for row, held in enumerate(known) if held is flag]
                 if rows:
                     self._add(not flag, keys, None if len(rows) == len(keys) else rows)
-        self.layout = self._wires
+        codings = [part for rows in self._rows for part in rows.parts]
+        self._parts = Parts(
+            tuple(part.layout for part in codings),
+            tuple(part.compressor.variable_length for part in codings),
+        )
+        self.layout = self._parts.layout
+        self.variable = any(self._parts.varies)
 
     def _add(self, first: bool, keys: Sequence[Key], rows: list[int] | None) -> None:
         """Plans the message of some rows, behind those that are planned already."""
@@ -234,13 +226,8 @@ class MemoryPlan(Plan):
         parts = []
         for i, coder in enumerate(coders):
             coder = or_dense(coder, meta)
-            start = len(self._wires)
-            self._wires += coder.layout(meta)
-            assert not self.variable, "only the last part of a message may vary in length"
-            self.variable = coder.variable_length
             name = "first" if first else str(i) if self._end.estimate is None else "later"
-            coding = Coding(coder, meta, partial(context.draw, name))
-            parts.append(_Part(coding, slice(start, len(self._wires))))
+            parts.append(Coding(coder, meta, partial(context.draw, name)))
         state = self._end.open(
             keys,
             unit=context.unit,
@@ -254,41 +241,41 @@ class MemoryPlan(Plan):
 
     def encode(self, x: Tensor) -> Payload:
         flat = self.meta.flatten(blanked(x, self._padded))
-        payload: Payload = ()
+        payloads: list[Payload] = []
         results = []
         for rows in self._rows:
             encode = self._encode_first if rows.first else self._encode
             parts, result = encode(rows, rows.of(flat))
-            payload += parts
+            payloads += parts
             results.append(result)
             rows.state.release()
         self._result = self._joined(results)
-        return payload
+        return self._parts.joined(payloads)
 
-    def _encode_first(self, rows: _Rows, x: Tensor) -> tuple[Payload, Tensor]:
+    def _encode_first(self, rows: _Rows, x: Tensor) -> tuple[list[Payload], Tensor]:
         (part,) = rows.parts
-        payload = part.coding.compress(rows.meta.unflatten(x))
-        return payload, self._first(rows, part.decoded(payload))
+        payload = part.compress(rows.meta.unflatten(x))
+        return [payload], self._first(rows, rows.decoded(part, payload))
 
-    def _encode(self, rows: _Rows, x: Tensor) -> tuple[Payload, Tensor]:
+    def _encode(self, rows: _Rows, x: Tensor) -> tuple[list[Payload], Tensor]:
         """The payloads of rows, and what the receiver will work with, [rows, n]."""
         method, state = self._method, rows.state
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         target = blanked(method.compensate(wide, state), rows.padded)
-        payload: Payload = ()
+        payloads: list[Payload] = []
         said: list[Tensor] = []
         for i, part in enumerate(rows.parts):
             # Rounding to the tensor's dtype comes before compression, and what it takes away is
             # part of what is left, so that half precision loses nothing either.
             given = narrow(method.part(i, x, target, said, state), x.dtype)
-            sent = part.coding.compress(rows.meta.unflatten(blanked(given, rows.padded)))
-            said.append(part.decoded(sent))
-            payload += sent
+            given = rows.meta.unflatten(blanked(given, rows.padded))
+            payload = part.compress_against(given, rows.meta.unflatten(x))
+            said.append(rows.decoded(part, payload))
+            payloads.append(payload)
         total = _sum(said)
-        own = payload
 
         def positions() -> Tensor | None:
-            return self._positions(rows, own)
+            return self._positions(rows, payloads)
 
         def without(y: Tensor) -> Tensor:
             return blanked(y - said_in_all, rows.padded)
@@ -298,7 +285,7 @@ class MemoryPlan(Plan):
             method.sent(Sent(wide, target, without, positions), state)
         if self._end.estimate is not None:  # the receiver's, which this end has a copy of
             total = method.received(total.to(torch.float32), state)
-        return payload, total
+        return payloads, total
 
     def measured(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The target for ``x``, and the tensor that its error is compared with; both like it.
@@ -323,13 +310,17 @@ class MemoryPlan(Plan):
     # -- the receiver ---------------------------------------------------------------------------
 
     def decode(self, payload: Payload) -> Tensor:
-        results = [self._decode(rows, payload) for rows in self._rows]
+        payloads = iter(self._parts.parted(payload))
+        results = []
         for rows in self._rows:
+            results.append(self._decode(rows, [next(payloads) for _ in rows.parts]))
             rows.state.release()
         return blanked(self._tensor(self._joined(results)), self._padded)
 
-    def _decode(self, rows: _Rows, payload: Payload) -> Tensor:
-        said = [part.decoded(payload[part.wires]) for part in rows.parts]
+    def _decode(self, rows: _Rows, payloads: Sequence[Payload]) -> Tensor:
+        said = [
+            rows.decoded(part, payload) for part, payload in zip(rows.parts, payloads, strict=True)
+        ]
         if rows.first:
             return self._first(rows, said[0])
         total = _sum(said)
@@ -346,12 +337,12 @@ class MemoryPlan(Plan):
     def positions(self, payload: Payload) -> Tensor | None:
         if len(self._rows) > 1 or self._rows[0].first:
             return None  # some rows went whole, and so does their gradient
-        return self._positions(self._rows[0], payload)
+        return self._positions(self._rows[0], self._parts.parted(payload))
 
-    def _positions(self, rows: _Rows, payload: Payload) -> Tensor | None:
-        """Elements of these rows that their own payload carries; None for all."""
+    def _positions(self, rows: _Rows, payloads: Sequence[Payload]) -> Tensor | None:
+        """Elements of these rows that their own payloads carry; None for all."""
         (part, *others) = rows.parts
-        return None if others else part.coding.positions(payload)
+        return None if others else part.positions(payloads[0])
 
     def _first(self, rows: _Rows, said: Tensor) -> Tensor:
         """Begins the estimates of rows that were sent by themselves."""

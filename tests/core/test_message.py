@@ -61,16 +61,18 @@ def test_the_status_is_a_view_and_takes_a_flag_of_the_device():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
 def test_payload_comes_back_and_the_length_is_known(compressor, dtype):
-    """Law 2: the message is as long as the layout says, at odd sizes too."""
+    """Law 2: the message is as long as the layout says, or at most, at odd sizes too."""
+    variable = compressor.variable_length
     for shape in ((3, 17), (5,), (2, 3, 5, 3)):
         x = torch.randn(shape).to(dtype)
         layout = compressor.layout(TensorMeta.of(x))
         payload = compressor.compress(x, drawn())
-        message = frame(Header(COMPRESSED), payload)
-        assert message.numel() == message_bytes(layout)
-        again = unframe(message, layout)
+        message = frame(Header(COMPRESSED), payload, variable=variable)
+        most = message_bytes(layout, variable=variable)
+        assert message.numel() <= most if variable else message.numel() == most
+        again = unframe(message, layout, variable=variable)
         assert all(same_bits(a, b) for a, b in zip(again, payload, strict=True))
-        assert compressor.wire_bytes(TensorMeta.of(x)) <= message.numel() - HEADER_BYTES
+        assert compressor.wire_bytes(TensorMeta.of(x)) <= most - HEADER_BYTES
 
 
 def test_parts_are_aligned_and_the_gaps_are_zero():

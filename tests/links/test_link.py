@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from methods import COMPRESSORS, FEEDBACK, round_trip, same_bits
+from methods import COMPRESSORS, FEEDBACK, round_trip, same_bits, varies
 
 from mpcomp import (
     AQSGD,
@@ -73,7 +73,8 @@ def test_length_is_known_beforehand_and_metered(method, dtype, global_rng_untouc
                 expected = link.message_bytes(TensorMeta.of(x), step, 0, x.device)
             message = link.encode(x, step, 0)
             assert message.dtype == torch.uint8 and message.dim() == 1
-            assert index == 0 or message.numel() == expected
+            assert index == 0 or message.numel() == expected or varies(method)
+            assert index == 0 or message.numel() <= expected
             total += message.numel()
             y = link.decode(message, TensorMeta.of(x), step, 0)
             assert y.shape == x.shape and y.dtype == dtype and same_bits(x, before)

@@ -1,0 +1,295 @@
+"""Entropy-coded scalar quantization of a given step: the error is set, and the bits follow.
+
+Elements are rearranged into tokens [T, C], a vector along the channels each. A token t has the unit
+
+    u_t = step * 2^(k_t / 4),    k_t = round(4 log2 rms)
+
+with the rms of its own elements or of the whole tensor, and is coded as
+
+    y = x / u_t,    q = sign(z) floor(|z| + 1 - dead_zone),    z = y - m,    x^ = u_t (q + m)
+
+where m [C] are channel means of y (``centre``), else zero. With ``dither`` an offset v, uniform in
+[-1/2, 1/2), is added before rounding to the nearest and taken away behind it, by both ends:
+
+    q = round(y + v),    x^ = u_t (q - v)
+
+The error is then uniform in [-u/2, u/2), has mean zero and does not depend on x (Roberts, 1962;
+Schuchman, 1964). The q are coded by their empirical entropy (`mpcomp.compressors.entropy`), for
+which a uniform quantizer is within 0.25 bits of the best there is at any rate (Gish and Pierce,
+1968; ECSQ), and at low rates, with a dead zone, closer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mpcomp.compressors import entropy
+from mpcomp.compressors.base import Compressor, check_cf
+from mpcomp.core.randomness import uniform
+from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.wire import Payload
+
+__all__ = ["ECSQ"]
+
+_SCALES = ("token", "tensor")
+_ROUNDINGS = ("nearest", "dither")
+_PER_OCTAVE = 4  # scales: finer ones would cost bits and change little
+# Exponents k: from the rms of the smallest normal numbers of fp32 to that of the largest.
+_SMALLEST, _LARGEST = -4 * 126, 4 * 128
+_NONE = _SMALLEST - 1  # of tokens that are zero, and stay zero under dither
+_MANTISSAS = (1.0, 1.189207115002721, 1.4142135623730951, 1.681792830507429)  # 2^(i/4)
+_LARGEST_UNIT = float(torch.finfo(torch.float32).max) / 4
+_SPIKE = 3 * _PER_OCTAVE  # a token this far above the median one stands out
+_FRACTIONS = 4  # of a step, in which means are sent
+
+
+@dataclass(frozen=True)
+class ECSQ(Compressor):
+    """Uniform quantization with a given step, entropy coded. Spec ``step:0.5``.
+
+    Its messages are as long as what they say: about log2(4.13 rms / step) bits an element of a
+    Gaussian, a few hundred bytes for a tensor that rounds to zero. The error of an element is at
+    most max(1/2, dead_zone) units. Scales go as whole numbers, four an octave, so that both ends
+    and all devices have the same units.
+
+    In error feedback and memories the step is relative to the tensor itself, not to what is left
+    of it: what has not changed costs next to nothing (`compress_against`). So an
+    estimate keeps an error of a fixed size: ``aqsgd:first=step/0.3+step:0.3:dead_zone=0.6``.
+
+    Args:
+        step: in units of the scale, above 0; 0.25 to 0.5 for activations, 1 to 2 for gradients.
+        scale: "token" for the rms of each vector along the channels (dim 1 of images and other
+            4-d tensors, else the last), "tensor" for one of all, which spends bits where the
+            energy is.
+        dead_zone: smallest |y| that is not rounded to zero, 0.5 to 1; above 0.5 fewer bits for a
+            larger error.
+        centre: subtract the mean of each channel, which goes with the message, from all tokens but
+            those that stand out (more than 8 times the median scale): for activations of language
+            models, of whose energy means hold half.
+        rounding: "nearest", or "dither" (unbiased; for gradients).
+
+    Magnitudes above 32767 steps are clipped.
+
+    Raises:
+        ValueError: a setting outside those, or a dead zone or means together with dither.
+    """
+
+    step: float
+    scale: str = "token"
+    dead_zone: float = 0.5
+    centre: bool = False
+    rounding: str = "nearest"
+    spec: ClassVar[str] = "step"
+    variable_length: ClassVar[bool] = True  # type: ignore[misc]
+    between_replicas = False  # where lengths must be known beforehand
+
+    def __post_init__(self) -> None:
+        if not 1e-3 <= self.step <= 1e3:
+            raise ValueError(
+                f"step={self.step}: a step is from 0.001 to 1000 of the scale; activations of "
+                "language models take 0.25 to 0.5"
+            )
+        if self.scale not in _SCALES:
+            raise ValueError(f"scale={self.scale!r}: ECSQ knows {', '.join(_SCALES)}")
+        if not 0.5 <= self.dead_zone <= 1:
+            raise ValueError(f"dead_zone={self.dead_zone}: 0.5 (rounding to the nearest) to 1 step")
+        if self.rounding not in _ROUNDINGS:
+            raise ValueError(f"rounding={self.rounding!r}: ECSQ knows {', '.join(_ROUNDINGS)}")
+        if self.rounding == "dither" and (self.centre or self.dead_zone != 0.5):
+            raise ValueError(
+                "rounding='dither' is unbiased, and takes neither dead_zone nor centre"
+            )
+
+    @property
+    def is_unbiased(self) -> bool:  # type: ignore[override]
+        """Whether rounding is dithered."""
+        return self.rounding == "dither"
+
+    @property
+    def shares_choice(self) -> bool:  # type: ignore[override]
+        """Whether both ends draw the dither."""
+        return self.rounding == "dither"
+
+    @property
+    def contractive(self) -> bool:  # type: ignore[override]
+        """Whether no element's error is larger than the element."""
+        return self.rounding == "nearest" and not self.centre
+
+    def with_cf(self, cf: float) -> ECSQ:
+        """The same with the step that gives a Gaussian about 32 / cf bits an element."""
+        check_cf(cf)
+        return dataclasses.replace(self, step=min(1e3, max(1e-3, 4.13 * 2 ** (-32 / cf))))
+
+    def layout(self, meta: TensorMeta) -> tuple[TensorMeta, ...]:
+        most = sum(4 + entropy.max_bytes(*shape) for shape in self._shapes(_Tokens.of(meta)))
+        return (TensorMeta((most,), torch.uint8),)
+
+    def compress(self, x: Tensor, generator: torch.Generator | None = None) -> Payload:
+        return self.compress_against(x, x, generator)
+
+    def compress_against(
+        self, x: Tensor, whole: Tensor, generator: torch.Generator | None = None
+    ) -> Payload:
+        tokens = _Tokens.of(TensorMeta.of(x))
+        vectors = tokens.split(x)
+        exponents = self._exponents(vectors if whole is x else tokens.split(whole))
+        units = self._units(exponents, x.device)
+        y = vectors / torch.where(units > 0, units, torch.inf)
+        parts = [exponents[None]]
+        if self.centre:
+            means = _whole(_mean(y, _ordinary(exponents)) * _FRACTIONS)
+            y -= _offsets(means, exponents, x.device)
+            parts.append(means[None])
+        if self.rounding == "dither":
+            y = (y + self._dither(generator, y)).round_()
+        elif self.dead_zone == 0.5:
+            y = y.round_()
+        else:
+            y = torch.copysign((y.abs() + (1 - self.dead_zone)).floor_(), y)
+        parts.append(_whole(y))
+        coded = [entropy.encode(part) for part in parts]
+        # Each with its length before it, so that a damaged one is not read as the next.
+        framed = [(np.array([len(part)], "<u4").view(np.uint8), part) for part in coded]
+        message = np.concatenate([piece for pieces in framed for piece in pieces])
+        return (torch.from_numpy(message).to(x.device),)
+
+    def decompress(
+        self, payload: Payload, meta: TensorMeta, generator: torch.Generator | None = None
+    ) -> Tensor:
+        tokens = _Tokens.of(meta)
+        (message,) = payload
+        device = message.device
+        exponents, *means, q = self._read(message.cpu().numpy(), self._shapes(tokens))
+        y = torch.from_numpy(q).to(device).to(torch.float32)
+        if self.centre:
+            y += _offsets(means[0][0], exponents[0], device)
+        if self.rounding == "dither":
+            y -= self._dither(generator, y)
+        limit = min(torch.finfo(meta.dtype).max, torch.finfo(torch.float32).max)
+        x = (y * self._units(exponents[0], device)).clamp_(-limit, limit)
+        return tokens.join(x.to(meta.dtype))
+
+    def _shapes(self, tokens: _Tokens) -> list[tuple[int, int]]:
+        """Of what a message holds: exponents, means if there are any, and the elements."""
+        scales = (1, tokens.num if self.scale == "token" else 1)
+        means = [(1, tokens.width)] if self.centre else []
+        return [scales, *means, (tokens.num, tokens.width)]
+
+    def _read(
+        self, message: NDArray[np.uint8], shapes: list[tuple[int, int]]
+    ) -> list[NDArray[np.int16]]:
+        """The integers of a message.
+
+        Raises:
+            RuntimeError: it is not as long as it says, or cannot be of these shapes.
+        """
+        found, start = [], 0
+        for shape in shapes:
+            end = start + 4
+            if end <= len(message):
+                end += int(message[start : start + 4].view("<u4")[0])
+            if start + 4 > len(message) or end > len(message):
+                raise RuntimeError(f"{self}: a message of {len(message)} bytes, cut short")
+            found.append(entropy.decode(message[start + 4 : end], *shape))
+            start = end
+        if start != len(message):
+            raise RuntimeError(f"{self}: a message of {len(message)} bytes, {start} of them read")
+        return found
+
+    def _exponents(self, vectors: Tensor) -> NDArray[np.int16]:
+        """k of each token, or of all: the rms in quarters of an octave, int16 [T] or [1]."""
+        if self.scale == "tensor":
+            vectors = vectors.reshape(1, -1)
+        # In fp64, where no square overflows. Sums may round by machine: k is sent.
+        norms = torch.linalg.vector_norm(vectors, dim=1, dtype=torch.float64).cpu().numpy()
+        with np.errstate(divide="ignore"):
+            octaves = np.log2(norms / max(1, vectors.shape[1]) ** 0.5)
+        exponents = np.clip(np.rint(octaves * _PER_OCTAVE), _SMALLEST, _LARGEST)
+        return np.where(norms > 0, exponents, _NONE).astype(np.int16)
+
+    def _units(self, exponents: NDArray[np.int16], device: torch.device) -> Tensor:
+        """u of each token: fp32 [T, 1], or [1, 1]; zero for tokens that are."""
+        clipped = np.clip(exponents, _SMALLEST, _LARGEST).astype(np.int32)
+        mantissas = np.array(_MANTISSAS)[clipped % _PER_OCTAVE]
+        units = np.ldexp(mantissas, clipped // _PER_OCTAVE) * self.step
+        units = np.where(exponents < _SMALLEST, 0.0, np.minimum(units, _LARGEST_UNIT))
+        return torch.from_numpy(units.astype(np.float32))[:, None].to(device)
+
+    def _dither(self, generator: torch.Generator | None, y: Tensor) -> Tensor:
+        """v, like ``y``."""
+        assert generator is not None, "dither is drawn from a generator"
+        return uniform(generator, y.numel(), y.device).view_as(y).sub_(0.5)
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """A tensor as vectors along its channels.
+
+    Attributes:
+        meta: of the tensor.
+        num: vectors.
+        width: elements of one.
+    """
+
+    meta: TensorMeta
+    num: int
+    width: int
+
+    @classmethod
+    def of(cls, meta: TensorMeta) -> _Tokens:
+        """The vectors of a tensor; of fewer than two dimensions it is one."""
+        shape = meta.shape
+        width = shape[1 if len(shape) >= 4 else -1] if len(shape) >= 2 else meta.numel
+        return cls(meta, meta.numel // max(1, width), width)
+
+    def split(self, x: Tensor) -> Tensor:
+        """fp32 [vectors, elements], finite."""
+        if x.dim() >= 4:
+            x = x.movedim(1, -1)
+        vectors = x.reshape(self.num, self.width).to(torch.float32)
+        return vectors.nan_to_num()
+
+    def join(self, vectors: Tensor) -> Tensor:
+        """The inverse: a tensor like ``meta``."""
+        shape = self.meta.shape
+        if len(shape) < 4:
+            return vectors.reshape(shape)
+        memory = torch.channels_last if self.meta.channels_last else torch.contiguous_format
+        moved = vectors.reshape(shape[0], *shape[2:], shape[1]).movedim(-1, 1)
+        return moved.contiguous(memory_format=memory)
+
+
+def _whole(y: Tensor) -> NDArray[np.int16]:
+    """Rounded numbers as integers, clipped."""
+    return y.round().clamp_(-entropy.LARGEST, entropy.LARGEST).to(torch.int16).cpu().numpy()
+
+
+def _ordinary(exponents: NDArray[np.int16]) -> NDArray[np.bool_]:
+    """Whether a token does not stand out, of which both ends have the numbers: bool [T]."""
+    if not len(exponents):
+        return np.zeros(0, bool)
+    median = int(np.sort(exponents)[len(exponents) // 2])
+    return exponents.astype(np.int32) <= median + _SPIKE
+
+
+def _mean(y: Tensor, among: NDArray[np.bool_]) -> Tensor:
+    """Mean of those rows [C]; of one that counts for all of them."""
+    if len(among) == 1 or among.all():
+        return y.mean(0).nan_to_num()
+    return y[torch.from_numpy(among).to(y.device)].mean(0).nan_to_num()
+
+
+def _offsets(
+    means: NDArray[np.int16], exponents: NDArray[np.int16], device: torch.device
+) -> Tensor:
+    """m of each token: fp32 [T, C], or [1, C]; zero for those that stand out."""
+    among = torch.from_numpy(_ordinary(exponents).astype(np.float32)).to(device)
+    m = torch.from_numpy(means).to(device).to(torch.float32) / _FRACTIONS
+    return among[:, None] * m

@@ -1,0 +1,311 @@
+"""Entropy coding of small integers [rows, columns], of which most are zero or near it.
+
+Magnitudes go through an asymmetric numeral system (ANS; Duda, arXiv 1311.2540; the coder is that of
+the package constriction), signs as a bit each. How often which magnitude comes differs by row (a
+token) and by column (a channel), so each has a class, and an element is coded by the table of
+its context:
+
+    log2 E|q_ij|  ~  r_i + c_j,         context_ij = clip(r_i + c_j),    r, c in halves of an octave
+
+Classes and tables are sent: some hundred bytes for a message of any size, which is why a small one
+has a single context. A table says -log2 of each magnitude's frequency in eighths of a bit, one byte
+each, from which both ends make the same integers. So nothing depends on how a machine rounds.
+
+    byte     0       1..4         then
+             kind    ANS words    classes' tables, tables, signs, large magnitudes, ANS words
+
+Where coding would gain nothing (noise of many bits) the integers are sent as int16.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import constriction
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["LARGEST", "decode", "encode", "max_bytes"]
+
+#: Magnitudes are at most this.
+LARGEST = 2**15 - 1
+
+_PLAIN, _CODED = 0, 1
+_HEAD = struct.Struct("<BI")
+_ESCAPE = 255  # the symbol of magnitudes from here on, which follow by themselves
+_ABSENT = 255
+# Weight of a frequency 2^(-cost / 8); rounded, as powers differ by machine in their last bits.
+_WEIGHTS = np.array([max(1, round(2 ** (24 - cost / 8))) for cost in range(256)], np.int64)
+_PER_OCTAVE = 2  # classes
+_CONTEXTS = 24
+_FEW = 4096  # elements for which tables of several contexts would cost more than they save
+
+
+def max_bytes(rows: int, columns: int) -> int:
+    """The most that `encode` takes for integers [rows, columns]."""
+    return 1 + 2 * rows * columns
+
+
+def encode(q: NDArray[np.int16]) -> NDArray[np.uint8]:
+    """The coded form of integers [rows, columns], uint8 [n], n <= `max_bytes`.
+
+    Args:
+        q: magnitudes up to `LARGEST`.
+    """
+    coded = _encoded(q) if q.size else b""
+    if not coded or len(coded) > max_bytes(*q.shape):
+        coded = bytes([_PLAIN]) + q.astype("<i2").tobytes()
+    return np.frombuffer(coded, np.uint8)
+
+
+def decode(data: NDArray[np.uint8], rows: int, columns: int) -> NDArray[np.int16]:
+    """Inverse of `encode`.
+
+    Raises:
+        RuntimeError: the data cannot be of such integers. (Of damaged data many are.)
+    """
+    raw = data.tobytes()
+    if not raw:
+        raise RuntimeError("an empty message where coded integers were expected")
+    if raw[0] == _PLAIN:
+        if len(raw) != max_bytes(rows, columns):
+            raise _damaged(f"{len(raw)} bytes, expected {max_bytes(rows, columns)}")
+        return np.frombuffer(raw, "<i2", offset=1).astype(np.int16).reshape(rows, columns)
+    if raw[0] != _CODED:
+        raise _damaged(f"kind {raw[0]}")
+    return _decoded(_Reader(raw), rows, columns)
+
+
+# -- contexts --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Contexts:
+    """Rows and columns in the order of their classes, and the blocks that share a context.
+
+    Attributes:
+        rows: class of each row, uint8 [rows].
+        columns: class of each column, uint8 [columns].
+    """
+
+    rows: NDArray[np.uint8]
+    columns: NDArray[np.uint8]
+
+    @classmethod
+    def one(cls, num_rows: int, num_columns: int) -> _Contexts:
+        """A single context."""
+        return cls(np.zeros(num_rows, np.uint8), np.zeros(num_columns, np.uint8))
+
+    @classmethod
+    def of(cls, magnitudes: NDArray[np.uint8]) -> _Contexts:
+        """The classes of magnitudes [rows, columns], of which some are not zero."""
+        num_rows, num_columns = magnitudes.shape
+        by_row = magnitudes.sum(1, dtype=np.int64) / num_columns
+        by_column = magnitudes.sum(0, dtype=np.int64) / num_rows
+        mean = by_row.mean()
+        # What is added keeps a row of zeros near one that has a single one.
+        rows = _PER_OCTAVE * np.log2((by_row + 0.25 / num_columns) / mean)
+        columns = _PER_OCTAVE * np.log2((by_column + 0.25 / num_rows) / mean)
+        return cls(_classes(rows), _classes(columns))
+
+    def blocks(self) -> Iterator[tuple[int, list[tuple[slice, slice]]]]:
+        """Each context, and where it is in the matrix that is ordered by `orders`."""
+        runs: dict[int, list[tuple[slice, slice]]] = {}
+        rows, columns = _runs(self.rows), _runs(self.columns)
+        for row, among_rows in rows:
+            for column, among_columns in columns:
+                context = min(row + column, _CONTEXTS - 1)
+                runs.setdefault(context, []).append((among_rows, among_columns))
+        return iter(sorted(runs.items()))
+
+    def orders(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+        """Rows, and columns, ordered by class."""
+        return np.argsort(self.rows, kind="stable"), np.argsort(self.columns, kind="stable")
+
+
+def _classes(octaves: NDArray[np.float64]) -> NDArray[np.uint8]:
+    """Whole numbers from 0, the largest for the largest; what is far below counts as alike."""
+    rounded = np.rint(octaves)
+    largest = int(rounded.max())
+    below: NDArray[np.uint8] = np.clip(rounded - (largest - _CONTEXTS + 1), 0, None).astype(
+        np.uint8
+    )
+    return below - below.min()
+
+
+def _runs(classes: NDArray[np.uint8]) -> list[tuple[int, slice]]:
+    """Each class that occurs, and where it is among all in order."""
+    counts = np.bincount(classes)
+    ends = np.cumsum(counts)
+    return [(int(k), slice(int(ends[k] - counts[k]), int(ends[k]))) for k in np.flatnonzero(counts)]
+
+
+# -- tables ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Table:
+    """Frequencies of symbols.
+
+    Attributes:
+        first: the smallest symbol that occurs.
+        costs: -log2 of the frequencies from there to the largest one, in eighths of a bit.
+    """
+
+    first: int
+    costs: NDArray[np.uint8]
+
+    @classmethod
+    def of(cls, symbols: NDArray[np.uint8]) -> _Table:
+        """The table of these symbols."""
+        counts = np.bincount(symbols, minlength=1)
+        first = int(np.argmax(counts > 0))
+        counts = counts[first:]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            costs = np.minimum(np.rint(-8 * np.log2(counts / len(symbols))), _ABSENT - 1)
+        return cls(first, np.where(counts > 0, costs, _ABSENT).astype(np.uint8))
+
+    def to_bytes(self) -> bytes:
+        """First symbol, number of others, costs."""
+        return bytes([self.first, len(self.costs) - 1]) + self.costs.tobytes()
+
+    def model(self) -> constriction.stream.model.Categorical:
+        """The distribution, of symbols counted from the first."""
+        weights = _WEIGHTS[self.costs]
+        return constriction.stream.model.Categorical(
+            (weights / weights.sum()).astype(np.float32), perfect=False
+        )
+
+
+# -- encoding --------------------------------------------------------------------------------------
+
+
+def _encoded(q: NDArray[np.int16]) -> bytes:
+    absolute = np.abs(q)
+    magnitudes = np.minimum(absolute, _ESCAPE).astype(np.uint8)
+    streams = _streams(magnitudes, _Contexts.one(*q.shape))
+    tables = [_Table.of(stream) for stream in streams]
+    if q.size >= _FEW and magnitudes.any():
+        several = _streams(magnitudes, _Contexts.of(magnitudes))
+        of_several = [_Table.of(stream) for stream in several]
+        # Where little is not zero, its classes may cost more than they tell.
+        if _num_bytes(several, of_several) < _num_bytes(streams, tables):
+            streams, tables = several, of_several
+    coder = constriction.stream.stack.AnsCoder()
+    for table, stream in zip(reversed(tables), reversed(streams), strict=True):
+        if len(table.costs) > 1:  # else all are alike
+            coder.encode_reverse(stream.astype(np.int32) - table.first, table.model())
+    words = coder.get_compressed().astype("<u4")
+    signs = np.packbits(q[q != 0] < 0, bitorder="little")
+    large = absolute[absolute >= _ESCAPE].astype("<u2")
+    parts = [_HEAD.pack(_CODED, len(words))]
+    parts += [table.to_bytes() for table in tables]
+    parts += [signs.tobytes(), large.tobytes(), words.tobytes()]
+    return b"".join(parts)
+
+
+def _streams(magnitudes: NDArray[np.uint8], contexts: _Contexts) -> list[NDArray[np.uint8]]:
+    """The classes of rows, of columns, and the magnitudes of each context."""
+    by_row, by_column = contexts.orders()
+    ordered = magnitudes[by_row][:, by_column]
+    return [contexts.rows, contexts.columns] + [
+        np.concatenate([ordered[block].ravel() for block in blocks])
+        for _, blocks in contexts.blocks()
+    ]
+
+
+def _num_bytes(streams: list[NDArray[np.uint8]], tables: list[_Table]) -> float:
+    """Bytes of streams and tables, nearly."""
+    return sum(
+        len(table.costs) + int(table.costs[stream - table.first].sum(dtype=np.int64)) / 64
+        for stream, table in zip(streams, tables, strict=True)
+    )
+
+
+# -- decoding --------------------------------------------------------------------------------------
+
+
+class _Reader:
+    """A message, read from its beginning, its ANS words apart."""
+
+    def __init__(self, raw: bytes) -> None:
+        if len(raw) < _HEAD.size:
+            raise _damaged(f"{len(raw)} bytes")
+        _, num_words = _HEAD.unpack_from(raw)
+        self._raw = raw
+        self._at = _HEAD.size
+        self._end = len(raw) - 4 * num_words
+        if self._end < self._at:
+            raise _damaged(f"{len(raw)} bytes, {num_words} words")
+        words = np.frombuffer(raw, "<u4", offset=self._end).astype(np.uint32)
+        try:
+            self._coder = constriction.stream.stack.AnsCoder(words)
+        except ValueError as error:
+            raise _damaged(str(error)) from error
+
+    def take(self, num_bytes: int) -> NDArray[np.uint8]:
+        """The next bytes."""
+        if self._at + num_bytes > self._end:
+            raise _damaged("it ends too early")
+        taken = np.frombuffer(self._raw, np.uint8, num_bytes, self._at)
+        self._at += num_bytes
+        return taken
+
+    def table(self) -> _Table:
+        """The next table."""
+        first, others = (int(byte) for byte in self.take(2))
+        if first + others > _ESCAPE:
+            raise _damaged(f"symbols up to {first + others}")
+        return _Table(first, self.take(others + 1))
+
+    def symbols(self, table: _Table, count: int) -> NDArray[np.uint8]:
+        """The next symbols that are coded by a table."""
+        if len(table.costs) == 1 or not count:
+            return np.full(count, table.first, np.uint8)
+        decoded: NDArray[np.int32] = self._coder.decode(table.model(), count)
+        return (decoded + table.first).astype(np.uint8)
+
+    def check_end(self) -> None:
+        """Whether all bytes were taken."""
+        if self._at != self._end:
+            raise _damaged(f"{self._end - self._at} bytes too many")
+
+
+def _decoded(reader: _Reader, rows: int, columns: int) -> NDArray[np.int16]:
+    class_tables = reader.table(), reader.table()
+    contexts = _Contexts(
+        reader.symbols(class_tables[0], rows), reader.symbols(class_tables[1], columns)
+    )
+    blocks = list(contexts.blocks())
+    tables = [reader.table() for _ in blocks]
+    ordered = np.empty((rows, columns), np.uint8)
+    for table, (_, places) in zip(tables, blocks, strict=True):
+        sizes = [(r.stop - r.start) * (c.stop - c.start) for r, c in places]
+        stream = reader.symbols(table, sum(sizes))
+        start = 0
+        for (r, c), size in zip(places, sizes, strict=True):
+            ordered[r, c] = stream[start : start + size].reshape(r.stop - r.start, -1)
+            start += size
+    by_row, by_column = contexts.orders()
+    magnitudes = np.empty((rows, columns), np.int16)
+    magnitudes[np.ix_(by_row, by_column)] = ordered
+    present = magnitudes != 0
+    num_present = int(np.count_nonzero(present))
+    signs = reader.take(-(-num_present // 8))
+    escaped = magnitudes == _ESCAPE
+    large = reader.take(2 * int(np.count_nonzero(escaped))).view("<u2")
+    magnitudes[escaped] = np.minimum(large, LARGEST)
+    reader.check_end()
+    negative = np.unpackbits(signs, count=num_present, bitorder="little").view(bool)
+    values = magnitudes[present]
+    magnitudes[present] = np.where(negative, -values, values)
+    return magnitudes
+
+
+def _damaged(what: str) -> RuntimeError:
+    return RuntimeError(
+        f"a coded message that says nothing ({what}): it is damaged, or the two ends have "
+        "different methods"
+    )
