@@ -129,10 +129,9 @@ def _classes(octaves: NDArray[np.float64]) -> NDArray[np.uint8]:
     """Whole numbers from 0, the largest for the largest; what is far below counts as alike."""
     rounded = np.rint(octaves)
     largest = int(rounded.max())
-    below: NDArray[np.uint8] = np.clip(rounded - (largest - _CONTEXTS + 1), 0, None).astype(
-        np.uint8
-    )
-    return below - below.min()
+    classes = np.clip(rounded - (largest - _CONTEXTS + 1), 0, None)
+    from_zero: NDArray[np.uint8] = (classes - classes.min()).astype(np.uint8)
+    return from_zero
 
 
 def _runs(classes: NDArray[np.uint8]) -> list[tuple[int, slice]]:

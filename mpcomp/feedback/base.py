@@ -17,6 +17,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from mpcomp.compressors.base import Compressor, check_contractive
+from mpcomp.compressors.identity import Identity
 from mpcomp.core.spec import SpecValue, shown
 from mpcomp.core.step import Key, MessageContext, SampleIds
 from mpcomp.feedback.memory import Memory, State
@@ -25,7 +26,7 @@ from mpcomp.feedback.slots import StoragePlan
 
 __all__ = ["Feedback", "row_keys"]
 
-_EVALS = ("compressed", "raw")
+_EVALS = ("compressed", "first", "raw")
 
 
 class Feedback(SpecValue, Memory, ABC):
@@ -38,8 +39,8 @@ class Feedback(SpecValue, Memory, ABC):
         storage: "fp32", "fp16", "bf16" or bits (1-8) of what is kept.
         location: where: "device", "cpu", or a folder for files.
         cap_bytes: slots are kept up to so many bytes at each end; None for no cap.
-        eval: what evaluation sends: "compressed" (the inner compressor's C(x), without state) or
-            "raw" (the tensor itself).
+        eval: what evaluation sends: "compressed" (the inner compressor's C(x), without state),
+            "first" (what a slot without an estimate sends) or "raw" (the tensor itself).
     """
 
     inner: Compressor
@@ -73,7 +74,7 @@ class Feedback(SpecValue, Memory, ABC):
         if self.first is not None and not isinstance(self.first, Compressor):
             raise TypeError(f"first={self.first!r}: expected a compressor, or None for raw")
         if self.eval not in _EVALS:
-            raise ValueError(f"eval={self.eval!r}: evaluation is {' or '.join(_EVALS)}")
+            raise ValueError(f"eval={self.eval!r}: evaluation is {', '.join(_EVALS)}")
         self.storage_plan  # noqa: B018  (raises for a bad storage or cap)
 
     @property
@@ -106,6 +107,13 @@ class Feedback(SpecValue, Memory, ABC):
         return ()
 
     # -- the message ----------------------------------------------------------------------------
+
+    @property
+    def evaluation(self) -> Compressor:
+        """Compressor of evaluation, in which nothing is remembered."""
+        if self.eval == "compressed":
+            return self.inner
+        return (self.first if self.eval == "first" else None) or Identity()
 
     @property
     def coders(self) -> tuple[Compressor, ...]:

@@ -44,7 +44,7 @@ class EF21(Feedback):
         location: "device", "cpu", or a folder for files.
         cap_bytes: estimates are kept up to so many bytes at each end; rows beyond it are always
             sent as first ones. None for no cap.
-        eval: "compressed" or "raw".
+        eval: "compressed", "first" or "raw".
 
     Raises:
         TypeError: inner or first is not a compressor.

@@ -390,7 +390,7 @@ class Link:
         if isinstance(coder, Feedback):
             if end is not None:
                 return MemoryPlan(coder, end, meta, context, padded, device)
-            coder = Identity() if coder.eval == "raw" else coder.inner
+            coder = coder.evaluation
         return PlainPlan(or_dense(coder, meta), meta, context, padded, end)
 
     def _coder(self, step: Step, positions: Tensor | None) -> Compressor | Feedback:
