@@ -21,7 +21,6 @@ which a uniform quantizer is within 0.25 bits of the best there is at any rate (
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -31,7 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mpcomp.compressors import entropy
-from mpcomp.compressors.base import Compressor, check_cf
+from mpcomp.compressors.base import Compressor
 from mpcomp.core.randomness import uniform
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.core.wire import Payload
@@ -88,6 +87,7 @@ class ECSQ(Compressor):
     rounding: str = "nearest"
     spec: ClassVar[str] = "step"
     variable_length: ClassVar[bool] = True  # type: ignore[misc]
+    adaptable = False  # a budget of bytes needs them beforehand
     between_replicas = False  # where lengths must be known beforehand
 
     def __post_init__(self) -> None:
@@ -121,11 +121,6 @@ class ECSQ(Compressor):
     def contractive(self) -> bool:  # type: ignore[override]
         """Whether no element's error is larger than the element."""
         return self.rounding == "nearest" and not self.centre
-
-    def with_cf(self, cf: float) -> ECSQ:
-        """The same with the step that gives a Gaussian about 32 / cf bits an element."""
-        check_cf(cf)
-        return dataclasses.replace(self, step=min(1e3, max(1e-3, 4.13 * 2 ** (-32 / cf))))
 
     def layout(self, meta: TensorMeta) -> tuple[TensorMeta, ...]:
         most = sum(4 + entropy.max_bytes(*shape) for shape in self._shapes(_Tokens.of(meta)))

@@ -123,6 +123,11 @@ class ConEF(Feedback):
                 f"error={self.error}: what it loses is not zero on average, and would add up; use "
                 "QSGD(8), Quantize(8, rounding='stochastic'), or None for a count sketch"
             )
+        elif self.error.variable_length:
+            raise ValueError(
+                f"error={self.error}: what is kept has room for as much as it is given, so its "
+                "length cannot vary; use QSGD(8), or None for a count sketch"
+            )
 
     def _check_sketch(self) -> None:
         fraction, beta = self.fraction, self.beta

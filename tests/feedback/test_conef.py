@@ -12,6 +12,7 @@ from models import store_of
 
 import mpcomp
 from mpcomp import (
+    ECSQ,
     EF21,
     QSGD,
     Compressor,
@@ -82,7 +83,8 @@ def test_specs():
         ({"improved": "v1"}, r"improved='v1' with a count sketch diverges.*QSGD\(8\).*'v2'"),
         ({"hash": "md5"}, "hash='md5': expected balanced or murmur"),
         ({"storage": "fp64"}, "storage='fp64'.*fp32, fp16, bf16.*1 to 8 bits"),
-        ({"eval": "dense"}, "eval='dense'.*compressed or raw"),
+        ({"error": ECSQ(0.5, rounding="dither")}, "error=step:0.5.*its length cannot vary"),
+        ({"eval": "dense"}, "eval='dense'.*compressed, first, raw"),
         ({"beta": 0.0}, r"beta=0.0, fraction=0.2.*\(1 - beta\) \* 5 < 2.*fraction=1 or more"),
         ({"fraction": 0.05}, r"fraction=0.05: a cell that holds 20 elements.*beta above 0.9"),
         ({"fraction": 0.5, "beta": 0.0}, "a cell that holds 2 elements"),

@@ -213,7 +213,7 @@ def test_bad_settings(cls):
         cls(EF21(TopK(0.1)))
     with pytest.raises(ValueError, match=r"unbiased=True inside feedback diverges.*leave it out"):
         cls(RandomK(0.1, unbiased=True))
-    with pytest.raises(ValueError, match="eval='dense'.*compressed or raw"):
+    with pytest.raises(ValueError, match="eval='dense'.*compressed, first, raw"):
         cls(TopK(0.1), eval="dense")
     for storage in ("fp64", 0, 9):
         with pytest.raises(ValueError, match=f"storage={storage!r}.*fp32, fp16, bf16.*1 to 8 bits"):
