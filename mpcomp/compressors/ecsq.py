@@ -91,9 +91,9 @@ class ECSQ(Compressor):
     between_replicas = False  # where lengths must be known beforehand
 
     def __post_init__(self) -> None:
-        if not 1e-3 <= self.step <= 1e3:
+        if not isinstance(self.step, int | float) or not 1e-3 <= self.step <= 1e3:
             raise ValueError(
-                f"step={self.step}: a step is from 0.001 to 1000 of the scale; activations of "
+                f"step={self.step!r}: a step is from 0.001 to 1000 of the scale; activations of "
                 "language models take 0.25 to 0.5"
             )
         if self.scale not in _SCALES:
@@ -137,7 +137,7 @@ class ECSQ(Compressor):
         exponents = self._exponents(vectors if whole is x else tokens.split(whole))
         units = self._units(exponents, x.device)
         y = vectors / torch.where(units > 0, units, torch.inf)
-        parts = [exponents[None]]
+        parts = _relative(exponents)
         if self.centre:
             means = _whole(_mean(y, _ordinary(exponents)) * _FRACTIONS)
             y -= _offsets(means, exponents, x.device)
@@ -161,21 +161,22 @@ class ECSQ(Compressor):
         tokens = _Tokens.of(meta)
         (message,) = payload
         device = message.device
-        exponents, *means, q = self._read(message.cpu().numpy(), self._shapes(tokens))
+        lowest, above, *means, q = self._read(message.cpu().numpy(), self._shapes(tokens))
+        exponents = _absolute(lowest, above)
         y = torch.from_numpy(q).to(device).to(torch.float32)
         if self.centre:
-            y += _offsets(means[0][0], exponents[0], device)
+            y += _offsets(means[0][0], exponents, device)
         if self.rounding == "dither":
             y -= self._dither(generator, y)
         limit = min(torch.finfo(meta.dtype).max, torch.finfo(torch.float32).max)
-        x = (y * self._units(exponents[0], device)).clamp_(-limit, limit)
+        x = (y * self._units(exponents, device)).clamp_(-limit, limit)
         return tokens.join(x.to(meta.dtype))
 
     def _shapes(self, tokens: _Tokens) -> list[tuple[int, int]]:
-        """Of what a message holds: exponents, means if there are any, and the elements."""
+        """Shapes of what a message holds: exponents, means if there are any, elements."""
         scales = (1, tokens.num if self.scale == "token" else 1)
         means = [(1, tokens.width)] if self.centre else []
-        return [scales, *means, (tokens.num, tokens.width)]
+        return [(1, 1), scales, *means, (tokens.num, tokens.width)]
 
     def _read(
         self, message: NDArray[np.uint8], shapes: list[tuple[int, int]]
@@ -259,6 +260,20 @@ class _Tokens:
         memory = torch.channels_last if self.meta.channels_last else torch.contiguous_format
         moved = vectors.reshape(shape[0], *shape[2:], shape[1]).movedim(-1, 1)
         return moved.contiguous(memory_format=memory)
+
+
+def _relative(exponents: NDArray[np.int16]) -> list[NDArray[np.int16]]:
+    """The lowest exponent, and how far each is above it, from 1; 0 is for tokens that are zero."""
+    there = exponents > _NONE
+    lowest = exponents[there].min() if there.any() else np.int16(0)
+    above = np.where(there, exponents - lowest + 1, 0).astype(np.int16)
+    return [lowest.reshape(1, 1), above[None]]
+
+
+def _absolute(lowest: NDArray[np.int16], above: NDArray[np.int16]) -> NDArray[np.int16]:
+    """The inverse of `_relative`; of a damaged message exponents all the same."""
+    exponents = np.where(above[0] > 0, lowest[0].astype(np.int32) + above[0] - 1, _NONE)
+    return np.clip(exponents, _NONE, _LARGEST).astype(np.int16)
 
 
 def _whole(y: Tensor) -> NDArray[np.int16]:

@@ -72,7 +72,8 @@ def decode(data: NDArray[np.uint8], rows: int, columns: int) -> NDArray[np.int16
     if raw[0] == _PLAIN:
         if len(raw) != max_bytes(rows, columns):
             raise _damaged(f"{len(raw)} bytes, expected {max_bytes(rows, columns)}")
-        return np.frombuffer(raw, "<i2", offset=1).astype(np.int16).reshape(rows, columns)
+        plain = np.frombuffer(raw, "<i2", offset=1).astype(np.int16)
+        return np.maximum(plain, -LARGEST).reshape(rows, columns)
     if raw[0] != _CODED:
         raise _damaged(f"kind {raw[0]}")
     return _decoded(_Reader(raw), rows, columns)
