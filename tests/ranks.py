@@ -42,7 +42,7 @@ _PRELOADED = [
     "models",
     "methods",
 ]
-_CONTEXT.set_forkserver_preload(_PRELOADED)
+_CONTEXT.set_forkserver_preload([*_PRELOADED, "frozen"])
 
 
 def preload(*modules: str) -> None:
@@ -51,7 +51,7 @@ def preload(*modules: str) -> None:
     To be called where a test's module is imported: the server starts with the first test.
     """
     _PRELOADED.extend(module for module in modules if module not in _PRELOADED)
-    _CONTEXT.set_forkserver_preload(_PRELOADED)
+    _CONTEXT.set_forkserver_preload([*_PRELOADED, "frozen"])
 
 
 class RankFailed(AssertionError):

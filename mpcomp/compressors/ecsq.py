@@ -220,7 +220,7 @@ class ECSQ(Compressor):
 
     def _dither(self, generator: torch.Generator | None, y: Tensor) -> Tensor:
         """v, like ``y``."""
-        assert generator is not None, "dither is drawn from a generator"
+        assert generator is not None, "dither needs the generator both ends share"
         return uniform(generator, y.numel(), y.device).view_as(y).sub_(0.5)
 
 

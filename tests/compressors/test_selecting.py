@@ -84,7 +84,8 @@ def test_shares_choice_is_claimed_where_decoding_draws():
     """All others decode without a generator."""
     claims = [c for c in COMPRESSORS if c.shares_choice]
     names = {type(c).__name__ for c in claims}
-    assert names == {"RandomK", "RandomBlock", "MultiLevel", "Rotate"}  # the last ones round these
+    # MultiLevel and Rotate go round those that do.
+    assert names == {"RandomK", "RandomBlock", "MultiLevel", "Rotate", "ECSQ"}
     x = torch.randn(4, 30)
     for compressor in COMPRESSORS:
         payload, meta = compressor.compress(x, drawn()), TensorMeta.of(x)
