@@ -33,7 +33,7 @@ from mpcomp.compressors import entropy
 from mpcomp.compressors.base import Compressor
 from mpcomp.core.randomness import uniform
 from mpcomp.core.tensor_meta import TensorMeta
-from mpcomp.core.wire import Payload
+from mpcomp.core.wire import Parts, Payload
 
 __all__ = ["ECSQ"]
 
@@ -54,7 +54,7 @@ class ECSQ(Compressor):
     """Uniform quantization with a given step, entropy coded. Spec ``step:0.5``.
 
     Its messages are as long as what they say: about log2(4.13 rms / step) bits an element of a
-    Gaussian, a few hundred bytes for a tensor that rounds to zero. The error of an element is at
+    Gaussian, next to nothing for a tensor that rounds to zero. The error of an element is at
     most max(1/2, dead_zone) units. Scales go as whole numbers, four an octave, so that both ends
     and all devices have the same units.
 
@@ -123,8 +123,7 @@ class ECSQ(Compressor):
         return self.rounding == "nearest" and not self.centre
 
     def layout(self, meta: TensorMeta) -> tuple[TensorMeta, ...]:
-        most = sum(4 + entropy.max_bytes(*shape) for shape in self._shapes(_Tokens.of(meta)))
-        return (TensorMeta((most,), torch.uint8),)
+        return self._parts(_Tokens.of(meta)).layout
 
     def compress(self, x: Tensor, generator: torch.Generator | None = None) -> Payload:
         return self.compress_against(x, x, generator)
@@ -149,19 +148,19 @@ class ECSQ(Compressor):
         else:
             y = torch.copysign((y.abs() + (1 - self.dead_zone)).floor_(), y)
         parts.append(_whole(y))
-        coded = [entropy.encode(part) for part in parts]
-        # Each with its length before it, so that a damaged one is not read as the next.
-        framed = [(np.array([len(part)], "<u4").view(np.uint8), part) for part in coded]
-        message = np.concatenate([piece for pieces in framed for piece in pieces])
-        return (torch.from_numpy(message).to(x.device),)
+        coded = [(torch.tensor(entropy.encode(part)),) for part in parts]
+        return tuple(part.to(x.device) for part in self._parts(tokens).joined(coded))
 
     def decompress(
         self, payload: Payload, meta: TensorMeta, generator: torch.Generator | None = None
     ) -> Tensor:
         tokens = _Tokens.of(meta)
-        (message,) = payload
-        device = message.device
-        lowest, above, *means, q = self._read(message.cpu().numpy(), self._shapes(tokens))
+        device = payload[0].device
+        coded = self._parts(tokens).parted((payload[0].cpu(),))
+        lowest, above, *means, q = (
+            entropy.decode(part.numpy(), *shape)
+            for (part,), shape in zip(coded, self._shapes(tokens), strict=True)
+        )
         exponents = _absolute(lowest, above)
         y = torch.from_numpy(q).to(device).to(torch.float32)
         if self.centre:
@@ -178,26 +177,11 @@ class ECSQ(Compressor):
         means = [(1, tokens.width)] if self.centre else []
         return [(1, 1), scales, *means, (tokens.num, tokens.width)]
 
-    def _read(
-        self, message: NDArray[np.uint8], shapes: list[tuple[int, int]]
-    ) -> list[NDArray[np.int16]]:
-        """The integers of a message.
-
-        Raises:
-            RuntimeError: it is not as long as it says, or cannot be of these shapes.
-        """
-        found, start = [], 0
-        for shape in shapes:
-            end = start + 4
-            if end <= len(message):
-                end += int(message[start : start + 4].view("<u4")[0])
-            if start + 4 > len(message) or end > len(message):
-                raise RuntimeError(f"{self}: a message of {len(message)} bytes, cut short")
-            found.append(entropy.decode(message[start + 4 : end], *shape))
-            start = end
-        if start != len(message):
-            raise RuntimeError(f"{self}: a message of {len(message)} bytes, {start} of them read")
-        return found
+    def _parts(self, tokens: _Tokens) -> Parts:
+        """The codes of those shapes, each as long as it turns out."""
+        shapes = self._shapes(tokens)
+        layouts = ((TensorMeta((entropy.max_bytes(*shape),), torch.uint8),) for shape in shapes)
+        return Parts(tuple(layouts), (True,) * len(shapes))
 
     def _exponents(self, vectors: Tensor) -> NDArray[np.int16]:
         """k of each token, or of all: the rms in quarters of an octave, int16 [T] or [1]."""

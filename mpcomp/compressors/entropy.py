@@ -152,10 +152,12 @@ class _Table:
     Attributes:
         first: the smallest symbol that occurs.
         costs: -log2 of the frequencies from there to the largest one, in eighths of a bit.
+        num_bytes: of the symbols that it was made of and of itself, nearly; 0 of one that was read.
     """
 
     first: int
     costs: NDArray[np.uint8]
+    num_bytes: float = 0.0
 
     @classmethod
     def of(cls, symbols: NDArray[np.uint8]) -> _Table:
@@ -164,8 +166,9 @@ class _Table:
         first = int(np.argmax(counts > 0))
         counts = counts[first:]
         with np.errstate(divide="ignore", invalid="ignore"):
-            costs = np.minimum(np.rint(-8 * np.log2(counts / len(symbols))), _ABSENT - 1)
-        return cls(first, np.where(counts > 0, costs, _ABSENT).astype(np.uint8))
+            exact = np.minimum(np.rint(-8 * np.log2(counts / len(symbols))), _ABSENT - 1)
+        costs = np.where(counts > 0, exact, _ABSENT)
+        return cls(first, costs.astype(np.uint8), len(costs) + float(counts @ costs) / 64)
 
     def to_bytes(self) -> bytes:
         """First symbol, number of others, costs."""
@@ -191,7 +194,7 @@ def _encoded(q: NDArray[np.int16]) -> bytes:
         several = _streams(magnitudes, _Contexts.of(magnitudes))
         of_several = [_Table.of(stream) for stream in several]
         # Where little is not zero, its classes may cost more than they tell.
-        if _num_bytes(several, of_several) < _num_bytes(streams, tables):
+        if sum(t.num_bytes for t in of_several) < sum(t.num_bytes for t in tables):
             streams, tables = several, of_several
     coder = constriction.stream.stack.AnsCoder()
     for table, stream in zip(reversed(tables), reversed(streams), strict=True):
@@ -214,14 +217,6 @@ def _streams(magnitudes: NDArray[np.uint8], contexts: _Contexts) -> list[NDArray
         np.concatenate([ordered[block].ravel() for block in blocks])
         for _, blocks in contexts.blocks()
     ]
-
-
-def _num_bytes(streams: list[NDArray[np.uint8]], tables: list[_Table]) -> float:
-    """Bytes of streams and tables, nearly."""
-    return sum(
-        len(table.costs) + int(table.costs[stream - table.first].sum(dtype=np.int64)) / 64
-        for stream, table in zip(streams, tables, strict=True)
-    )
 
 
 # -- decoding --------------------------------------------------------------------------------------

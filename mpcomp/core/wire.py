@@ -161,7 +161,7 @@ class Parts:
         """Each part's payload, of one that `joined` gave.
 
         Raises:
-            RuntimeError: the lengths in it are more than there is.
+            RuntimeError: the lengths in it are not those of what there is.
         """
         at, start = 0, 0
         found = []
@@ -173,6 +173,11 @@ class Parts:
                 tail, start = self._tail(payload[-1], start, layout[-1].numel)
                 part = (*part, tail)
             found.append(part)
+        if any(self.varies) and start != payload[-1].numel():
+            raise RuntimeError(
+                f"a message of {payload[-1].numel()} bytes of which its parts say {start}: it is "
+                "damaged, or the two ends have different methods"
+            )
         return found
 
     def _tail(self, tails: Tensor, start: int, most: int) -> tuple[Tensor, int]:

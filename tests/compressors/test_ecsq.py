@@ -292,7 +292,7 @@ class Visits:
         self.ends = [end_of(method, side, TensorMeta.of(x), x.device) for side in Side]
 
     def __call__(self, x: Tensor, ids: list[int], step: int) -> tuple[Tensor, int, int]:
-        """What arrives for samples, the bytes of its message, and how many parts of it vary."""
+        """The tensor that arrives, the bytes of its message, and how many parts of it vary."""
         at = MessageContext(
             step, 0, lambda part: generator_for(step, part), tuple((i,) for i in ids), 1.0
         )

@@ -61,7 +61,7 @@ def test_back_is_the_inverse(width, vectors, seed):
 
 @pytest.mark.parametrize("width", [8192, 4096 + 5, 3 * 4096 + 77])
 def test_rows_longer_than_the_largest_block(width):
-    """Those of gradients between replicas: one row of all elements."""
+    """Gradients between replicas have such rows: one of all elements."""
     x = torch.randn(2, width)
     there = rotated(x, 0)
     torch.testing.assert_close(rotated_back(there, 0), x, rtol=0, atol=1e-5)

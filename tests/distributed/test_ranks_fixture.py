@@ -114,6 +114,6 @@ def imported_anew():
 
 
 def test_a_rank_finds_imported_what_it_trains_with():
-    """What it does not find costs every rank of every test a second of the processor."""
+    """Importing it anew would cost every rank of every test a second of the processor."""
     for names in run_ranks(imported_anew, 2):
         assert [name for name in names if name.startswith(("mpcomp", "torch.distributed"))] == []
