@@ -17,6 +17,7 @@ import torch
 import mpcomp
 from mpcomp.data_parallel.methods import param_comp_of, replica_method_of
 from mpcomp.engines.schedules import schedule_named
+from mpcomp.links.build import method_of
 
 PRECISIONS: Final = ("fp32", "bf16", "fp16", "auto")
 OPTIMIZERS: Final = ("sgd", "adamw", "lars", "lamb")
@@ -121,8 +122,9 @@ class RunConfig:
             raise ValueError(
                 "act and grad need at least one spec each; pass none for no compression"
             )
-        for spec in (*self.act, *self.grad):
-            mpcomp.parse(spec)  # fails here, before any work, with the nearest name
+        for argument, specs in (("act_comp", self.act), ("grad_comp", self.grad)):
+            for spec in specs:
+                method_of(argument, spec)  # fails here, before any work, with the nearest name
         self._check_replicas()
 
     def _check_replicas(self) -> None:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import mpcomp
+from mpcomp.links.build import method_of
 from recipes.command import Parser
 from recipes.placement import devices_of, parse_split
 from recipes.ranks import Ranks, joined
@@ -137,14 +138,14 @@ def methods_of(specs: Sequence[str]) -> list[mpcomp.Compressor]:
     """
     methods: list[mpcomp.Compressor] = [UNCOMPRESSED]
     for spec in specs:
-        method = mpcomp.parse(spec)
+        method = method_of("act_comp", spec)
         if isinstance(method, mpcomp.Feedback):
             raise ValueError(
                 f"{spec} remembers from step to step of a training, and in evaluation sends what "
                 f"{method.inner} sends; pass that"
             )
         if not isinstance(method, mpcomp.Compressor):
-            raise ValueError(f"{spec} is for gradients; pass a compressor, as in topk:0.1")
+            raise ValueError(f"{spec} chooses its ratio in training; pass a compressor of one")
         methods.append(method)
     return list(dict.fromkeys(methods))
 

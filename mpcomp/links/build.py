@@ -9,6 +9,7 @@ from mpcomp.compressors import Identity
 from mpcomp.core.spec import SpecValue, closest, parse
 from mpcomp.feedback import Feedback
 from mpcomp.links.adaptation import state_of
+from mpcomp.links.auto import AUTO
 from mpcomp.links.boundary import Boundary
 from mpcomp.links.link import ACT, GRAD, Link
 
@@ -97,11 +98,16 @@ def _boundary_of(argument: str, key: Any, names: Sequence[str]) -> int:
 
 
 def method_of(argument: str, value: MethodLike) -> SpecValue:
-    """One method from what the user gave for ``argument``."""
+    """One method from what the user gave for ``argument``.
+
+    Raises:
+        ValueError: a spec that is none, or a method that has no place there.
+        TypeError: anything else.
+    """
     if value is None:
         return Identity()
     if isinstance(value, str):
-        value = parse(value)
+        value = parse(_spelt_out(argument, value))
     if isinstance(value, SpecValue) and value.reuses_selection and argument != "grad_comp":
         raise ValueError(
             f"{argument}={type(value).__name__}(): it reuses the activation's selection, so it is "
@@ -123,6 +129,18 @@ def method_of(argument: str, value: MethodLike) -> SpecValue:
                 f"act_comp={value}: lr_scaled is for gradients; activations have no learning rate"
             )
     return value
+
+
+def _spelt_out(argument: str, spec: str) -> str:
+    """The spec itself, or the one that its word stands for."""
+    if spec not in AUTO:
+        return spec
+    chosen = AUTO[spec]
+    if argument not in chosen:
+        raise ValueError(
+            f"{argument}={spec!r}: only {' and '.join(chosen)} can be {spec!r}; name a method"
+        )
+    return chosen[argument]
 
 
 def _check_adaptive(argument: str, value: Any) -> SpecValue:

@@ -187,7 +187,7 @@ def test_mistakes_end_with_one_line(tmp_path, command, model):
     mistakes = {
         "ef+topk:0.1 remembers from step to step": ["--methods", "ef+topk:0.1"],
         "evaluation sends what quant:4 sends; pass that": ["--methods", "aqsgd+quant:4"],
-        "same is for gradients": ["--methods", "topk:0.1", "same"],
+        "so it is for grad_comp": ["--methods", "topk:0.1", "same"],
         "unknown method 'topq'": ["--methods", "topq:0.1"],
         "keep": ["--methods", "topk:2"],
         "expected at least one argument": ["--methods"],
