@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,14 +16,34 @@ from recipes.bench import workers
 from recipes.bench.decoder import decoder, equal_stages, token_batch, token_loss
 
 REFERENCE: Final = "torch fp32"
-# Name -> (method of both directions, microbatches in flight as a function of stages and chunks).
-METHODS: Final[dict[str, tuple[str, Callable[[int, int], int | None]]]] = {
-    "mpcomp none": ("none", lambda num_stages, chunks: None),
-    "mpcomp quant:4": ("quant:4", lambda num_stages, chunks: None),
-    "mpcomp topk:0.1+fp16": ("topk:0.1+fp16", lambda num_stages, chunks: None),
-    "mpcomp topk:0.1+fp16 1f1b": ("topk:0.1+fp16", lambda num_stages, chunks: num_stages),
-    "mpcomp topk:0.1+fp16 deep": ("topk:0.1+fp16", lambda num_stages, chunks: chunks),
-    "mpcomp ef21+topk:0.1+fp16": ("ef21+topk:0.1+fp16", lambda num_stages, chunks: None),
+
+
+class Setting(NamedTuple):
+    """Methods of a variant of mpcomp's, and its microbatches in flight.
+
+    Attributes:
+        act: method of activations.
+        grad: method of gradients.
+        in_flight: as a function of stages and chunks; None for the engine's own.
+    """
+
+    act: str
+    grad: str
+    in_flight: Callable[[int, int], int] | None = None
+
+
+METHODS: Final[dict[str, Setting]] = {
+    "mpcomp none": Setting("none", "none"),
+    "mpcomp quant:4": Setting("quant:4", "quant:4"),
+    "mpcomp topk:0.1+fp16": Setting("topk:0.1+fp16", "topk:0.1+fp16"),
+    "mpcomp topk:0.1+fp16 1f1b": Setting(
+        "topk:0.1+fp16", "topk:0.1+fp16", lambda num_stages, chunks: num_stages
+    ),
+    "mpcomp topk:0.1+fp16 deep": Setting(
+        "topk:0.1+fp16", "topk:0.1+fp16", lambda num_stages, chunks: chunks
+    ),
+    "mpcomp ef21+topk:0.1+fp16": Setting("ef21+topk:0.1+fp16", "ef21+topk:0.1+fp16"),
+    "mpcomp auto": Setting("auto", "auto"),
 }
 TORCH_DTYPES: Final = {REFERENCE: torch.float32, "torch bf16": torch.bfloat16}
 VARIANTS: Final = (*TORCH_DTYPES, *METHODS)
@@ -158,15 +178,16 @@ def _torch_variant(name: str, job: Job) -> Variant:
 
 
 def _mpcomp_variant(name: str, job: Job) -> Variant:
-    method, in_flight = METHODS[name]
+    setting = METHODS[name]
+    depth = setting.in_flight
     pipe = mpcomp.pipeline(
         _model(job),
         chunks=job.chunks,
         split=equal_stages(job.num_blocks, job.size),
-        act_comp=method,
-        grad_comp=method,
+        act_comp=setting.act,
+        grad_comp=setting.grad,
         loss_fn=token_loss,
-        in_flight=in_flight(job.size, job.chunks),
+        in_flight=None if depth is None else depth(job.size, job.chunks),
         timeout=job.timeout_s,
         seed=job.seed,
     )
