@@ -1,16 +1,18 @@
 """Every method with DDP: all replicas hold the same bits after 50 steps, and learn.
 
+Of these 50 steps 20 are run every day.
+
 Also after DDP has rebuilt its buckets, with parameters that some or all replicas do not use, in
 bf16, on all paths and over two levels.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import Any
 
 import pytest
 import torch
 from chunks import Chunks, asked_for
-from everyday import slow_after, slow_but
+from everyday import slow, slow_but
 from methods import BETWEEN_REPLICAS
 from ranks import preload
 from replica_methods import BY_CLASS, MAIN, SPECS, replica_classes
@@ -20,7 +22,7 @@ from mpcomp import Cast, ReplicaNetwork
 
 preload("replica_methods", "replica_runs")
 
-Outcomes = Mapping[str, list[Outcome]]
+Outcomes = Mapping[Any, list[Outcome]]
 
 #: What is under two levels with parameters in bf16, which bf16 itself does not make smaller.
 IN_HALF = [
@@ -36,14 +38,14 @@ def test_every_method_between_replicas_is_under_these_laws():
 def outcomes_of(
     ranks: Callable[..., list[Any]],
     num_ranks: int,
-    runs: dict[str, Run],
-    wanted: Collection[str] | None = None,
+    runs: Mapping[Any, Run],
+    wanted: Collection[Any] | None = None,
 ) -> Outcomes:
     """By method, those of all ranks."""
     return Chunks(ranks, train_all, num_ranks, runs, size=5, wanted=wanted)
 
 
-def check(outcomes: Outcomes, spec: str, *, rebuilt: bool = True) -> Outcome:
+def check(outcomes: Outcomes, spec: Hashable, *, rebuilt: bool = True) -> Outcome:
     """The same weights everywhere, compressed, and learning; gives the first rank's outcome."""
     own = outcomes[spec]
     assert all(isinstance(outcome, Outcome) for outcome in own), own
@@ -69,13 +71,15 @@ def check(outcomes: Outcomes, spec: str, *, rebuilt: bool = True) -> Outcome:
 @pytest.fixture(scope="module")
 def plain(ranks, request) -> Outcomes:
     """Four replicas, the cheapest path."""
-    runs = {spec: Run(spec) for spec in MAIN}
-    return outcomes_of(ranks, 4, runs, asked_for(request, "spec"))
+    runs = {(spec, steps): Run(spec, steps=steps) for spec in MAIN for steps in (20, 50)}
+    return outcomes_of(ranks, 4, runs, asked_for(request, "case"))
 
 
-@pytest.mark.parametrize("spec", slow_after(6, MAIN))
-def test_weights_are_equal(plain, spec):
-    check(plain, spec)
+@pytest.mark.parametrize(
+    "case", [*((spec, 20) for spec in MAIN[:6]), *(slow((spec, 50)) for spec in MAIN)], ids=str
+)
+def test_weights_are_equal(plain, case):
+    check(plain, case)
 
 
 @pytest.fixture(scope="module")

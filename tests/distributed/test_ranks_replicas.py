@@ -49,7 +49,7 @@ def share_of(pipe, x, y):
 
 
 def train_replicas(schedules, kwargs):
-    """Ten steps of each; with a communication hook that writes down each of its calls."""
+    """Six steps of each; with a communication hook that writes down each of its calls."""
     results = []
     for schedule in schedules:
         pipe = pipe_of(schedule, **kwargs)
@@ -66,7 +66,7 @@ def train_replicas(schedules, kwargs):
             ddp.register_comm_hook(seen, own)
         optimizer = sgd(pipe)
         losses, per_step = [], []
-        for step in range(10):
+        for step in range(6):
             x, y, ids = share_of(pipe, *rows(sum(SHARES), step))
             before = [len(seen) for seen in calls]
             losses.append(pipe.forward_backward(x, y, sample_ids=ids))
@@ -97,7 +97,7 @@ def train_alone(**kwargs):
     pipe = pipe_of(chunks=8, alone=True, **kwargs)
     optimizer = sgd(pipe)
     losses = []
-    for step in range(10):
+    for step in range(6):
         losses.append(pipe.forward_backward(*rows(sum(SHARES), step)))
         optimizer.step()
         optimizer.zero_grad()
@@ -116,7 +116,7 @@ def check_replicas(results, schedules):
             for name, value in own.items():
                 assert same_bits(value, partner[name]), (schedule, name)
                 assert same_bits(value, whole[name]), (schedule, name)
-            assert len(per_step) == 10
+            assert len(per_step) == 6
             for step in per_step:
                 assert len(step) == (1 if schedule in SINGLE else 2)  # stages of a rank
                 for stage in step:
