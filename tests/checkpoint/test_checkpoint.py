@@ -96,7 +96,7 @@ FIRST = {type(act): act for act in reversed(FEEDBACK)}.values()
 @pytest.mark.parametrize(
     "act, grad, optim",
     [slow(*case) if case[0] in FEEDBACK and case[0] not in FIRST else case for case in CASES],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_going_on_is_as_if_never_stopped(act, grad, optim, tmp_path):
     """Losses, weights, buffers, optimizer, links' states, bytes, with dropout and BatchNorm."""

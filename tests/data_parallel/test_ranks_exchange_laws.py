@@ -237,24 +237,25 @@ METHODS = [
     "ef:lr_scaled=true+topk:0.1",
 ]
 
+
+def by_turns(shift: int = 0) -> list[tuple[str, str]]:
+    """Each method once, networks by turns; machines refuse those that are exact."""
+    turns = itertools.islice(itertools.cycle(NETWORKS), shift, None)
+    exact = ("gather", "cheapest", "two-phase")[shift]
+    return [(spec, exact if "exact" in spec else next(turns)) for spec in METHODS]
+
+
 MASS = [
     *((str(ErrorFeedback(c)), "two-phase") for c in fed_back()),
     *((str(ErrorFeedback(c)), "gather") for c in fed_back()[::3]),
-    *(
-        (spec, name)
-        for spec in METHODS
-        for name in NETWORKS
-        if not ("exact" in spec and name.startswith("machines"))  # which is refused
-    ),
+    *((spec, name) for shift in (0, 2) for spec, name in by_turns(shift)),
 ]
 
 
 def everyday() -> list[tuple[str, str]]:
-    """Each class in error feedback, and each method once, networks by turns."""
+    """Each class in error feedback, and each method once."""
     of_class = {type(c): (str(ErrorFeedback(c)), "two-phase") for c in reversed(fed_back())}
-    turns = itertools.cycle(NETWORKS)
-    methods = [(spec, "gather" if "exact" in spec else next(turns)) for spec in METHODS]
-    return [*of_class.values(), *methods]
+    return [*of_class.values(), *by_turns()]
 
 
 def left_over(exchange: Any, name: str, meta: TensorMeta, codec: Compressor | None) -> Tensor:

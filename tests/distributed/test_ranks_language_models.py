@@ -43,7 +43,7 @@ def test_models_and_schedules_on_four_ranks(ranks):
         lm_run("deep gpt2", 8, "Interleaved1F1B", steps=2, **COMPRESSED),
         lm_run("deep gpt2", 8, "ZBVZeroBubble", steps=2),
     ]
-    check(ranks, 4, runs)
+    check(ranks, 4, [replace(run, steps=2) for run in runs])
 
 
 WAYS = {
