@@ -110,15 +110,16 @@ def test_a_pipeline_that_is_dropped_closes_its_connections():
 
 def imported_anew():
     """Modules that a rank imports to train: the server that it is forked from lacks them."""
-    before = set(sys.modules)
+    before = {name for name in sys.modules if name != __name__}
     pipe = mpcomp.pipeline(
         mlp(), chunks=2, split=MLP_SPLIT[:1], act_comp="topk:0.2", loss_fn=F.cross_entropy
     )
     pipe.forward_backward(*rows(8))
-    return [name for name in sys.modules if name not in before]
+    return before, [name for name in sys.modules if name not in before], gc.get_freeze_count()
 
 
 def test_a_rank_finds_imported_what_it_trains_with():
     """Importing it anew would cost every rank of every test a second of the processor."""
-    for names in run_ranks(imported_anew, 2):
+    for before, names, frozen in run_ranks(imported_anew, 2):
+        assert {"methods", "models", "everyday", "pytest"} < before and frozen > 100_000
         assert [name for name in names if name.startswith(("mpcomp", "torch.distributed"))] == []
