@@ -119,7 +119,7 @@ def with_ddp(steps: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    "function, steps", [(least_squares, 600), slow(least_squares, 10_000), slow(with_ddp, 400)]
+    "function, steps", [(least_squares, 600), slow(least_squares, 4_000), slow(with_ddp, 400)]
 )
 def test_many_steps_end_with_equal_decisions(ranks, function, steps):
     """The clocks are those on the wall, but for DDP, whose fewer steps must see all branches."""

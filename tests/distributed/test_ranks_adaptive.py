@@ -48,8 +48,10 @@ RUNS = [
 def test_ranks_are_one_process(ranks, num_ranks):
     """Losses, weights, links' state and decisions, bit for bit."""
     runs = [replace(run, stages=num_ranks) for run in RUNS]
-    if num_ranks == 4:
-        runs = [*runs[:2], replace(runs[2], schedule="GPipe"), *runs[3:5]]
+    if num_ranks == 4:  # what a loop does besides, too
+        runs = [replace(runs[2], schedule="GPipe"), *runs[3:5], *runs[6:]]
+    else:
+        runs = runs[:6]
     all_ours = list(zip(*ranks(train_all, num_ranks, runs), strict=True))
     for run, ours in zip(runs, all_ours, strict=True):
         alone = train(run)

@@ -130,9 +130,9 @@ def outcomes(cases, steps, kwargs):
 
 
 def check_replicas(results, cases):
-    """Ranks at one place of their replicas hold the same bits; losses fall; bytes are fewer.
+    """Ranks at one place of their replicas hold the same bits; bytes are fewer.
 
-    Every fifth step has the batch of the first again, so that five steps can be compared.
+    Where there are steps enough, losses fall: of all four batches from one round to a later one.
     """
     half = len(results) // 2
     for i, case in enumerate(cases):
@@ -143,7 +143,7 @@ def check_replicas(results, cases):
             for name, value in of_rank[i][1].items():
                 assert same_bits(value, whole[name]), (case, name)
         assert all(value.isfinite().all() for value in whole.values())
-        assert len(losses) >= 5 and losses[-4:].mean() < losses[:4].mean(), (case, losses)
+        assert len(losses) < 8 or losses[-4:].mean() < losses[:4].mean(), (case, losses)
         figures = report["replicas"]
         assert figures["method"] == str(mpcomp.parse(case[0]))
         assert 0 < figures["wire_bytes"] < figures["dense_bytes"], case
@@ -612,30 +612,34 @@ NAMES_OF_TIED = ("0.weight", "3.weight")
 # -- what cannot be -------------------------------------------------------------------------------
 
 
-def made(options_of_ranks):
-    rank = dist.get_rank()
-    options = options_of_ranks[rank % len(options_of_ranks)]
-    pipe_of(**options)
+BAD_CHOICES = [
+    ([{"dp": "ef+topk:0.1"}, {"dp": "ef+topk:0.2"}], "dp_comp"),
+    ([{"dp": "topk:0.1"}] * 3 + [{"dp": None}], "dp_comp"),
+    ([{"dp": "topk:0.1", "network": ReplicaNetwork(per_machine=2)}] * 3 + [{"dp": "topk:0.1"}],
+     "network"),
+    ([{"dp": "topk:0.1", "replicas": 1}], "with replicas=1: there is nobody"),
+    ([{"dp": "topk:0.1", "network": ReplicaNetwork(per_machine=4)}],
+     "per_machine=4 with 2 replicas"),
+    ([{"dp": PowerSGD(25)}], "rank=25 is above that of every matrix here (the largest is 17)"),
+    ([{"dp": RedSync(0.1, same_sign=True, plain="none.weight")}], "plain='none.weight'"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ([{"dp": "ef+topk:0.1"}, {"dp": "ef+topk:0.2"}], "dp_comp"),
-        ([{"dp": "topk:0.1"}] * 3 + [{"dp": None}], "dp_comp"),
-        ([{"dp": "topk:0.1", "network": ReplicaNetwork(per_machine=2)}] * 3 + [{"dp": "topk:0.1"}],
-         "network"),
-        ([{"dp": "topk:0.1", "replicas": 1}], "with replicas=1: there is nobody"),
-        ([{"dp": "topk:0.1", "network": ReplicaNetwork(per_machine=4)}],
-         "per_machine=4 with 2 replicas"),
-        ([{"dp": PowerSGD(25)}], "rank=25 is above that of every matrix here (the largest is 17)"),
-        ([{"dp": RedSync(0.1, same_sign=True, plain="none.weight")}], "plain='none.weight'"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)  # fmt: skip
-def test_bad_choices_are_errors_on_all_ranks(ranks, options, message):
-    for kind, said in ranks(made, 4, options, may_fail=True):
-        assert kind == "ValueError" and message in said, said
+def made(choices):
+    """What each is refused with, one after another."""
+    found = []
+    for options_of_ranks, _ in choices:
+        options = options_of_ranks[dist.get_rank() % len(options_of_ranks)]
+        with pytest.raises(ValueError) as caught:
+            pipe_of(**options)
+        found.append(str(caught.value))
+    return found
+
+
+def test_bad_choices_are_errors_on_all_ranks(ranks):
+    for said in ranks(made, 4, BAD_CHOICES):
+        for text, (_, message) in zip(said, BAD_CHOICES, strict=True):
+            assert message in text
 
 
 def of_one_stage():

@@ -25,7 +25,7 @@ from mpcomp.comm.mesh import ProcessMesh
 
 #: Of pipelines in which a rank waits in vain: a test lasts as long. What is timed are deadlines,
 #: and nothing else, since machines that run tests are busy.
-TIMEOUT_S = 8.0
+TIMEOUT_S = 6.0
 #: Of pipelines in which nobody waits in vain, ...
 PATIENT_S = 90.0
 #: ... so that what happened by then happened at once, and not when the time was up.
@@ -315,7 +315,7 @@ def test_a_rank_that_never_comes(ranks):
     for rank, end in enumerate(ranks(missing, 3, without=[1])):
         if rank != 1:
             assert end.error == "PeerError" and end.seconds < TIMEOUT_S + AT_ONCE_S, end
-            assert end.message.startswith("rank 1 did not come to the handshake within 8 s"), end
+            assert end.message.startswith("rank 1 did not come to the handshake within 6 s"), end
 
 
 def killed_while_connecting():

@@ -56,7 +56,7 @@ COMPRESSED = {"act": "topk:0.3", "grad": "ef21+topk:0.3"}
 
 
 #: Steps of runs in every schedule: compressed ones every day, for longer in the whole suite.
-LENGTHS = {"compressed": 3, "uncompressed": 3, "for longer": 10}
+LENGTHS = {"compressed": 3, "uncompressed": 3, "for longer": 8}
 
 
 @pytest.mark.parametrize("kind", slow_after(1, LENGTHS))
