@@ -87,8 +87,6 @@ METHODS = [
 ]
 #: With the optimizers in turn, which have no part in what links remember.
 CASES = [(*methods, (sgd, adamw)[i % 2]) for i, methods in enumerate(METHODS)]
-
-
 #: Of each class the first.
 FIRST = {type(act): act for act in reversed(FEEDBACK)}.values()
 

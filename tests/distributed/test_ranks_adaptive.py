@@ -23,19 +23,15 @@ RANDOM = Adaptive(RandomK(0.1), **{**SETTINGS, "eps": 0.2})
 BUDGET = Adaptive(TopK(0.1), cf=(2.0, 20.0), window=3, policy="geometric", budget=0.5)
 LOSS = Adaptive(TopK(0.1), gain="loss", **SETTINGS)
 SHARED_LOSS = Adaptive(TopK(0.1), cf=(2.0, 20.0), window=2, gain="loss", budget=0.4)
-#: Of windows of two or three steps: the first step is dense, and in the seventh the second begins.
+COARSE = Adaptive(Quantize(4), cf=(4.0, 32.0), window=2, **CLOCK)
+SHARED_COARSE = Adaptive(Quantize(4), cf=(4.0, 32.0), budget=0.1)
+#: Seven steps are two windows of three, and the first of another.
 RUNS = [
     Run("deep", act=TOPK, grad=TOPK, rows=(10, 9), steps=7),
     Run("deep convnet", act=ESTIMATE, grad=FEEDBACK, steps=7),
     Run("deep convnet", act=BUDGET, grad=BUDGET, evaluate=True, steps=4),
-    Run(
-        *("deep convnet", 2, None, LOSS, Adaptive(Quantize(4), cf=(4.0, 32.0), window=2, **CLOCK)),
-        steps=7,
-    ),
-    Run(
-        *("deep convnet", 2, None, SHARED_LOSS, Adaptive(Quantize(4), cf=(4.0, 32.0), budget=0.1)),
-        steps=6,
-    ),
+    Run("deep convnet", act=LOSS, grad=COARSE, steps=7),
+    Run("deep convnet", act=SHARED_LOSS, grad=SHARED_COARSE, steps=6),
     Run("deep", act=RANDOM, grad="same", off=(0, 4), steps=7),
     # The first steps overflow: they are skipped, and count.
     Run("deep", act=TOPK, grad=BUDGET, scale=2.0**24, autocast=torch.float16, steps=12),
