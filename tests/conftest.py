@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 import pytest
 import torch
-from everyday import is_in_turn
+from everyday import round_of
 from hypothesis import settings
 
 # The same examples on every machine, and no limit in seconds on a loaded one.
@@ -18,10 +18,23 @@ def pytest_report_header() -> str:
     return f"torch: {torch.__version__}, {torch.cuda.device_count()} CUDA devices"
 
 
+#: Of tests marked ``each_once``, the round in which their parameters are in turn.
+ROUND = pytest.StashKey[int | None]()
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Of tests marked ``each_once``, all but the cases of the everyday suite are slow."""
-    if item.get_closest_marker("each_once") is not None and not is_in_turn(item):
-        item.add_marker(pytest.mark.slow)
+    if item.get_closest_marker("each_once") is not None:
+        item.stash[ROUND] = round_of(item)
+        if item.stash[ROUND] != 0:
+            item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of tests marked ``each_once``, cases that are in no round are left out."""
+    left_out = [item for item in items if item.stash.get(ROUND, 0) is None]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item.stash.get(ROUND, 0) is not None]
 
 
 @pytest.fixture(autouse=True)

@@ -1,8 +1,8 @@
 """The choice of tests that run every day; the others are marked slow, for the whole suite alone.
 
     @pytest.mark.each_once                       # of the 65 x 4 cases, 65: each compressor once,
-    @pytest.mark.parametrize("dtype", FLOATS)    # and each dtype with every fourth of them
-    @pytest.mark.parametrize("compressor", COMPRESSORS)
+    @pytest.mark.parametrize("dtype", FLOATS)    # and each dtype with every fourth of them; in the
+    @pytest.mark.parametrize("compressor", COMPRESSORS)  # whole suite once more, with the next
 
     @pytest.mark.parametrize("schedule", slow_after(2, SCHEDULES))       # the first two
     @pytest.mark.parametrize("method", slow_but_one_a_class(FEEDBACK))   # the first of each class
@@ -51,12 +51,15 @@ def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-def is_in_turn(item: pytest.Item) -> bool:
-    """Whether a test's parameters are each in turn, so that each value of each list comes once.
+def round_of(item: pytest.Item) -> int | None:
+    """The round in which a test's parameters are each in turn; None where they are in neither.
 
-    As many cases stay as the longest list has: with the first of it goes the first of every other
-    list, with the second the second, and so on. Lists begin again at their ends; where short ones
-    would come together as before, the shorter goes on by one.
+    In a round each value of each list comes once: as many cases stay as the longest list has. With
+    the first of it goes the first of every other list, with the second the second, and so on.
+    Lists begin again at their ends; where short ones would come together as before, the shorter
+    goes on by one. Round 0 is run every day. In round 1, which is slow, every value of the longest
+    list goes with those that follow. The rest of the product is left out: what a method does in
+    one dtype and another, say, is seen in two of four.
     """
     axes = []
     for mark in item.iter_markers("parametrize"):
@@ -67,7 +70,15 @@ def is_in_turn(item: pytest.Item) -> bool:
         axes.append((len(given), _place(item.callspec.params[first], given)))  # type: ignore[attr-defined]
     axes.sort(key=lambda axis: -axis[0])
     lengths, places = zip(*axes, strict=True)
-    return any(places == together(turn, lengths) for turn in range(lengths[0]))
+    turn = places[0]
+    for number in range(2):
+        first = together(turn, lengths)
+        if places == (
+            turn,
+            *((p + number) % n for p, n in zip(first[1:], lengths[1:], strict=True)),
+        ):
+            return number
+    return None
 
 
 def _plain(value: Any) -> Any:

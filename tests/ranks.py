@@ -16,8 +16,10 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.forkserver
 import os
 import pickle
+import sys
 import tempfile
 import time
 import traceback
@@ -39,6 +41,8 @@ _PRELOADED = [
     "mpcomp.data_parallel.exchange",
     "mpcomp.engines.distributed",
     "mpcomp.engines.torch_stage",
+    "pytest",
+    "everyday",
     "models",
     "methods",
 ]
@@ -52,6 +56,23 @@ def preload(*modules: str) -> None:
     """
     _PRELOADED.extend(module for module in modules if module not in _PRELOADED)
     _CONTEXT.set_forkserver_preload([*_PRELOADED, "frozen"])
+
+
+def _start_server() -> None:
+    """Starts the server, if it is not there, so that it finds what it preloads.
+
+    Of itself it looks in the current folder and among installed packages alone, and leaves out in
+    silence what is not there: all modules of tests.
+    """
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    try:
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
 
 
 class RankFailed(AssertionError):
@@ -78,6 +99,7 @@ def run_ranks(
         init: join a gloo group first.
         without: ranks that are not waited for, as the test stops them; their result is None.
     """
+    _start_server()
     with tempfile.TemporaryDirectory() as folder:
         processes, ends = [], []
         for rank in range(num_ranks):

@@ -277,11 +277,11 @@ def test_a_tie(optimizer):
 
 
 RUNS = [
-    runs.Run(act=METHOD, grad="same", steps=5),
-    runs.Run(act=METHODS[1], grad=METHOD, steps=5, rows=(10, 7), scale=64.0, overflow=(2, 1)),
-    runs.Run(act=Adaptive(METHOD, cf=(2.0, 10.0), window=2, bandwidth_mbps=1.0), steps=6),
-    runs.Run(act="topk:0.3", grad=METHOD, stages=4, schedule="ZBVZeroBubble", steps=4),
-    lm_runs.lm_run("gpt2", act=METHOD, grad=METHOD, steps=3, pipeline={"tie_comp": METHOD}),
+    runs.Run(act=METHOD, grad="same", steps=3),
+    runs.Run(act=METHODS[1], grad=METHOD, steps=4, rows=(10, 7), scale=64.0, overflow=(2, 1)),
+    runs.Run(act=Adaptive(METHOD, cf=(2.0, 10.0), window=2, bandwidth_mbps=1.0), steps=4),
+    runs.Run(act="topk:0.3", grad=METHOD, stages=4, schedule="ZBVZeroBubble", steps=3),
+    lm_runs.lm_run("gpt2", act=METHOD, grad=METHOD, steps=2, pipeline={"tie_comp": METHOD}),
 ]
 SETTINGS = [
     checkpoints.Setting(CONV_SPLIT[-1:], METHOD, METHODS[1], adamw, model=convnet),

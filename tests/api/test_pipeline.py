@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from everyday import slow_but_one_a_class
 from methods import FEEDBACK, same_bits
 from models import (
     CONV_SPLIT,
@@ -168,7 +169,7 @@ def convnet_seeded():
     return convnet()
 
 
-@pytest.mark.parametrize("method", FEEDBACK, ids=str)
+@pytest.mark.parametrize("method", slow_but_one_a_class(FEEDBACK), ids=str)
 def test_every_feedback_method_trains(method):
     """Loss falls on a fixed batch while bytes are saved (law 9)."""
     way = "act_comp" if isinstance(method, mpcomp.AQSGD) else "grad_comp"

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from everyday import slow
 from methods import FEEDBACK, same_bits
 from models import (
     CONV_SPLIT,
@@ -84,11 +85,17 @@ METHODS = [
     ("ef21+topk:0.3", "same"),
     (["aqsgd+quant:4", None], ["ef+topk:0.2", "ef21+topk:0.2"]),
 ]
+#: With the optimizers in turn, which have no part in what links remember.
+CASES = [(*methods, (sgd, adamw)[i % 2]) for i, methods in enumerate(METHODS)]
+#: Of each class the first.
+FIRST = {type(act): act for act in reversed(FEEDBACK)}.values()
 
 
-@pytest.mark.each_once
-@pytest.mark.parametrize("optim", [sgd, adamw])
-@pytest.mark.parametrize("act, grad", METHODS, ids=str)
+@pytest.mark.parametrize(
+    "act, grad, optim",
+    [slow(*case) if case[0] in FEEDBACK and case[0] not in FIRST else case for case in CASES],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
 def test_going_on_is_as_if_never_stopped(act, grad, optim, tmp_path):
     """Losses, weights, buffers, optimizer, links' states, bytes, with dropout and BatchNorm."""
     straight = conv_of(act_comp=act, grad_comp=grad)

@@ -5,6 +5,7 @@ A test over ``compressor`` is a law; `laws.laws_over` runs it over compressors f
 
 import pytest
 import torch
+from everyday import slow_but_one_a_class
 from hypothesis import given
 from hypothesis import strategies as st
 from methods import COMPRESSORS, FLOATS, drawn, round_trip, same_bits
@@ -62,7 +63,7 @@ def assert_like(y: Tensor, x: Tensor) -> None:
 
 @pytest.mark.each_once
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
+@pytest.mark.parametrize("compressor", slow_but_one_a_class(COMPRESSORS), ids=str)
 def test_payload_is_what_the_layout_says(compressor, dtype):
     """Law 2: shape and dtype of every wire tensor, and so the bytes, follow from meta alone."""
     for shape in SHAPES + EMPTY:
@@ -85,7 +86,7 @@ def test_payload_is_what_the_layout_says(compressor, dtype):
 
 @pytest.mark.each_once
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
+@pytest.mark.parametrize("compressor", slow_but_one_a_class(COMPRESSORS), ids=str)
 def test_survives_hard_tensors(compressor, dtype, global_rng_untouched):
     """Law 3: what is finite stays finite, the input stays as it was; law 4: nobody's generator."""
     for shape in ((), (37,), (5, 23), (3, 6, 5, 4)):
@@ -104,14 +105,14 @@ def test_survives_hard_tensors(compressor, dtype, global_rng_untouched):
 
 @pytest.mark.each_once
 @pytest.mark.parametrize("shape", EMPTY, ids=str)
-@pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
+@pytest.mark.parametrize("compressor", slow_but_one_a_class(COMPRESSORS), ids=str)
 def test_survives_empty_tensors(compressor, shape):
     """Law 3: no elements in, no elements out."""
     y = round_trip(compressor, torch.empty(shape))
     assert y.shape == shape and y.dtype == torch.float32
 
 
-@pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
+@pytest.mark.parametrize("compressor", slow_but_one_a_class(COMPRESSORS), ids=str)
 def test_zeros_arrive_as_zeros(compressor):
     """Law 3: an all-zero tensor has no scale to divide by."""
     for shape in SHAPES:
@@ -120,7 +121,7 @@ def test_zeros_arrive_as_zeros(compressor):
 
 @pytest.mark.each_once
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
+@pytest.mark.parametrize("compressor", slow_but_one_a_class(COMPRESSORS), ids=str)
 def test_same_input_and_seed_give_the_same_bits(compressor, dtype):
     """Law 4, and decoding reads the payload without changing it."""
     x = torch.randn(4, 6, 5, 3).to(dtype)
@@ -132,7 +133,7 @@ def test_same_input_and_seed_give_the_same_bits(compressor, dtype):
     assert all(same_bits(a, b) for a, b in zip(one, two, strict=True))
 
 
-@pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
+@pytest.mark.parametrize("compressor", slow_but_one_a_class(COMPRESSORS), ids=str)
 def test_paths_of_accelerators_give_the_same_bytes(compressor, monkeypatch):
     """Law 4 across devices: the paths without numpy, run here on the CPU."""
     tensors = [torch.relu(torch.randn(shape)) for shape in SHAPES]
@@ -209,7 +210,7 @@ def test_any_finite_values_stay_finite(values, rows, data):
         assert_stays_finite(compressor, x)
 
 
-@pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
+@pytest.mark.parametrize("compressor", slow_but_one_a_class(COMPRESSORS), ids=str)
 def test_finite_extremes_stay_finite(compressor):
     """The same for one compressor, over the numbers that hypothesis is given above."""
     values = [65504.0, -65504.0, 3.0e38, -3.0e38, 1e-45, -1e-45, 1.2e-38, 6e-8, 0.1, 0.0, -0.0]

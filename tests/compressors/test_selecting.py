@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from everyday import slow_but_one_a_class
 from methods import COMPRESSORS, FLOATS, SELECTING, drawn, round_trip, same_bits
 
 from mpcomp import Cast, Quantize, RandomBlock, RandomK, SameSign, Sign, TensorMeta, TopK
@@ -52,7 +53,7 @@ def test_decoded_values_stand_at_the_positions(selecting, dtype):
 
 
 @pytest.mark.each_once
-@pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
+@pytest.mark.parametrize("compressor", slow_but_one_a_class(COMPRESSORS), ids=str)
 @pytest.mark.parametrize("scale", [1.0, 0.25, 1 / 3, -2.0])
 @pytest.mark.parametrize("shape", [(1, 97), (4, 50), (0,), (2, 3, 4, 5)], ids=str)
 def test_add_to_adds_what_would_be_decoded(compressor, scale, shape):

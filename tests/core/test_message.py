@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from everyday import slow_but_one_a_class
 from hypothesis import given
 from hypothesis import strategies as st
 from methods import COMPRESSORS, drawn, same_bits
@@ -59,7 +60,7 @@ def test_the_status_is_a_view_and_takes_a_flag_of_the_device():
 
 @pytest.mark.each_once
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
+@pytest.mark.parametrize("compressor", slow_but_one_a_class(COMPRESSORS), ids=str)
 def test_payload_comes_back_and_the_length_is_known(compressor, dtype):
     """Law 2: the message is as long as the layout says, or at most, at odd sizes too."""
     variable = compressor.variable_length

@@ -1,16 +1,18 @@
 """Every method with DDP: all replicas hold the same bits after 50 steps, and learn.
 
+The 50 are run by what decides from step to step, in the whole suite; else they are 20.
+
 Also after DDP has rebuilt its buckets, with parameters that some or all replicas do not use, in
 bf16, on all paths and over two levels.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import Any
 
 import pytest
 import torch
 from chunks import Chunks, asked_for
-from everyday import slow_after, slow_but
+from everyday import slow, slow_but
 from methods import BETWEEN_REPLICAS
 from ranks import preload
 from replica_methods import BY_CLASS, MAIN, SPECS, replica_classes
@@ -20,12 +22,14 @@ from mpcomp import Cast, ReplicaNetwork
 
 preload("replica_methods", "replica_runs")
 
-Outcomes = Mapping[str, list[Outcome]]
+Outcomes = Mapping[Any, list[Outcome]]
 
 #: What is under two levels with parameters in bf16, which bf16 itself does not make smaller.
 IN_HALF = [
     s for s in SPECS if (s not in MAIN or s in MAIN[:6]) and s != "bf16" and "exact=true" not in s
 ]
+#: So that each method is once where parameters are not used, or there.
+HALVES, UNUSED = IN_HALF[1::2], [s for s in SPECS if s not in IN_HALF[1::2]]
 
 
 def test_every_method_between_replicas_is_under_these_laws():
@@ -36,14 +40,14 @@ def test_every_method_between_replicas_is_under_these_laws():
 def outcomes_of(
     ranks: Callable[..., list[Any]],
     num_ranks: int,
-    runs: dict[str, Run],
-    wanted: Collection[str] | None = None,
+    runs: Mapping[Any, Run],
+    wanted: Collection[Any] | None = None,
 ) -> Outcomes:
     """By method, those of all ranks."""
     return Chunks(ranks, train_all, num_ranks, runs, size=5, wanted=wanted)
 
 
-def check(outcomes: Outcomes, spec: str, *, rebuilt: bool = True) -> Outcome:
+def check(outcomes: Outcomes, spec: Hashable, *, rebuilt: bool = True) -> Outcome:
     """The same weights everywhere, compressed, and learning; gives the first rank's outcome."""
     own = outcomes[spec]
     assert all(isinstance(outcome, Outcome) for outcome in own), own
@@ -66,16 +70,21 @@ def check(outcomes: Outcomes, spec: str, *, rebuilt: bool = True) -> Outcome:
     return first
 
 
+#: Methods and numbers of steps.
+EVERYDAY = [(spec, 20) for spec in MAIN[:6]]
+LONG = [*((spec, 50) for spec in MAIN[:4]), *((spec, 20) for spec in MAIN[6:])]
+
+
 @pytest.fixture(scope="module")
 def plain(ranks, request) -> Outcomes:
     """Four replicas, the cheapest path."""
-    runs = {spec: Run(spec) for spec in MAIN}
-    return outcomes_of(ranks, 4, runs, asked_for(request, "spec"))
+    runs = {(spec, steps): Run(spec, steps=steps) for spec, steps in [*EVERYDAY, *LONG]}
+    return outcomes_of(ranks, 4, runs, asked_for(request, "case"))
 
 
-@pytest.mark.parametrize("spec", slow_after(6, MAIN))
-def test_weights_are_equal(plain, spec):
-    check(plain, spec)
+@pytest.mark.parametrize("case", [*EVERYDAY, *(slow(case) for case in LONG)], ids=str)
+def test_weights_are_equal(plain, case):
+    check(plain, case)
 
 
 @pytest.fixture(scope="module")
@@ -84,12 +93,12 @@ def odd(ranks, request) -> Outcomes:
     network = ReplicaNetwork("two-phase", smallest=SMALLEST)
     ddp = (("find_unused_parameters", True), ("gradient_as_bucket_view", True))
     options = {"steps": 18, "extra": "changing", "channels_last": True, "lr": 0.2}
-    runs = {spec: Run(spec, network, ddp, **options) for spec in SPECS}
+    runs = {spec: Run(spec, network, ddp, **options) for spec in UNUSED}
     return outcomes_of(ranks, 3, runs, asked_for(request, "spec"))
 
 
 @pytest.mark.parametrize(
-    "spec", slow_but([s for s in SPECS if s not in MAIN[:6] + IN_HALF][::3], SPECS)
+    "spec", slow_but([s for s in SPECS if s not in MAIN[:6] + IN_HALF][::3], UNUSED)
 )
 def test_weights_are_equal_with_unused_parameters(odd, spec):
     # DDP does not rebuild buckets where it looks for unused parameters.
@@ -100,14 +109,14 @@ def test_weights_are_equal_with_unused_parameters(odd, spec):
 def machines(ranks, request) -> Outcomes:
     """Two machines of two replicas, parameters in bf16, two backward passes to a step."""
     runs = {}
-    for i, spec in enumerate(IN_HALF):
+    for i, spec in enumerate(HALVES):
         inside = Cast("bf16") if i % 2 else None
         network = ReplicaNetwork(smallest=SMALLEST, per_machine=2, inside=inside)
         runs[spec] = Run(spec, network, steps=18, dtype=torch.bfloat16, accumulate=2, lr=0.2)
     return outcomes_of(ranks, 4, runs, asked_for(request, "spec"))
 
 
-@pytest.mark.parametrize("spec", slow_but([s for s in IN_HALF if s not in MAIN][::3], IN_HALF))
+@pytest.mark.parametrize("spec", slow_but([s for s in HALVES if s not in MAIN][::3], HALVES))
 def test_weights_are_equal_over_two_levels_in_bf16(machines, spec):
     check(machines, spec)
 

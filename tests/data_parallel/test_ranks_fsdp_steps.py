@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from everyday import slow_after
 from ranks import preload
 from replica_runs import digest
 from sharded_runs import Run, Training
@@ -62,7 +63,7 @@ def poisoned(specs: list[str], kind: float) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("kind", [math.nan, math.inf], ids=str)
+@pytest.mark.parametrize("kind", slow_after(1, [math.nan, math.inf]), ids=str)
 def test_a_gradient_that_is_not_finite(ranks, kind):
     """Results of its block are NaN on all ranks, no rank remembers the step, and it goes on."""
     results = ranks(poisoned, 2, STATEFUL, kind)

@@ -89,7 +89,7 @@ def least_squares(steps: int) -> Any:
     torch.manual_seed(1 + dist.get_rank())
     draw = random.Random(dist.get_rank())
     for step in range(steps):
-        x = rows_of(step, 400)
+        x = rows_of(step, steps // 4)
         gradient = {"weights": x.T @ (x @ (weights - TARGET)) / 16}
         if draw.random() < 0.001:
             time.sleep(0.005)
@@ -119,7 +119,7 @@ def with_ddp(steps: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    "function, steps", [(least_squares, 1_600), slow(least_squares, 10_000), slow(with_ddp, 800)]
+    "function, steps", [(least_squares, 600), slow(least_squares, 4_000), slow(with_ddp, 400)]
 )
 def test_many_steps_end_with_equal_decisions(ranks, function, steps):
     """The clocks are those on the wall, but for DDP, whose fewer steps must see all branches."""

@@ -19,10 +19,13 @@ import torch
 import torch.nn.functional as F
 from methods import same_bits
 from models import CLASSES, CONV_SPLIT, MLP_SPLIT, convnet, images, mlp, rows
+from ranks import preload
 from torch import Tensor, nn
 
 import mpcomp
 from mpcomp.engines.local import LocalEngine
+
+preload("runs")
 
 SINGLE = (None, "GPipe", "1F1B")
 SPLITTING = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")

@@ -175,25 +175,35 @@ def goes_on(settings, root, shared):
     return resumed.pipe.rank
 
 
-METHODS = [
-    *((method, None if isinstance(method, mpcomp.AQSGD) else method) for method in FEEDBACK),
-    ("randomk:0.3", "quant:4:rounding=stochastic"),
-    ("ef21+topk:0.3", "same"),
-    ("ef+topk:0.3", "same"),
-    (["aqsgd+quant:4", None], ["ef+topk:0.2", "ef21+topk:0.2"]),
-]
+def both_ways(method):
+    """A method as it may stand at a cut."""
+    return method, None if isinstance(method, mpcomp.AQSGD) else method
+
+
+def settings_of(num_ranks, optim):
+    """Of two ranks the first method of each class; of three all others, two to a pipeline."""
+    first = list({type(method): method for method in reversed(FEEDBACK)}.values())
+    pairs = [
+        ("randomk:0.3", "quant:4:rounding=stochastic"),
+        ("ef21+topk:0.3", "same"),
+        ("aqsgd+quant:4", "ef+topk:0.2"),
+    ]
+    if num_ranks == 2:
+        pairs += map(both_ways, first)
+        return [Setting(CONV_SPLIT[-1:], *pair, optim, model=convnet) for pair in pairs]
+    pairs = [("ef+topk:0.3", "same"), (None, "ef21+topk:0.2"), *pairs]
+    pairs += [both_ways(method) for method in FEEDBACK if method not in first]
+    pairs += [("topk:0.3", None)] * (len(pairs) % 2)
+    return [
+        Setting(CONV_SPLIT[-2:], *map(list, zip(*two, strict=True)), optim, model=convnet)
+        for two in zip(pairs[::2], pairs[1::2], strict=True)
+    ]
 
 
 @pytest.mark.parametrize("num_ranks, optim, shared", [(2, sgd, False), slow(3, adamw, True)])
 def test_going_on_is_as_if_never_stopped(ranks, num_ranks, optim, shared, tmp_path):
     """Every stateful method, with dropout, BatchNorm, scheduler and loss scaler."""
-    settings = []
-    for act, grad in METHODS:
-        if num_ranks == 2 and isinstance(act, list):
-            act, grad = act[0], grad[0]
-        split = CONV_SPLIT[-(num_ranks - 1) :]
-        settings.append(Setting(split, act, grad, optim, model=convnet))
-    ranks(goes_on, num_ranks, settings, str(tmp_path), shared)
+    ranks(goes_on, num_ranks, settings_of(num_ranks, optim), str(tmp_path), shared)
     names = sorted(str(p.relative_to(tmp_path)) for p in tmp_path.glob("**/*.json"))
     parts = [f"rank-{rank:05d}-of-{num_ranks:05d}/checkpoint.json" for rank in range(num_ranks)]
     if shared:

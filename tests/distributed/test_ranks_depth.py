@@ -53,11 +53,10 @@ def check(results, num_steps):
 
 def test_results_do_not_depend_on_the_depth(ranks):
     """One, as many as stages, the default, all, more than there are, and what is measured."""
-    num_steps = SEARCH + 2
-    given = [1, NUM_STAGES, None, CHUNKS, 100, "auto"]
-    cases = [({"in_flight": depth}, num_steps) for depth in given]
+    steps = dict.fromkeys((1, NUM_STAGES, None, CHUNKS, 100), 3) | {"auto": SEARCH + 2}
+    cases = [({"in_flight": depth}, num_steps) for depth, num_steps in steps.items()]
     by_case = list(zip(*ranks(train_all, NUM_STAGES, cases), strict=True))
-    for depth, results in zip(given, by_case, strict=True):
+    for (depth, num_steps), results in zip(steps.items(), by_case, strict=True):
         check(results, num_steps)
         depths = [depths for _, _, depths, _ in results]
         assert depths[0] == depths[1] == depths[2]  # of every step, so the choice is one too

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from everyday import slow_after
+from everyday import slow, slow_after
 from methods import same_bits
 from models import rows
 from runs import SCHEDULES, SINGLE, deep
@@ -130,7 +130,10 @@ def outcomes(cases, steps, kwargs):
 
 
 def check_replicas(results, cases):
-    """Ranks at one place of their replicas hold the same bits; losses fall; bytes are fewer."""
+    """Ranks at one place of their replicas hold the same bits; bytes are fewer.
+
+    Where there are steps enough, losses fall: of all four batches from one round to a later one.
+    """
     half = len(results) // 2
     for i, case in enumerate(cases):
         losses, _, whole, report, history = results[0][i]
@@ -140,7 +143,7 @@ def check_replicas(results, cases):
             for name, value in of_rank[i][1].items():
                 assert same_bits(value, whole[name]), (case, name)
         assert all(value.isfinite().all() for value in whole.values())
-        assert losses[-4:].mean() < losses[:4].mean(), (case, losses)
+        assert len(losses) < 8 or losses[-4:].mean() < losses[:4].mean(), (case, losses)
         figures = report["replicas"]
         assert figures["method"] == str(mpcomp.parse(case[0]))
         assert 0 < figures["wire_bytes"] < figures["dense_bytes"], case
@@ -158,29 +161,29 @@ LONG = [
 
 
 @pytest.fixture(scope="module")
-def after_fifty(ranks):
+def after_many(ranks):
     """On two replicas of two stages."""
-    return ranks(outcomes, 4, [(dp, None) for dp in LONG], 50, {})
+    return ranks(outcomes, 4, [(dp, None) for dp in LONG], 24, {})
 
 
 @pytest.mark.slow
-def test_replicas_are_equal_after_fifty_steps(after_fifty):
-    check_replicas(after_fifty, [(dp, None) for dp in LONG])
+def test_replicas_are_equal_after_many_steps(after_many):
+    check_replicas(after_many, [(dp, None) for dp in LONG])
 
 
 @pytest.mark.slow
 def test_replicas_are_equal_and_learn_with_every_method(ranks):
     cases = [(dp, None) for dp in METHODS if dp not in LONG]
-    check_replicas(ranks(outcomes, 4, cases, 16, {}), cases)
+    check_replicas(ranks(outcomes, 4, cases, 12, {}), cases)
 
 
 @pytest.mark.slow
-def test_two_stages_train_as_one_does(ranks, after_fifty):
+def test_two_stages_train_as_one_does(ranks, after_many):
     """Bit for bit; also where one controller decides by the gradients of all stages."""
     cases = [(dp, None) for dp in LONG]
-    results = ranks(outcomes, 2, cases, 50, {})
+    results = ranks(outcomes, 2, cases, 24, {})
     check_replicas(results, cases)
-    for one, two, dp in zip(results[0], after_fifty[0], LONG, strict=True):
+    for one, two, dp in zip(results[0], after_many[0], LONG, strict=True):
         for name, value in two[2].items():
             assert same_bits(value, one[2][name]), (dp, name)
         for ours, theirs in zip(two[4], one[4], strict=True):
@@ -188,27 +191,29 @@ def test_two_stages_train_as_one_does(ranks, after_fifty):
                 assert ours.get(figure) == theirs.get(figure), dp
 
 
-def test_one_controller_decides_for_the_whole_pipeline(after_fifty):
+def test_one_controller_decides_for_the_whole_pipeline(ranks):
     """Ranks of different stages, whose own gains differ, take the same branch in every step."""
-    i = LONG.index(GRAVAC)
-    branches = [[entry["branch"] for entry in rank[i][4]] for rank in after_fifty]
-    factors = [[entry["cf"] for entry in rank[i][4]] for rank in after_fifty]
+    results = ranks(outcomes, 4, [(GRAVAC, None)], 24, {})
+    check_replicas(results, [(GRAVAC, None)])
+    branches = [[entry["branch"] for entry in rank[0][4]] for rank in results]
+    factors = [[entry["cf"] for entry in rank[0][4]] for rank in results]
     assert branches[0][0] == "dense" and {"minimum", "candidate"} & set(branches[0])
     assert len(set(factors[0])) > 2
     assert all(other == branches[0] for other in branches)
     assert all(other == factors[0] for other in factors)
-    figures = after_fifty[0][i][3]["replicas"]
+    figures = results[0][0][3]["replicas"]
     assert figures["cf"] == factors[0][-1] and 0 < figures["gain"] <= 1
 
 
 HEAVY = [GRAVAC.replace("window", "exact=true:window"), "dgc:0.2", "ef21+randomk:0.3"]
 
 
-@pytest.mark.parametrize("methods_each", slow_after(1, [1, 2]))
-def test_every_schedule(ranks, methods_each):
-    turns = itertools.cycle(HEAVY)
-    cases = [(next(turns), schedule) for schedule in SCHEDULES[1:] for _ in range(methods_each)]
-    results = ranks(outcomes, 4, cases, 8, {})
+@pytest.mark.parametrize("first", slow_after(1, [0, 1]))
+def test_every_schedule(ranks, first):
+    """With the methods in turn; in the whole suite each schedule has two of them."""
+    turns = itertools.cycle([*HEAVY[first:], *HEAVY[:first]])
+    cases = [(next(turns), schedule) for schedule in SCHEDULES[1:]]
+    results = ranks(outcomes, 4, cases, 5, {})
     check_replicas(results, cases)
     for case, (_, _, whole, _, _) in zip(cases, results[0], strict=True):
         torch.manual_seed(0)
@@ -237,14 +242,14 @@ def ddp_outcomes(methods, steps):
 
 @pytest.mark.slow
 def test_a_pipeline_of_one_stage_is_a_model_in_ddp(ranks):
-    for of_rank in ranks(ddp_outcomes, 2, METHODS, 8):
+    for of_rank in ranks(ddp_outcomes, 2, METHODS, 6):
         for _, ours, theirs in of_rank:
             assert_same_tensors(ours, theirs)
 
 
 def dense_outcomes(schedules):
     return [
-        [state_of(pipe) for pipe in pipes if train(pipe, 10) is not None]
+        [state_of(pipe) for pipe in pipes if train(pipe, 4) is not None]
         for pipes in ([pipe_of("none", s), pipe_of(None, s)] for s in schedules)
     ]
 
@@ -417,8 +422,17 @@ def unlucky(methods):
         assert all(bool(value.isfinite().all()) for value in pipe.state_dict().values()), dp
 
 
-def test_no_method_stumbles_over_inf_and_nan(ranks):
-    ranks(unlucky, 2, METHODS)
+#: One of each class.
+ONE_A_CLASS = [
+    *("ef+topk:0.1", "ef21+topk:0.2", "powersgd:2", "dgc:0.1:warmup_steps=6", "redsync:0.1"),
+    *("onebitsgd", GRAVAC, "accordion:low=topk/0.5:high=topk/0.1:interval=4", "topk:0.3"),
+]
+OTHERS = [dp for dp in METHODS if dp not in ONE_A_CLASS]
+
+
+@pytest.mark.parametrize("methods", [ONE_A_CLASS, slow(OTHERS)], ids=["classes", "others"])
+def test_no_method_stumbles_over_inf_and_nan(ranks, methods):
+    ranks(unlucky, 2, methods)
 
 
 def in_part(cases):
@@ -598,30 +612,34 @@ NAMES_OF_TIED = ("0.weight", "3.weight")
 # -- what cannot be -------------------------------------------------------------------------------
 
 
-def made(options_of_ranks):
-    rank = dist.get_rank()
-    options = options_of_ranks[rank % len(options_of_ranks)]
-    pipe_of(**options)
+BAD_CHOICES = [
+    ([{"dp": "ef+topk:0.1"}, {"dp": "ef+topk:0.2"}], "dp_comp"),
+    ([{"dp": "topk:0.1"}] * 3 + [{"dp": None}], "dp_comp"),
+    ([{"dp": "topk:0.1", "network": ReplicaNetwork(per_machine=2)}] * 3 + [{"dp": "topk:0.1"}],
+     "network"),
+    ([{"dp": "topk:0.1", "replicas": 1}], "with replicas=1: there is nobody"),
+    ([{"dp": "topk:0.1", "network": ReplicaNetwork(per_machine=4)}],
+     "per_machine=4 with 2 replicas"),
+    ([{"dp": PowerSGD(25)}], "rank=25 is above that of every matrix here (the largest is 17)"),
+    ([{"dp": RedSync(0.1, same_sign=True, plain="none.weight")}], "plain='none.weight'"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ([{"dp": "ef+topk:0.1"}, {"dp": "ef+topk:0.2"}], "dp_comp"),
-        ([{"dp": "topk:0.1"}] * 3 + [{"dp": None}], "dp_comp"),
-        ([{"dp": "topk:0.1", "network": ReplicaNetwork(per_machine=2)}] * 3 + [{"dp": "topk:0.1"}],
-         "network"),
-        ([{"dp": "topk:0.1", "replicas": 1}], "with replicas=1: there is nobody"),
-        ([{"dp": "topk:0.1", "network": ReplicaNetwork(per_machine=4)}],
-         "per_machine=4 with 2 replicas"),
-        ([{"dp": PowerSGD(25)}], "rank=25 is above that of every matrix here (the largest is 17)"),
-        ([{"dp": RedSync(0.1, same_sign=True, plain="none.weight")}], "plain='none.weight'"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)  # fmt: skip
-def test_bad_choices_are_errors_on_all_ranks(ranks, options, message):
-    for kind, said in ranks(made, 4, options, may_fail=True):
-        assert kind == "ValueError" and message in said, said
+def made(choices):
+    """What each is refused with, one after another."""
+    found = []
+    for options_of_ranks, _ in choices:
+        options = options_of_ranks[dist.get_rank() % len(options_of_ranks)]
+        with pytest.raises(ValueError) as caught:
+            pipe_of(**options)
+        found.append(str(caught.value))
+    return found
+
+
+def test_bad_choices_are_errors_on_all_ranks(ranks):
+    for said in ranks(made, 4, BAD_CHOICES):
+        for text, (_, message) in zip(said, BAD_CHOICES, strict=True):
+            assert message in text
 
 
 def of_one_stage():

@@ -15,14 +15,14 @@ pytest.importorskip("transformers")
 
 MODELS = {"gpt2": gpt2, "llama": llama}
 #: Tokens to append.
-NEW = 6
+NEW = 4
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "one": {"max_new_tokens": 1},
     "sampled": {"do_sample": True, "seed": 3, "temperature": 1.5},
     "narrow": {"do_sample": True, "seed": 4, "top_k": 5, "repetition_penalty": 1.5},
 }
-METHODS = ("none", "topk:0.3", "ef21+quant:4", "bf16")
+METHODS = ("none", "topk:0.3", "ef21+quant:4")
 
 
 def pipe_of(model: str = "llama", num_stages: int = 2, method: str = "none", **options: Any) -> Any:

@@ -55,24 +55,30 @@ def check(ranks, num_ranks, runs, shrinks=True):
 COMPRESSED = {"act": "topk:0.3", "grad": "ef21+topk:0.3"}
 
 
-@pytest.mark.parametrize("steps", slow_after(1, [5, 10]))
+#: Steps of runs in every schedule: compressed ones every day, for longer in the whole suite.
+LENGTHS = {"compressed": 3, "uncompressed": 3, "for longer": 8}
+
+
+@pytest.mark.parametrize("kind", slow_after(1, LENGTHS))
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_schedule_on_two_ranks(ranks, schedule, steps):
+def test_every_schedule_on_two_ranks(ranks, schedule, kind):
     """Uneven microbatches (10 rows in 4); BatchNorm, dropout and operations in place as well."""
     runs = [
-        Run("deep", schedule=schedule),
         Run("deep", schedule=schedule, **COMPRESSED),
-        Run("deep convnet", schedule=schedule),
         Run("deep convnet", schedule=schedule, act="ef21+quant:4", grad="ef+topk:0.3"),
     ]
-    check(ranks, 2, [with_stages(replace(run, steps=steps), 2) for run in runs])
+    if kind == "uncompressed":
+        runs = [replace(run, act=None, grad=None) for run in runs]
+    if kind == "for longer":  # feedback both ways, BatchNorm and dropout: all that adds up
+        runs = runs[1:]
+    check(ranks, 2, [with_stages(replace(run, steps=LENGTHS[kind]), 2) for run in runs])
 
 
 @pytest.mark.parametrize("schedule", slow_but(["ZBVZeroBubble"], SCHEDULES))
 def test_every_schedule_on_four_ranks(ranks, schedule):
     """Eight stages where a rank takes two."""
     methods = {"act": "ef21+quant:4", "grad": "ef+topk:0.3"}
-    run = Run("deep convnet", schedule=schedule, rows=(10, 9), steps=6, **methods)
+    run = Run("deep convnet", schedule=schedule, rows=(10, 9), steps=4, **methods)
     check(ranks, 4, [with_stages(run, 4)])
 
 
@@ -92,30 +98,69 @@ def test_looped_bfs_differs_from_the_ascending_order_by_rounding(ranks):
     assert_same(one, [row[0] for row in ranks(train_all, 2, [one])], train(one))
 
 
+def both_ways(method):
+    """A run with this method both ways over a cut; one that needs a method for activations: it."""
+    if isinstance(method, SameIndices):
+        return Run("mlp", act=TopK(0.3), grad=method, steps=3)
+    uneven = (10,) if method == Identity() else (10, 9, 7)
+    return Run("mlp", act=method, grad=method, rows=uneven, steps=3)
+
+
+def lossy(method):
+    return not (isinstance(method, Identity) or method == TopK(1.0) or "fp32" in str(method))
+
+
+@pytest.fixture(scope="module")
+def of_each_class(ranks):
+    """Of each class the first example, all in two starts of processes."""
+    runs = [both_ways(examples[0]) for examples in EXAMPLES.values()]
+    half = len(runs) // 2
+    outcomes = [*check(ranks, 2, runs[:half], False), *check(ranks, 2, runs[half:], False)]
+    return dict(zip(EXAMPLES, zip(runs, outcomes, strict=True), strict=True))
+
+
 @pytest.mark.parametrize("of_class", EXAMPLES, ids=lambda c: c.__name__)
-def test_every_method(ranks, of_class):
-    """Each example, both ways over a cut."""
+def test_every_method(of_each_class, of_class):
+    """The first example of each class, both ways over a cut."""
+    run, ours = of_each_class[of_class]
+    for way, method in (("act", run.act), ("grad", run.grad)):
+        [error] = [f for o in ours for name, f in o.fidelity.items() if name.endswith(way)]
+        assert (error > 0) == lossy(method) and error < 10, run  # metered where it is sent
+
+
+#: Methods of activations and of gradients, of all other examples.
+OTHERS = [
+    *(
+        (method, method)
+        for of_class, examples in EXAMPLES.items()
+        if of_class is not SameIndices
+        for method in examples[1:]
+    ),
+    *((act, SameIndices()) for act in (EF21(TopK(0.3)), AQSGD(TopK(0.3)))),
+    *((TopK(0.3), method) for method in EXAMPLES[SameIndices][1:]),
+]
+#: Cuts of three stages a rank.
+CUTS = 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, len(OTHERS), 3 * CUTS))
+def test_every_other_example(ranks, first):
+    """Five to a pipeline, as each of its cuts has methods of its own."""
     runs = []
-    for method in EXAMPLES[of_class]:
-        if isinstance(method, SameIndices):
-            runs.append(Run("mlp", act=TopK(0.3), grad=method))
-            runs.append(Run("mlp", act=EF21(TopK(0.3)), grad=method))
-            runs.append(Run("mlp", act=AQSGD(TopK(0.3)), grad=method, ids=15))
-        elif of_class is Identity:
-            runs.append(Run("mlp", act=method, grad=method))
-        else:
-            runs.append(Run("mlp", act=method, grad=method, rows=(10, 9, 7)))
-    assert runs
-    runs = [replace(run, stages=2, steps=5) for run in runs]
-    all_ours = check(ranks, 2, runs, shrinks=False)
-    for run, ours in zip(runs, all_ours, strict=True):
-        for way, method in (("act", run.act), ("grad", run.grad)):
-            lossy = not (
-                isinstance(method, Identity) or method == TopK(1.0) or "fp32" in str(method)
-            )
-            figures = [f for o in ours for name, f in o.fidelity.items() if name.endswith(way)]
-            [error] = figures  # metered where it is sent
-            assert (error > 0) == lossy and error < 10, run
+    for start in range(first, min(first + 3 * CUTS, len(OTHERS)), CUTS):
+        pairs = OTHERS[start : start + CUTS]
+        act, grad = zip(*pairs, *[(None, None)] * (CUTS - len(pairs)), strict=True)
+        methods = {"act": list(act), "grad": list(grad)}
+        settings = {"rows": (10, 9, 7), "steps": 3, "ids": 12}  # AQ-SGD meets its samples again
+        runs.append(Run("deep", 6, "Interleaved1F1B", **settings, **methods))
+    for run, ours in zip(runs, check(ranks, 2, runs, shrinks=False), strict=True):
+        errors = {name: error for outcome in ours for name, error in outcome.fidelity.items()}
+        for way, methods in (("act", run.act), ("grad", run.grad)):
+            for cut, method in enumerate(methods):
+                error = errors[f"boundary {cut} {way}"]
+                assert (error > 0) == (method is not None and lossy(method)), (run, cut)
+                assert error < 10, (run, cut)
 
 
 LOOPS = {
@@ -125,7 +170,7 @@ LOOPS = {
     "bf16": {"autocast": torch.bfloat16},
     "adamw": {"optimizer": "adamw", "clip": 0.1},
     "clipped": {"clip": 0.2},
-    "accumulated": {"accumulate": 3, "steps": 4, "clip": 0.3},
+    "accumulated": {"accumulate": 3, "steps": 3, "clip": 0.3},
     "evaluated": {"evaluate": True, "steps": 4},
     "scaled": {"scale": 1024.0, "clip": 0.2},
     "fp16": {"scale": 2.0**24, "autocast": torch.float16, "steps": 12},
@@ -143,10 +188,11 @@ LOOPS = {
 
 @pytest.mark.parametrize("name", slow_after(4, LOOPS))
 def test_what_a_training_loop_does(ranks, name):
-    """Interleaved stages, and one of the schedules with a split backward in turn."""
-    splitting = SPLITTING[list(LOOPS).index(name) % 3]
-    settings = {"stages": 4, "steps": 6, **COMPRESSED, **LOOPS[name]}
-    runs = [Run(**settings, schedule=schedule) for schedule in ("Interleaved1F1B", splitting)]
+    """Interleaved stages, and one of the schedules with a split backward: in turn."""
+    turn = list(LOOPS).index(name)
+    schedule = (SPLITTING[0], "Interleaved1F1B", *SPLITTING[1:])[turn % 4]
+    settings = {"stages": 4, "steps": 5, **COMPRESSED, **LOOPS[name]}
+    runs = [Run(**settings, schedule=schedule)]
     all_ours = check(ranks, 2, runs)
     for run, ours in zip(runs, all_ours, strict=True):
         for outcome in ours:
@@ -175,7 +221,7 @@ def test_the_own_schedule_in_the_same_ways(ranks):
         Run(chunks=1, **COMPRESSED),
         *(Run(pipeline={"in_flight": depth}, **COMPRESSED) for depth in (1, 3, 100)),
     ]
-    check(ranks, 2, [replace(run, steps=min(run.steps, 6)) for run in runs])
+    check(ranks, 2, [replace(run, steps=min(run.steps, 4)) for run in runs])
 
 
 @pytest.mark.slow
@@ -190,12 +236,12 @@ def test_recomputation_and_memory_order_in_other_schedules(ranks):
     ]
     runs += [Run("masked", 4, "ZBVZeroBubble", **COMPRESSED)]
     runs += [Run("named", 4, "InterleavedZeroBubble", **COMPRESSED)]
-    check(ranks, 2, [replace(run, steps=5) for run in runs])
+    check(ranks, 2, [replace(run, steps=3) for run in runs])
 
 
 def test_three_stages_a_rank(ranks):
     runs = [
-        Run("deep", 6, schedule, steps=5, **COMPRESSED)
+        Run("deep", 6, schedule, steps=3, **COMPRESSED)
         for schedule in ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")
     ]
     check(ranks, 2, runs)
@@ -210,18 +256,21 @@ def test_overflow_in_one_of_four_ranks(ranks):
     check(ranks, 4, runs)
 
 
-@pytest.mark.parametrize("num_ranks", slow_after(1, [4, 2]))
-def test_feedback_and_random_methods_on_four_ranks_too(ranks, num_ranks):
-    """Pairs of methods that share a cut."""
+def test_feedback_and_random_methods_on_four_ranks_too(ranks):
+    """Pairs of methods that share a cut, another at each."""
     pairs = [
         ("ef21+topk:0.3", "same"),
         ("aqsgd+quant:4:rounding=stochastic", "ef21+randomk:0.3"),
         ("randomblock:0.4", "efmixed:second=remainder+topk:0.3"),
         ("aqsgd:storage=4+topk:0.3", "same+fp16"),
         ("sign:sample", "fixed:4"),
+        ("ef+topk:0.3", "ef21+topk:0.3"),
     ]
-    runs = [Run(stages=num_ranks, act=a, grad=g, rows=(10, 9), steps=8) for a, g in pairs]
-    check(ranks, num_ranks, runs)
+    runs = []
+    for cuts in (pairs[:3], pairs[3:]):
+        act, grad = zip(*cuts, strict=True)
+        runs.append(Run(stages=4, act=list(act), grad=list(grad), rows=(10, 9), steps=5))
+    check(ranks, 4, runs)
 
 
 def test_the_examples_cover_feedback():

@@ -48,8 +48,8 @@ def share_of(pipe, x, y):
     return x[a:b], y[a:b], torch.arange(a, b)
 
 
-def train_replicas(schedules, kwargs):
-    """Ten steps of each; with a communication hook that writes down each of its calls."""
+def train_replicas(schedules, kwargs, steps=5):
+    """Some steps of each; with a communication hook that writes down each of its calls."""
     results = []
     for schedule in schedules:
         pipe = pipe_of(schedule, **kwargs)
@@ -66,7 +66,7 @@ def train_replicas(schedules, kwargs):
             ddp.register_comm_hook(seen, own)
         optimizer = sgd(pipe)
         losses, per_step = [], []
-        for step in range(10):
+        for step in range(steps):
             x, y, ids = share_of(pipe, *rows(sum(SHARES), step))
             before = [len(seen) for seen in calls]
             losses.append(pipe.forward_backward(x, y, sample_ids=ids))
@@ -97,7 +97,7 @@ def train_alone(**kwargs):
     pipe = pipe_of(chunks=8, alone=True, **kwargs)
     optimizer = sgd(pipe)
     losses = []
-    for step in range(10):
+    for step in range(5):
         losses.append(pipe.forward_backward(*rows(sum(SHARES), step)))
         optimizer.step()
         optimizer.zero_grad()
@@ -116,7 +116,7 @@ def check_replicas(results, schedules):
             for name, value in own.items():
                 assert same_bits(value, partner[name]), (schedule, name)
                 assert same_bits(value, whole[name]), (schedule, name)
-            assert len(per_step) == 10
+            assert len(per_step) == len(losses)
             for step in per_step:
                 assert len(step) == (1 if schedule in SINGLE else 2)  # stages of a rank
                 for stage in step:
@@ -148,9 +148,9 @@ def deep_weights():
 )
 def test_compressed_replicas_stay_equal_and_remember_their_own(ranks, act, grad):
     """Weights are equal, links are not: each replica has its own rows."""
-    schedules = (None, "ZBVZeroBubble", "Interleaved1F1B")
+    schedules = (None, "ZBVZeroBubble")
     kwargs = {"act_comp": act, "grad_comp": grad}
-    results = ranks(train_replicas, 4, schedules, kwargs)
+    results = ranks(train_replicas, 4, schedules, kwargs, 10)
     for i, ours in enumerate(check_replicas(results, schedules)):
         wire, dense = ours[4]
         assert 0 < wire < dense

@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
+from everyday import slow_but_one_a_class
 from methods import COMPRESSORS, FEEDBACK
 from models import (
     CONV_SPLIT,
@@ -36,7 +37,7 @@ CPU = torch.device("cpu")
 pytestmark = pytest.mark.filterwarnings("ignore:.*would not shrink")
 
 
-@pytest.mark.parametrize("method", [*COMPRESSORS, *FEEDBACK], ids=str)
+@pytest.mark.parametrize("method", slow_but_one_a_class([*COMPRESSORS, *FEEDBACK]), ids=str)
 def test_bytes_metered_are_bytes_handed_to_the_transport(method, monkeypatch):
     """Law 2, in training and in evaluation, both directions, uneven microbatches."""
     moved = []

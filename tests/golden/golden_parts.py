@@ -35,6 +35,10 @@ ENVIRONMENT = {
     "PYTHONHASHSEED": "0",
 }
 
+#: Within which the processes of a program end: on a busy machine they take minutes. Below
+#: pytest's own limit, so that what they have said is shown.
+TIMEOUT_S = 540.0
+
 # -- patterns -------------------------------------------------------------------------------------
 
 _MASK = 0xFFFFFFFF
@@ -262,9 +266,7 @@ def mean_loss(output: Tensor, target: Tensor) -> Tensor:
 # -- processes ------------------------------------------------------------------------------------
 
 
-def in_processes(
-    program: Path, num_ranks: int, *arguments: str, timeout_s: float = 150.0
-) -> list[Any]:
+def in_processes(program: Path, num_ranks: int, *arguments: str) -> list[Any]:
     """Runs ``program --rank R --ranks N --meet FOLDER ...``; what each rank has left as JSON.
 
     Each process is a fresh one, so that what `ENVIRONMENT` says holds from torch's first moment,
@@ -297,7 +299,7 @@ def in_processes(
                         )
                     )
                 logs.append(log)
-            deadline = time.monotonic() + timeout_s
+            deadline = time.monotonic() + TIMEOUT_S
             while any(process.poll() is None for process in processes):
                 failed = any(process.poll() not in (None, 0) for process in processes)
                 if failed or time.monotonic() > deadline:
@@ -306,7 +308,7 @@ def in_processes(
             codes = [process.poll() for process in processes]
             if any(code != 0 for code in codes):
                 said = "\n".join(log.read_text(errors="replace")[-4000:] for log in logs)
-                late = f"not ready after {timeout_s:.0f} s" if None in codes else "failed"
+                late = f"not ready after {TIMEOUT_S:.0f} s" if None in codes else "failed"
                 raise RuntimeError(f"{program.name} {' '.join(arguments)} {late} {codes}:\n{said}")
         finally:
             for process in processes:

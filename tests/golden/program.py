@@ -224,11 +224,11 @@ PARTS = [
 ]
 
 
-def record(only: str = "", timeout_s: float = 150.0) -> dict[str, Any]:
+def record(only: str = "") -> dict[str, Any]:
     """Runs the program in two processes; what they have noted, by part."""
     from golden_parts import in_processes, merged
 
-    return merged(in_processes(Path(__file__), 2, "--only", only, timeout_s=timeout_s))
+    return merged(in_processes(Path(__file__), 2, "--only", only))
 
 
 def of_rank(only: str) -> dict[str, Any]:

@@ -92,11 +92,11 @@ CASES = {
 }
 
 
-def gone_on(*arguments: str, timeout_s: float = 150.0) -> dict[str, Any]:
+def gone_on(*arguments: str) -> dict[str, Any]:
     """Runs all cases in two processes; what each went on with."""
     from golden_parts import in_processes, merged
 
-    return merged(in_processes(Path(__file__), 2, *arguments, timeout_s=timeout_s))
+    return merged(in_processes(Path(__file__), 2, *arguments))
 
 
 class Going:
@@ -291,7 +291,7 @@ def main() -> None:
         if told.write is not None and folder.exists():
             shutil.rmtree(folder)
         way = "--load" if told.write is None else "--write"
-        sys.stdout.write(written(gone_on(way, str(folder.resolve()), timeout_s=1000.0)))
+        sys.stdout.write(written(gone_on(way, str(folder.resolve()))))
         return
     tempfile.tempdir = told.meet  # what is saved there goes when all have ended
     warnings.simplefilter("ignore")

@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from everyday import slow_but_one_a_class
 from methods import COMPRESSORS, FEEDBACK, round_trip, same_bits, varies
 
 from mpcomp import (
@@ -59,7 +60,7 @@ def assert_same(a: dict, b: dict) -> None:
 
 @pytest.mark.each_once
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("method", METHODS, ids=str)
+@pytest.mark.parametrize("method", slow_but_one_a_class(METHODS), ids=str)
 def test_length_is_known_beforehand_and_metered(method, dtype, global_rng_untouched):
     """Law 2: layout = message = meter; laws 3 and 4: like the input, which stays as it was."""
     link = link_of(method)
@@ -120,7 +121,7 @@ def test_draws_depend_on_seed_replica_boundary_direction_step_and_microbatch():
     assert all(other != first for other in others)
 
 
-@pytest.mark.parametrize("method", METHODS, ids=str)
+@pytest.mark.parametrize("method", slow_but_one_a_class(METHODS), ids=str)
 def test_warm_up_goes_dense_and_evaluation_does_not(method):
     """Uncompressed steps cost dense bytes and arrive whole; evaluation compresses at once."""
     x = torch.randn(SHAPE)
@@ -316,7 +317,7 @@ def test_empty_tensors_are_refused(method):
 
 @pytest.mark.each_once
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("method", METHODS, ids=str)
+@pytest.mark.parametrize("method", slow_but_one_a_class(METHODS), ids=str)
 def test_a_nonfinite_activation_is_an_error_with_or_without_a_scaler(method, bad):
     """It names boundary, direction and step; nothing is learnt, the meter counts it."""
     x = torch.randn(SHAPE)
@@ -333,7 +334,7 @@ def test_a_nonfinite_activation_is_an_error_with_or_without_a_scaler(method, bad
 
 @pytest.mark.each_once
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-@pytest.mark.parametrize("method", METHODS, ids=str)
+@pytest.mark.parametrize("method", slow_but_one_a_class(METHODS), ids=str)
 def test_a_nonfinite_gradient_is_an_error_or_with_a_scaler_a_flag(method, bad):
     """Compression must not hide an overflow: all NaN arrives, and the step is known to be bad."""
     x = torch.randn(SHAPE)

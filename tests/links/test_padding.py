@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from everyday import slow_but_one_a_class
 from methods import COMPRESSORS, FEEDBACK, same_bits
 from models import assert_ends_agree, store_of
 
@@ -164,7 +165,7 @@ def test_a_quantizers_range_is_that_of_valid_positions_and_zero(mode):
 
 @pytest.mark.each_once
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("method", METHODS, ids=str)
+@pytest.mark.parametrize("method", slow_but_one_a_class(METHODS), ids=str)
 def test_what_is_padded_never_matters(method, dtype):
     """Not to the message, nor to the state; it arrives as zero. The tensor stays as it was."""
     links = link_of(method, seed=3), link_of(method, seed=3)
@@ -235,7 +236,7 @@ def assert_compresses_zeros(method, monkeypatch):
     assert seen and all(x[:, :3].any() and not x[:, 3:].any() for x in seen)
 
 
-@pytest.mark.parametrize("method", METHODS, ids=str)
+@pytest.mark.parametrize("method", slow_but_one_a_class(METHODS), ids=str)
 def test_a_mask_of_ones_is_no_mask(method):
     plain, masked = link_of(method), link_of(method)
     for index in range(3):
@@ -468,7 +469,7 @@ def test_a_gradient_that_overflowed_arrives_as_nan_everywhere():
 
 @pytest.mark.each_once
 @pytest.mark.parametrize("direction", ["act", "grad"])
-@pytest.mark.parametrize("method", METHODS, ids=str)
+@pytest.mark.parametrize("method", slow_but_one_a_class(METHODS), ids=str)
 def test_fidelity_is_measured_where_positions_count(method, direction):
     """At the sender that does not see what arrives, and where both ends are one."""
     here, there, both = (link_of(method, direction) for _ in range(3))

@@ -10,6 +10,7 @@ import math
 
 import pytest
 import torch
+from everyday import slow_but_one_a_class
 from methods import COMPRESSORS, FEEDBACK, same_bits, varies
 from models import store_of
 
@@ -59,7 +60,7 @@ def num_stored(link):
 @pytest.mark.each_once
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("direction", ["act", "grad"])
-@pytest.mark.parametrize("method", METHODS, ids=str)
+@pytest.mark.parametrize("method", slow_but_one_a_class(METHODS), ids=str)
 def test_the_sender_meters_what_the_receiver_decodes(method, direction, dtype):
     here, there = (link_of(method, direction, warmup_steps=1) for _ in range(2))
     both = link_of(method, direction, warmup_steps=1)  # in one process, as the local engine
@@ -217,7 +218,7 @@ def assert_expected(message: torch.Tensor, expected: int, method: SpecValue) -> 
 # -- lengths, before there is any state -----------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", METHODS, ids=str)
+@pytest.mark.parametrize("method", slow_but_one_a_class(METHODS), ids=str)
 def test_a_receiver_knows_the_length_of_the_first_message(method):
     """Receives are posted at a step's beginning, on a rank that has never seen the link."""
     here, there = (link_of(method, warmup_steps=1) for _ in range(2))
@@ -242,7 +243,7 @@ def test_a_receiver_knows_the_length_of_the_first_message(method):
 NEVER_SHRINK = [m for m in COMPRESSORS if m.wire_bytes(TensorMeta(SHAPE)) >= 4 * 480]
 
 
-@pytest.mark.parametrize("method", METHODS, ids=str)
+@pytest.mark.parametrize("method", slow_but_one_a_class(METHODS), ids=str)
 def test_all_lengths_of_a_step_are_known_at_its_beginning(method):
     """Microbatches of other sizes included, before any message of the step has come."""
     here, there = link_of(method), link_of(method)
@@ -272,7 +273,7 @@ def test_asking_for_a_length_leaves_no_state(method):
 # -- a cut within a rank --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", METHODS, ids=str)
+@pytest.mark.parametrize("method", slow_but_one_a_class(METHODS), ids=str)
 def test_what_does_not_leave_the_rank_is_coded_and_not_counted(method):
     """So that placement changes no number of the training, and no byte is counted in vain."""
     inside, outside = link_of(method), link_of(method)
@@ -299,7 +300,7 @@ def test_what_does_not_leave_the_rank_is_coded_and_not_counted(method):
 @pytest.mark.each_once
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("direction", ["act", "grad"])
-@pytest.mark.parametrize("method", METHODS, ids=str)
+@pytest.mark.parametrize("method", slow_but_one_a_class(METHODS), ids=str)
 def test_an_error_can_wait_for_the_end_of_the_step(method, direction, bad):
     """The message goes, flagged; NaN arrives; `found_nonfinite` tells at the end, once."""
     here, there = link_of(method, direction), link_of(method, direction)

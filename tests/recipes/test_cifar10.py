@@ -76,19 +76,6 @@ def test_resumed_run_is_the_uninterrupted_run(tmp_path, methods):
     assert all(expected[key].equal(resumed[key]) for key in expected)
 
 
-def test_compare_can_be_stopped_between_its_runs(tmp_path):
-    cifar10.main([*TINY, "--compare", "--out", str(tmp_path / "whole")])
-    cifar10.main([*TINY, "--compare", "--out", str(tmp_path / "parts"), "--stop-after", "1"])
-    cifar10.main(["--resume", str(tmp_path / "parts")])
-    for run_folder in (".", "uncompressed"):
-        expected, resumed = (
-            rows_without_time(tmp_path / name / run_folder / "metrics.jsonl")
-            for name in ("whole", "parts")
-        )
-        assert expected == resumed
-    assert "uncompressed_run" in json.loads((tmp_path / "parts" / "summary.json").read_text())
-
-
 def test_own_compressor_for_each_boundary(tiny):
     summary = run(tiny(epochs=1, act=("topk:0.1", "quant:4", "none")), progress=False)
     assert summary.act == "topk:0.1 quant:4 none"

@@ -108,7 +108,7 @@ def test_aqsgd_row_is_keyed_by_sample(tmp_path):
 def test_stopped_with_workers_and_continued(tmp_path):
     """A signal ends the study and its workers; the same command runs only what is missing."""
     out = tmp_path / "study.jsonl"
-    more = options(out, "--rows", "none", "top 10 %", "top 50 %", "--seeds", "3")
+    more = options(out, "--rows", "none", "top 10 %", "--seeds", "3")
     command = [sys.executable, "-m", "recipes.cifar10_study", *more, "--workers", "2"]
     study = subprocess.Popen(
         command,
@@ -123,12 +123,12 @@ def test_stopped_with_workers_and_continued(tmp_path):
     assert study.wait(timeout=60) != 0
     wait_until_gone(study.pid)
     before = read_json_lines(out)
-    assert 0 < len(before) < 9
+    assert 0 < len(before) < 6
 
     cifar10_study.main([*more, "--workers", "0"])
     after = read_json_lines(out)
     assert after[: len(before)] == before
-    assert len({(line["row"], line["seed"]) for line in after}) == len(after) == 9
+    assert len({(line["row"], line["seed"]) for line in after}) == len(after) == 6
 
 
 def wait_until_gone(process_group: int, seconds: float = 30.0) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from everyday import slow_after
 from safetensors.torch import load_file
 
 import mpcomp
@@ -111,17 +110,15 @@ def test_saved_model_is_a_plain_one(tmp_path, command, text):
     assert json.loads((tuned / "config.json").read_text())["split"] == "auto"
 
 
+@pytest.mark.slow  # every day the run of another optimizer, in test_optimizers.py
 @pytest.mark.parametrize(
     "methods",
-    slow_after(
-        1,
-        [
-            ["--act", "ef21+topk:0.1", "--grad", "ef+randomk:0.2", "--lr-warmup-steps", "3"],
-            ["--act", "aqsgd+quant:4", "--accumulate", "3", "--recompute", "--tie", "ef+topk:0.1"],
-            ["--precision", "fp16", "--weight-decay", "0.1", "--train-limit", "6"],
-            ["--model", "lstm", "--hidden", "24", "--act", "ef21+topk:0.1", "--clip", "0.25"],
-        ],
-    ),
+    [
+        ["--act", "ef21+topk:0.1", "--grad", "ef+randomk:0.2", "--lr-warmup-steps", "3"],
+        ["--act", "aqsgd+quant:4", "--accumulate", "3", "--recompute", "--tie", "ef+topk:0.1"],
+        ["--precision", "fp16", "--weight-decay", "0.1", "--train-limit", "6"],
+        ["--model", "lstm", "--hidden", "24", "--act", "ef21+topk:0.1", "--clip", "0.25"],
+    ],
     ids=["feedback", "aqsgd", "fp16", "lstm"],
 )
 def test_resumed_run_is_the_uninterrupted_run(tmp_path, command, methods):

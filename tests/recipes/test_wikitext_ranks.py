@@ -1,5 +1,6 @@
 """The text recipe in several processes: the run of one process, told once, with one end for all."""
 
+import pytest
 import torch
 from endings import End, check_error, check_success, end_of, history, weights
 from safetensors.torch import load_file
@@ -52,6 +53,7 @@ def test_two_processes_train_the_run_of_one(ranks, tmp_path):
     assert all(torch.equal(saved[0][name], saved[1][name]) for name in saved[0])
 
 
+@pytest.mark.slow
 def test_two_processes_train_the_lstm_of_one(ranks, tmp_path):
     """Dropout and cuts as in one process; the model is saved whole."""
     words = tmp_path / "words.txt"
@@ -70,6 +72,7 @@ def test_two_processes_train_the_lstm_of_one(ranks, tmp_path):
     assert all(torch.equal(ours[name], saved[name]) for name in ours)
 
 
+@pytest.mark.slow
 def test_replicas_share_the_blocks(ranks, tmp_path):
     words = tmp_path / "words.txt"
     words.write_text("".join(f"the {i} stage sends {i * i} to the next\n" for i in range(30)))
