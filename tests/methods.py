@@ -158,7 +158,7 @@ EXAMPLES: dict[type[SpecValue], list[SpecValue]] = {
         EF21(TopK(0.2, values=Quantize(8)), first=Quantize(8)),
         EF21(Quantize(4, rounding="stochastic"), storage="bf16"),
         EF21(TopK(0.3), storage=8, eval="raw"),
-        EF21(ECSQ(0.5)),
+        EF21(ECSQ(0.5), eval=ECSQ(0.2)),
         EF21(LowRank(1)),
     ],
     AQSGD: [

@@ -235,13 +235,25 @@ def _convert(text: str, hint: Any, what: str) -> Any:
             return kind(text)
         except ValueError:
             continue
+    words = [w for kind in accepted for w in typing.get_args(kind) if _is_literal(kind)]
+    if text in words:
+        return text
     for kind in accepted:
         if typing.get_origin(kind) is tuple:
             return _numbers(text, typing.get_args(kind), what)
     if any(isinstance(kind, type) and issubclass(kind, SpecValue) for kind in accepted):
-        return parse(text.translate(str.maketrans("/,", ":+")))
+        try:
+            return parse(text.translate(str.maketrans("/,", ":+")))
+        except ValueError as error:
+            if not words:
+                raise
+            raise ValueError(f"{what}: {text!r} is none of {', '.join(words)}; {error}") from error
     expected = " or ".join(t.__name__ for t in accepted if t is not type(None))
     raise ValueError(f"{what}: {text!r} is not {expected}")
+
+
+def _is_literal(kind: Any) -> bool:
+    return typing.get_origin(kind) is typing.Literal
 
 
 def _numbers(text: str, kinds: tuple[Any, ...], what: str) -> tuple[Any, ...]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import ClassVar, Literal, TypeAlias, get_args
 
 from torch import Tensor
 
@@ -24,9 +24,11 @@ from mpcomp.feedback.memory import Memory, State
 from mpcomp.feedback.residual import Residual
 from mpcomp.feedback.slots import StoragePlan
 
-__all__ = ["Feedback", "row_keys"]
+__all__ = ["EvalChoice", "Feedback", "row_keys"]
 
-_EVALS = ("compressed", "first", "raw")
+_EvalWord: TypeAlias = Literal["compressed", "first", "raw"]
+#: What evaluation may send: see `Feedback.eval`.
+EvalChoice: TypeAlias = _EvalWord | Compressor
 
 
 class Feedback(SpecValue, Memory, ABC):
@@ -40,7 +42,8 @@ class Feedback(SpecValue, Memory, ABC):
         location: where: "device", "cpu", or a folder for files.
         cap_bytes: slots are kept up to so many bytes at each end; None for no cap.
         eval: what evaluation sends: "compressed" (the inner compressor's C(x), without state),
-            "first" (what a slot without an estimate sends) or "raw" (the tensor itself).
+            "first" (what a slot without an estimate sends), "raw" (the tensor itself), or a
+            compressor of its own, as in ``eval=step/0.15``.
     """
 
     inner: Compressor
@@ -48,7 +51,7 @@ class Feedback(SpecValue, Memory, ABC):
     storage: str | int = "fp32"
     location: str = "device"
     cap_bytes: int | None = None
-    eval: str = "compressed"
+    eval: EvalChoice = "compressed"
     spec_inner: ClassVar[str | None] = "inner"
     adaptable: ClassVar[bool] = True
     at_cuts: ClassVar[bool] = True
@@ -73,8 +76,11 @@ class Feedback(SpecValue, Memory, ABC):
         check_contractive(inner, "inside feedback")
         if self.first is not None and not isinstance(self.first, Compressor):
             raise TypeError(f"first={self.first!r}: expected a compressor, or None for raw")
-        if self.eval not in _EVALS:
-            raise ValueError(f"eval={self.eval!r}: evaluation is {', '.join(_EVALS)}")
+        words = get_args(_EvalWord)
+        if not isinstance(self.eval, Compressor) and self.eval not in words:
+            raise ValueError(
+                f"eval={self.eval!r}: evaluation is {', '.join(words)} or a compressor"
+            )
         self.storage_plan  # noqa: B018  (raises for a bad storage or cap)
 
     @property
@@ -111,6 +117,8 @@ class Feedback(SpecValue, Memory, ABC):
     @property
     def evaluation(self) -> Compressor:
         """Compressor of evaluation, in which nothing is remembered."""
+        if isinstance(self.eval, Compressor):
+            return self.eval
         if self.eval == "compressed":
             return self.inner
         return (self.first if self.eval == "first" else None) or Identity()

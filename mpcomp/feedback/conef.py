@@ -30,7 +30,7 @@ from torch import Tensor
 from mpcomp.compressors.base import Compressor
 from mpcomp.core.spec import shown
 from mpcomp.core.tensor_meta import TensorMeta
-from mpcomp.feedback.base import Feedback
+from mpcomp.feedback.base import EvalChoice, Feedback
 from mpcomp.feedback.kept import Kept, Payloads, Sketched
 from mpcomp.feedback.memory import Field, Memory, Sent, Side, State
 from mpcomp.feedback.sketch import HASHES, VectorSketch
@@ -94,7 +94,7 @@ class ConEF(Feedback):
     storage: str | int = "fp32"
     location: str = "device"
     lr_scaled: bool = False
-    eval: str = "compressed"
+    eval: EvalChoice = "compressed"
     spec: ClassVar[str] = "conef"
     adaptable: ClassVar[bool] = False
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from mpcomp.compressors.base import Compressor
 from mpcomp.core.step import Key, MessageContext, SampleIds
 from mpcomp.core.tensor_meta import TensorMeta
-from mpcomp.feedback.base import Feedback, row_keys
+from mpcomp.feedback.base import EvalChoice, Feedback, row_keys
 from mpcomp.feedback.memory import Field, Sent, Side, State
 
 __all__ = ["AQSGD", "EF21"]
@@ -56,7 +56,7 @@ class EF21(Feedback):
     storage: str | int = "fp32"
     location: str = "device"
     cap_bytes: int | None = None
-    eval: str = "compressed"
+    eval: EvalChoice = "compressed"
     spec: ClassVar[str] = "ef21"
 
     def fields(self, slot: TensorMeta) -> Mapping[str, Field]:

@@ -10,7 +10,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from mpcomp.compressors.base import Compressor, Selecting
-from mpcomp.feedback.base import Feedback
+from mpcomp.feedback.base import EvalChoice, Feedback
 from mpcomp.feedback.memory import State
 from mpcomp.feedback.residual import ErrorMemory
 
@@ -43,7 +43,7 @@ class ErrorFeedback(ErrorMemory, Feedback):
     storage: str | int = "fp32"
     location: str = "device"
     lr_scaled: bool = False
-    eval: str = "compressed"
+    eval: EvalChoice = "compressed"
     spec: ClassVar[str] = "ef"
 
 

@@ -14,10 +14,12 @@ from mpcomp import (
     ConEF,
     EFMixed,
     ErrorFeedback,
+    Identity,
     Quantize,
     RandomK,
     TensorMeta,
     TopK,
+    parse,
 )
 
 EVERY = pytest.mark.parametrize("method", FEEDBACK, ids=str)
@@ -215,6 +217,21 @@ def test_bad_settings(cls):
         cls(RandomK(0.1, unbiased=True))
     with pytest.raises(ValueError, match="eval='dense'.*compressed, first, raw"):
         cls(TopK(0.1), eval="dense")
+    with pytest.raises(ValueError, match="eval of .*'dense' is none of compressed, first, raw"):
+        parse(f"{cls.spec}:eval=dense+topk:0.1")
     for storage in ("fp64", 0, 9):
         with pytest.raises(ValueError, match=f"storage={storage!r}.*fp32, fp16, bf16.*1 to 8 bits"):
             cls(TopK(0.1), storage=storage)
+
+
+@pytest.mark.parametrize("cls", [ErrorFeedback, EF21, AQSGD])
+def test_what_evaluation_sends(cls):
+    inner, first = TopK(0.1), Quantize(8)
+    assert cls(inner).evaluation == inner
+    assert cls(inner, eval="raw").evaluation == Identity()
+    method = parse(f"{cls.spec}:eval=quant/4/scale=token+topk:0.1")
+    assert method.evaluation == Quantize(4, scale="token")
+    assert parse(str(method)) == method
+    if cls is not ErrorFeedback:
+        assert cls(inner, first=first, eval="first").evaluation == first
+        assert cls(inner, eval="first").evaluation == Identity()
