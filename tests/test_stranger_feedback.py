@@ -47,7 +47,7 @@ from mpcomp import (
 )
 from mpcomp.core.step import Step
 from mpcomp.data_parallel.methods import replica_method_of
-from mpcomp.feedback import Field, Side
+from mpcomp.feedback import EvalChoice, Field, Side
 from mpcomp.feedback.memory import Sent, State
 
 preload("torch.distributed.fsdp")
@@ -73,7 +73,7 @@ class EF21SGDM(Feedback):
     storage: str | int = "fp32"
     location: str = "device"
     cap_bytes: int | None = None
-    eval: str = "compressed"
+    eval: EvalChoice = "compressed"
     spec: ClassVar[str] = "ef21sgdm"
 
     def fields(self, slot: TensorMeta) -> Mapping[str, Field]:

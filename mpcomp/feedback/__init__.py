@@ -1,7 +1,7 @@
 """Memory from message to message: formulas, the state behind them, and methods of both."""
 
 from mpcomp.core.spec import import_all
-from mpcomp.feedback.base import Feedback
+from mpcomp.feedback.base import EvalChoice, Feedback
 from mpcomp.feedback.conef import ConEF
 from mpcomp.feedback.ef21 import AQSGD, EF21
 from mpcomp.feedback.error_feedback import EFMixed, ErrorFeedback
@@ -13,6 +13,7 @@ __all__ = [
     "ConEF",
     "EFMixed",
     "ErrorFeedback",
+    "EvalChoice",
     "Feedback",
     "Field",
     "Memory",

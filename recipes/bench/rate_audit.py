@@ -120,7 +120,7 @@ def gradients(step: float) -> mpcomp.ECSQ:
 
 @dataclass
 class Seen:
-    """What crossed the cuts in the batches of one visit, by cut: fp32 [tokens, channels]."""
+    """Tensors of one visit of the batches, by cut: fp32 [tokens, channels]."""
 
     acts: dict[int, list[Tensor]] = field(default_factory=dict)
     grads: dict[int, list[Tensor]] = field(default_factory=dict)
@@ -219,7 +219,7 @@ class Audit:
         )
 
     def _visit(self) -> Seen:
-        """What crosses the cuts, and the gradients that come back, in fp32."""
+        """Activations that cross the cuts, and the gradients that come back."""
         seen = Seen()
         pipe = self._pipe()
         handles = [

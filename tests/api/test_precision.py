@@ -77,6 +77,7 @@ def test_uncompressed_autocast_is_the_plain_model_under_autocast(dtype, recomput
     assert pipe.dense_bytes == 7 * (19 + 17) * 2 * 2
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("act, grad", STATEFUL)
 @pytest.mark.parametrize("recompute", [False, True])
 def test_compressed_training_under_bf16_autocast(act, grad, recompute):

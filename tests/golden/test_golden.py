@@ -52,6 +52,7 @@ def test_what_is_sent_and_remembered(start):
     check(differences(recorded, found, door))
 
 
+@pytest.mark.slow
 def test_going_on_from_old_checkpoints():
     check(differences(RESUMED, gone_on("--load", str(HERE / "checkpoints")), "checkpoint"))
 

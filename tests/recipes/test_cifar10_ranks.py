@@ -58,6 +58,7 @@ def check_same_run(one: Path, other: Path) -> None:
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+@pytest.mark.slow
 def test_two_processes_train_the_run_of_one(ranks, tmp_path):
     """Also where it is stopped and resumed, with the uncompressed run to compare it with."""
     command = [*TINY, *FEEDBACK, "--split", "2", "--compare"]

@@ -70,6 +70,7 @@ def logits_of(folder: Path) -> torch.Tensor:
         return model(ids).logits
 
 
+@pytest.mark.slow
 def test_compare_leaves_the_run_folder(tmp_path, command, capsys):
     out = tmp_path / "run"
     methods = ["--act", "topk:0.2", "--grad", "quant:8", "--tie", "ef+topk:0.1"]

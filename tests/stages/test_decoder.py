@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 import transformers
+from everyday import slow_but
 from lms import (
     config_of,
     gpt2,
@@ -48,7 +49,7 @@ def chained(stages, batch):
     return x
 
 
-@pytest.mark.parametrize("family", [*sorted(FAMILIES), *OTHERS])
+@pytest.mark.parametrize("family", slow_but(FAMILIES, [*sorted(FAMILIES), *OTHERS]))
 def test_every_family_gives_the_models_logits(family):
     """2, 3 and 4 stages, without padding and with, in fp32 and bf16, with positions or without."""
     for dtype in (torch.float32, torch.bfloat16):
