@@ -113,7 +113,7 @@ METHODS = [
 FEEDBACK_LAWS = "feedback/test_feedback_laws.py"
 globals().update(laws_over(FEEDBACK_LAWS, method=METHODS))
 globals().update(laws_over(FEEDBACK_LAWS, cls=[EF21SGDM]))
-globals().update(laws_over("test_link.py", method=METHODS))
+globals().update(laws_over("links/test_link.py", method=METHODS))
 globals().update(laws_over("engines/test_local.py", method=METHODS))
 globals().update(
     laws_over(
