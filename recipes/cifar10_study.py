@@ -28,6 +28,8 @@ ROWS: Final[dict[str, Row]] = {
     "quant fw4-bw8": Row("quant:4", "quant:8"),
     "quant fw4-bw4": Row("quant:4", "quant:4"),
     "quant fw2-bw8": Row("quant:2", "quant:8"),
+    "step 0.5, gradients 1": Row("step:0.5", "step:1"),
+    "step 1, gradients 1.5": Row("step:1", "step:1.5"),
     "top 50 %": Row("topk:0.5", "topk:0.5"),
     "top 20 %": Row("topk:0.2", "topk:0.2"),
     "top 10 %": Row("topk:0.1", "topk:0.1"),

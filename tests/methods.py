@@ -117,6 +117,7 @@ EXAMPLES: dict[type[SpecValue], list[SpecValue]] = {
     ECSQ: [
         ECSQ(0.5),
         ECSQ(0.35, centre=True),
+        ECSQ(0.5, centre=True, spikes=16),
         ECSQ(0.02, dead_zone=0.75),
         ECSQ(2.0, scale="tensor"),
         ECSQ(2.0, scale="tensor", rounding="dither"),

@@ -4,7 +4,8 @@ Elements are rearranged into tokens [T, C], a vector along the channels each. A 
 
     u_t = step * 2^(k_t / 4),    k_t = round(4 log2 rms)
 
-with the rms of its own elements or of the whole tensor, and is coded as
+with the rms of its own elements or of the whole tensor (divided by ``spikes`` where the token
+stands out: its rms is more than 8 times the median one), and is coded as
 
     y = x / u_t,    q = sign(z) floor(|z| + 1 - dead_zone),    z = y - m,    x^ = u_t (q + m)
 
@@ -73,11 +74,15 @@ class ECSQ(Compressor):
             those that stand out (more than 8 times the median scale): for activations of language
             models, of whose energy means hold half.
         rounding: "nearest", or "dither" (unbiased; for gradients).
+        spikes: how many times finer the step is for tokens that stand out, 1 to 64. In many
+            language models all tokens of a sequence attend to the first one, whose norm is a
+            hundred times that of others, so that its error is everybody's.
 
     Magnitudes above 32767 steps are clipped.
 
     Raises:
-        ValueError: a setting outside those, or a dead zone or means together with dither.
+        ValueError: a setting outside those, a dead zone or means together with dither, or spikes
+            where all tokens have one scale.
     """
 
     step: float
@@ -85,6 +90,7 @@ class ECSQ(Compressor):
     dead_zone: float = 0.5
     centre: bool = False
     rounding: str = "nearest"
+    spikes: int = 1
     spec: ClassVar[str] = "step"
     variable_length: ClassVar[bool] = True  # type: ignore[misc]
     adaptable = False  # a budget of bytes needs them beforehand
@@ -105,6 +111,13 @@ class ECSQ(Compressor):
         if self.rounding == "dither" and (self.centre or self.dead_zone != 0.5):
             raise ValueError(
                 "rounding='dither' is unbiased, and takes neither dead_zone nor centre"
+            )
+        if not isinstance(self.spikes, int) or not 1 <= self.spikes <= 64:
+            raise ValueError(f"spikes={self.spikes!r}: a whole number from 1 to 64")
+        if self.spikes > 1 and self.scale != "token":
+            raise ValueError(
+                f"spikes={self.spikes} with scale={self.scale!r}: tokens stand out by their own "
+                "scales; use scale='token'"
             )
 
     @property
@@ -199,6 +212,8 @@ class ECSQ(Compressor):
         clipped = np.clip(exponents, _SMALLEST, _LARGEST).astype(np.int32)
         mantissas = np.array(_MANTISSAS)[clipped % _PER_OCTAVE]
         units = np.ldexp(mantissas, clipped // _PER_OCTAVE) * self.step
+        if self.spikes > 1:
+            units = np.where(_ordinary(exponents), units, units / self.spikes)
         units = np.where(exponents < _SMALLEST, 0.0, np.minimum(units, _LARGEST_UNIT))
         return torch.from_numpy(units.astype(np.float32))[:, None].to(device)
 

@@ -8,8 +8,8 @@ For every cut, of activations and of gradients:
 * structure: energy in the means of channels and in the strongest tokens, directions that hold half
   and nine tenths of the rest (tokens scaled to equal energy, as `step` sees them);
 * change: what is different at the second visit of a batch, after an epoch of uncompressed training;
-* rate: bits an element that `step` sends at each step, of activations, of what an AQ-SGD of the
-  same step sends at the second visit, and of gradients;
+* rate: bits an element that `step` sends at each step, and what an AQ-SGD of the same step sends at
+  the second visit;
 * harm: what the error of one cut alone does, to the loss of held-out text (activations) and to the
   gradients of the weights before it (gradients: energy of their error over their own);
 * a budget: the step for each cut that makes the fewest bits together while the harms add up to at
@@ -22,7 +22,7 @@ import argparse
 import itertools
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -162,43 +162,34 @@ class Audit:
         plain_loss = self._loss()
         plain_gradients = self._gradients()
         options = self.options
-        total = len(cuts) * (len(options.steps) + len(options.gradient_steps))
-        with tqdm(total=total, unit="setting") as bar:
-            for cut in cuts:
-                i = cut["cut"]
-                cut["activation_steps"] = []
-                for step in options.steps:
-                    coded = activations(step)
-                    cut["activation_steps"].append(
-                        {
-                            "step": step,
-                            "bits": bits_of(coded, first.acts[i]),
-                            "loss": self._loss({i: coded}) - plain_loss,
-                        }
-                    )
-                    bar.update()
-                cut["gradient_steps"] = []
-                for step in options.gradient_steps:
-                    rounded = gradients(step)
-                    cut["gradient_steps"].append(
-                        {
-                            "step": step,
-                            "bits": bits_of(rounded, first.grads[i]),
-                            "error": distance(plain_gradients, self._gradients({i: rounded})),
-                        }
-                    )
-                    bar.update()
+
+        def loss(coded: mpcomp.ECSQ, cut: int) -> dict[str, float]:
+            return {"loss": self._loss({cut: coded}) - plain_loss}
+
+        def error(coded: mpcomp.ECSQ, cut: int) -> dict[str, float]:
+            return {"error": distance(plain_gradients, self._gradients({cut: coded}))}
+
+        for cut in tqdm(cuts, unit="cut"):
+            i = cut["cut"]
+            settings = (activations, options.steps, first.acts[i], loss)
+            cut["activation_steps"] = list(_rows(i, *settings))
+            settings = (gradients, options.gradient_steps, first.grads[i], error)
+            cut["gradient_steps"] = list(_rows(i, *settings))
         self._train_an_epoch()
         second = self._visit()
         for cut in cuts:
-            before, after = first.acts[cut["cut"]], second.acts[cut["cut"]]
-            changes = [b - a for a, b in zip(before, after, strict=True)]
-            cut["change"] = {
-                **structure(changes),
-                "energy": energy(changes) / energy(before),
-            }
-            for row in cut["activation_steps"]:
-                row["bits_again"] = bits_again(activations(row["step"]), before, after)
+            i = cut["cut"]
+            for kind, coded, rows, old, new in (
+                ("activations", activations, cut["activation_steps"], first.acts, second.acts),
+                ("gradients", gradients, cut["gradient_steps"], first.grads, second.grads),
+            ):
+                changes = [b - a for a, b in zip(old[i], new[i], strict=True)]
+                cut[f"change of {kind}"] = {
+                    **structure(changes),
+                    "energy": energy(changes) / energy(old[i]),
+                }
+                for row in rows:
+                    row["bits_again"] = bits_again(coded(row["step"]), old[i], new[i])
         return {
             "settings": {k: str(v) for k, v in vars(options).items()},
             "loss": plain_loss,
@@ -259,6 +250,19 @@ class Audit:
             optimizer.zero_grad()
 
 
+def _rows(
+    cut: int,
+    codec: Callable[[float], mpcomp.ECSQ],
+    steps: Sequence[float],
+    tensors: Sequence[Tensor],
+    harm: Callable[[mpcomp.ECSQ, int], dict[str, float]],
+) -> Iterator[dict[str, float]]:
+    """Rate and harm of the codec at each step, at one cut."""
+    for step in steps:
+        coded = codec(step)
+        yield {"step": step, "bits": bits_of(coded, tensors), **harm(coded, cut)}
+
+
 def _recorder(cut: int, seen: Seen) -> Any:
     def keep(module: nn.Module, inputs: Any, output: Tensor) -> None:
         seen.acts.setdefault(cut, []).append(_tokens(output))
@@ -308,7 +312,7 @@ def bits_of(compressor: mpcomp.Compressor, tensors: Sequence[Tensor]) -> float:
 
 def bits_again(compressor: mpcomp.ECSQ, before: Sequence[Tensor], after: Sequence[Tensor]) -> float:
     """Bits an element of what an AQ-SGD sends at the second visit, that has decoded the first."""
-    plain = mpcomp.ECSQ(compressor.step)
+    plain = mpcomp.ECSQ(compressor.step, scale=compressor.scale)
 
     def messages() -> Iterator[tuple[Tensor, ...]]:
         for old, new in zip(before, after, strict=True):
@@ -351,7 +355,7 @@ def best_steps(cuts: Sequence[Mapping[str, Any]], budget: float) -> dict[str, An
 
 def report(figures: Mapping[str, Any]) -> str:
     """The tables, as Markdown."""
-    kinds = ("activations", "gradients", "change")
+    kinds = ("activations", "change of activations", "gradients", "change of gradients")
     of_structure = [
         [
             f"{cut['cut']} ({cut['after']})",
@@ -371,7 +375,7 @@ def report(figures: Mapping[str, Any]) -> str:
         for row in cut["activation_steps"]
     ]
     of_grads = [
-        [cut["cut"], row["step"], row["bits"], f"{100 * row['error']:.2f} %"]
+        [cut["cut"], row["step"], row["bits"], row["bits_again"], f"{100 * row['error']:.2f} %"]
         for cut in figures["cuts"]
         for row in cut["gradient_steps"]
     ]
@@ -379,7 +383,7 @@ def report(figures: Mapping[str, Any]) -> str:
         ("cut", "of", "energy", f"in {100 * STRONG:.0f} % of tokens", "in means",
          "directions for 50 / 90 %", "channels"),
         ("cut", "step", "bits", "bits at the second visit", "loss [nats]"),
-        ("cut", "step", "bits", "error of the weights' gradients"),
+        ("cut", "step", "bits", "bits at the second visit", "error of the weights' gradients"),
     )  # fmt: skip
     tables = [
         tabulate(rows, names, tablefmt="pipe", floatfmt=".3f", disable_numparse=[0])

@@ -37,7 +37,8 @@ def test_an_audit(text, tmp_path, capsys):
     assert 0 < middle["bits_again"] < middle["bits"]
     mild, rough = cut["gradient_steps"]
     assert mild["error"] < 0.05 < rough["error"] and mild["bits"] > rough["bits"]
-    assert 0 < cut["change"]["energy"] < 1
+    assert 0 < cut["change of activations"]["energy"] < cut["change of gradients"]["energy"] < 1
+    assert all(row["bits_again"] > 0 for row in cut["gradient_steps"])
     assert figures["budget"]["each"] == figures["budget"]["same"]  # of one cut
     assert f"{cut['cut']} ({cut['after']})" in said and "within 0.05 nats" in said
     assert imread(picture).std() > 0.05
