@@ -51,7 +51,12 @@ class Parser(argparse.ArgumentParser):
         add("--split", help="paper, a number of stages, block counts 3,2,2,3, or names a,b,c")
         add("--chunks", type=int, help="microbatches of a batch")
         for name, what in (("--act", "activations"), ("--grad", "gradients")):
-            add(name, nargs="+", metavar="SPEC", help=f"{what}: one spec, or one for each boundary")
+            add(
+                name,
+                nargs="+",
+                metavar="SPEC",
+                help=f"{what}: auto, auto:memory or a spec; one, or one for each boundary",
+            )
         add("--warmup-steps", type=int, help="steps without compression")
         add("--warmup-epochs", type=int, help="epochs without compression")
         add("--epochs", type=int)

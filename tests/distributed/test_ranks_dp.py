@@ -626,7 +626,7 @@ BAD_CHOICES = [
 
 
 def made(choices):
-    """What each is refused with, one after another."""
+    """The error of each, one after another."""
     found = []
     for options_of_ranks, _ in choices:
         options = options_of_ranks[dist.get_rank() % len(options_of_ranks)]
