@@ -61,7 +61,7 @@ class ECSQ(Compressor):
 
     In error feedback and memories the step is relative to the tensor itself, not to what is left
     of it: what has not changed costs next to nothing (`compress_against`). So an
-    estimate keeps an error of a fixed size: ``aqsgd:first=step/0.3+step:0.3:dead_zone=0.6``.
+    estimate keeps an error of a fixed size: ``aqsgd:first=step/0.4+step:0.4``.
 
     Args:
         step: in units of the scale, above 0; 0.25 to 0.5 for activations, 1 to 2 for gradients.
