@@ -12,7 +12,7 @@ stands out: its rms is more than 8 times the median one), and is coded as
 where m [C] are channel means of y (``centre``), else zero. With ``dither`` an offset v, uniform in
 [-1/2, 1/2), is added before rounding to the nearest and taken away behind it, by both ends:
 
-    q = round(y + v),    x^ = u_t (q - v)
+    q = round(z + v),    x^ = u_t (q - v + m)
 
 The error is then uniform in [-u/2, u/2), has mean zero and does not depend on x (Roberts, 1962;
 Schuchman, 1964). The q are coded by their empirical entropy (`mpcomp.compressors.entropy`), for
@@ -81,8 +81,8 @@ class ECSQ(Compressor):
     Magnitudes above 32767 steps are clipped.
 
     Raises:
-        ValueError: a setting outside those, a dead zone or means together with dither, or spikes
-            where all tokens have one scale.
+        ValueError: a setting outside those, a dead zone together with dither, or spikes where all
+            tokens have one scale.
     """
 
     step: float
@@ -108,10 +108,8 @@ class ECSQ(Compressor):
             raise ValueError(f"dead_zone={self.dead_zone}: 0.5 (rounding to the nearest) to 1 step")
         if self.rounding not in _ROUNDINGS:
             raise ValueError(f"rounding={self.rounding!r}: ECSQ knows {', '.join(_ROUNDINGS)}")
-        if self.rounding == "dither" and (self.centre or self.dead_zone != 0.5):
-            raise ValueError(
-                "rounding='dither' is unbiased, and takes neither dead_zone nor centre"
-            )
+        if self.rounding == "dither" and self.dead_zone != 0.5:
+            raise ValueError("rounding='dither' is unbiased, and takes no dead_zone")
         if not isinstance(self.spikes, int) or not 1 <= self.spikes <= 64:
             raise ValueError(f"spikes={self.spikes!r}: a whole number from 1 to 64")
         if self.spikes > 1 and self.scale != "token":

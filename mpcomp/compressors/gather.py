@@ -17,8 +17,13 @@ from mpcomp.core.wire import Payload
 __all__ = ["SentPositions", "ValuesAt", "check_values"]
 
 
-def check_values(values: Compressor | None) -> None:
-    """Raises unless ``values`` may code the values of a selection."""
+def check_values(values: Compressor | None, *, last: bool = False) -> None:
+    """Raises unless ``values`` may code the values of a selection.
+
+    Args:
+        values: their compressor; None sends them as they are.
+        last: whether nothing follows them in the message, so that they may vary in length.
+    """
     if values is None:
         return
     if not isinstance(values, Compressor):
@@ -30,7 +35,7 @@ def check_values(values: Compressor | None) -> None:
         raise ValueError(
             f"values={values}: the values of a selection cannot be selected again; lower keep"
         )
-    if values.variable_length:
+    if values.variable_length and not last:
         raise ValueError(
             f"values={values}: indices follow the values of a selection, so these cannot vary in "
             "length; use it alone"

@@ -16,38 +16,55 @@ from mpcomp.core.wire import Payload
 
 __all__ = ["AtPositions", "SameIndices"]
 
+_PLACES = ("sent", "nonzero")
+
 
 @dataclass(frozen=True)
 class SameIndices(SpecValue):
     """Sends the gradient at the elements that the activation's message carried. Spec ``same``.
 
-    For ``grad_comp`` only, beside an ``act_comp`` that selects (topk, randomk, randomblock). No
-    indices travel; the gradient is zero where the activation was dropped, which is the exact
-    gradient of masking. Where the activation went dense, so does the gradient. The "shared"
-    indices of Rudakov et al., section 4 (GPT-2).
+    For ``grad_comp`` only. No indices travel; the gradient is zero where the activation was
+    dropped, which is the exact gradient of masking. Where the activation went dense, so does the
+    gradient. The "shared" indices of Rudakov et al., section 4 (GPT-2). It needs an ``act_comp``
+    that selects (topk, randomk, randomblock).
+
+    With ``where="nonzero"`` it sends the gradient where the activation that arrived is not zero,
+    beside any ``act_comp``. For cuts behind a ReLU, as in a ResNet: what the stage before makes of
+    a gradient is zero where its output was, so half of the gradient, or what it may be, need not
+    travel, and nothing is lost but what the activation's own message rounds to zero. Elsewhere
+    that is the gradient of a dead zone: ``act_comp="step:0.5"`` then loses what it has rounded.
 
     A boundary resolves it per microbatch into the positions, so it is no `Compressor` itself.
 
     Args:
-        values: compressor of the values sent.
+        values: compressor of the values sent, as one row of them.
+        where: "sent", or "nonzero".
 
     Raises:
-        ValueError: a selecting value compressor.
+        ValueError: a selecting value compressor, or another place.
         TypeError: values is not a compressor.
     """
 
     values: Compressor | None = None
+    where: str = "sent"
     spec: ClassVar[str] = "same"
     spec_inner: ClassVar[str | None] = "values"
     at_cuts = True
     reuses_selection = True
 
     def __post_init__(self) -> None:
-        check_values(self.values)
+        check_values(self.values, last=True)
+        if self.where not in _PLACES:
+            raise ValueError(f"where={self.where!r}: SameIndices knows {', '.join(_PLACES)}")
+
+    @property
+    def reuses_nonzero(self) -> bool:  # type: ignore[override]
+        """Whether the selection is of what arrived as not zero."""
+        return self.where == "nonzero"
 
     def at(self, positions: Tensor) -> AtPositions:
         """The compressor for one microbatch whose activation carried ``positions``."""
-        return AtPositions(positions, self.values)
+        return AtPositions(positions, self)
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,10 +72,19 @@ class AtPositions(Compressor):
     """Sends the elements at given positions (memory order), which the receiver knows too."""
 
     positions: Tensor
-    values: Compressor | None
+    method: SameIndices
+
+    def __str__(self) -> str:
+        """The spec of the method."""
+        return str(self.method)
+
+    @property
+    def variable_length(self) -> bool:  # type: ignore[override]
+        """Whether the values' message is."""
+        return self.method.values is not None and self.method.values.variable_length
 
     def _values(self) -> ValuesAt:
-        return ValuesAt(1, self.positions.numel(), self.values)
+        return ValuesAt(1, self.positions.numel(), self.method.values)
 
     def layout(self, meta: TensorMeta) -> tuple[TensorMeta, ...]:
         return self._values().layout(meta.dtype)

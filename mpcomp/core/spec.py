@@ -46,6 +46,8 @@ class SpecValue:
     selects: bool = False
     #: Whether it sends the elements that another message has selected, and needs one beside it.
     reuses_selection: ClassVar[bool] = False
+    #: Whether those are the elements that arrived as not zero, which any message beside it has.
+    reuses_nonzero: bool = False
     #: Whether it chooses by itself, while training, how much is compressed.
     adapts: ClassVar[bool] = False
     #: Whether its compressor may be replaced by one of another ratio in the course of a run.

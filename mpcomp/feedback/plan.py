@@ -107,7 +107,7 @@ class PlainPlan(Plan):
 
     def arrived(self, payload: Payload) -> Tensor:
         if self._arrived is None:  # a tie asks twice
-            self._arrived = self._coding.decompress(payload)
+            self._arrived = blanked(self._coding.decompress(payload), self._padded)
         return self._arrived
 
     def positions(self, payload: Payload) -> Tensor | None:
@@ -332,7 +332,7 @@ class MemoryPlan(Plan):
 
     def arrived(self, payload: Payload) -> Tensor:
         assert self._result is not None
-        return self._tensor(self._result)
+        return blanked(self._tensor(self._result), self._padded)
 
     def positions(self, payload: Payload) -> Tensor | None:
         if len(self._rows) > 1 or self._rows[0].first:

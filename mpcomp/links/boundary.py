@@ -15,6 +15,7 @@ from torch import Tensor
 from mpcomp.comm.channels import Channel
 from mpcomp.core.step import Step
 from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.wire import status_of
 from mpcomp.feedback.memory import Side
 from mpcomp.links.link import Link
 
@@ -35,7 +36,8 @@ class Boundary:
         #: Whether the open step broke off here, so that it must not be stored.
         self.failed = False
         self._shares = grad.method.reuses_selection
-        # Positions that each side's activation message carried, by (step, microbatch).
+        self._of_nonzero = grad.method.reuses_nonzero
+        # Selections of each side's activation, which gradients reuse, by (step, microbatch).
         self._sent: dict[tuple[int, int], Tensor | None] = {}
         self._received: dict[tuple[int, int], Tensor | None] = {}
 
@@ -48,9 +50,17 @@ class Boundary:
         """The message for an activation (earlier stage's side)."""
         message = self.act.encode(x, step, microbatch)
         if self._shares and step.train:
-            carried = self.act.carried(Side.SENDER, message, step, microbatch)
-            self._sent[step.index, microbatch] = carried
+            self._sent[step.index, microbatch] = (
+                _nonzero(self._arrived(message, step, microbatch))
+                if self._of_nonzero
+                else self.act.carried(Side.SENDER, message, step, microbatch)
+            )
         return message
+
+    def _arrived(self, message: Tensor, step: Step, microbatch: int) -> Tensor:
+        """The activation that the receiver has: all NaN where NaN or Inf was seen."""
+        x = self.act.arrived(message, step, microbatch)
+        return x.masked_fill(status_of(message).bool(), torch.nan)
 
     def receive_activation(
         self, message: Tensor, meta: TensorMeta, step: Step, microbatch: int
@@ -58,8 +68,11 @@ class Boundary:
         """The activation from its message (later stage's side)."""
         x = self.act.decode(message, meta, step, microbatch)
         if self._shares and step.train:
-            carried = self.act.carried(Side.RECEIVER, message, step, microbatch)
-            self._received[step.index, microbatch] = carried
+            self._received[step.index, microbatch] = (
+                _nonzero(x)
+                if self._of_nonzero
+                else self.act.carried(Side.RECEIVER, message, step, microbatch)
+            )
         return x
 
     def send_gradient(self, x: Tensor, step: Step, microbatch: int) -> Tensor:
@@ -145,6 +158,11 @@ class ConnectedBoundary:
         message = self.grad.receive(microbatch)
         with _no_autocast(message.device):
             return self.boundary.receive_gradient(message, meta, step, microbatch)
+
+
+def _nonzero(x: Tensor) -> Tensor:
+    """Ascending int64 positions, in memory order, of what is not zero."""
+    return TensorMeta.of(x).flatten(x).reshape(-1).nonzero().squeeze(1)
 
 
 def _no_autocast(device: torch.device) -> torch.autocast:

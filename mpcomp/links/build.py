@@ -160,9 +160,9 @@ def _check_adaptive(argument: str, value: Any) -> SpecValue:
 
 
 def _check_pair(boundary: int, act: SpecValue, grad: SpecValue) -> None:
-    if grad.reuses_selection and not act.selects:
+    if grad.reuses_selection and not (act.selects or grad.reuses_nonzero):
         raise ValueError(
             f"grad_comp={type(grad).__name__}() at boundary {boundary} with act_comp={act}: there "
             "must be one selection to reuse; use act_comp=TopK(...), RandomK(...) or "
-            "RandomBlock(...), also inside ef, ef21 or aqsgd"
+            "RandomBlock(...), also inside ef, ef21 or aqsgd, or same:where=nonzero"
         )

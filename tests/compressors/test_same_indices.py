@@ -4,7 +4,7 @@ import pytest
 import torch
 from methods import same_bits
 
-from mpcomp import EF21, Cast, Quantize, SameIndices, TensorMeta, TopK
+from mpcomp import EF21, Cast, Quantize, SameIndices, TensorMeta, TopK, parse
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -44,3 +44,14 @@ def test_values_may_be_compressed_but_not_selected_again():
         SameIndices(TopK(0.1))
     with pytest.raises(TypeError, match="takes? a compressor"):
         SameIndices(EF21(TopK(0.1)))
+    with pytest.raises(ValueError, match="SameIndices knows sent, nonzero"):
+        SameIndices(where="somewhere")
+
+
+def test_positions_that_nothing_is_at():
+    compressor = parse("same:where=nonzero+step:1:scale=tensor").at(
+        torch.zeros(0, dtype=torch.int64)
+    )
+    x = torch.randn(3, 40)
+    payload = compressor.compress(x)
+    assert not compressor.decompress(payload, TensorMeta.of(x)).any()

@@ -47,6 +47,7 @@ MEANINGS = {
     "sign:sample": Sign("sample"),
     "same": SameIndices(),
     "same+fp16": SameIndices(Cast("fp16")),
+    "same:where=nonzero+fp16": SameIndices(Cast("fp16"), where="nonzero"),
     "ef+topk:0.1": ErrorFeedback(TopK(0.1)),
     "ef:lr_scaled=True+topk:0.1": ErrorFeedback(TopK(0.1), lr_scaled=True),
     "efmixed:second=remainder+topk:0.1": EFMixed(TopK(0.1), second="remainder"),

@@ -263,7 +263,7 @@ def test_feedback_and_random_methods_on_four_ranks_too(ranks):
         ("aqsgd+quant:4:rounding=stochastic", "ef21+randomk:0.3"),
         ("randomblock:0.4", "efmixed:second=remainder+topk:0.3"),
         ("aqsgd:storage=4+topk:0.3", "same+fp16"),
-        ("sign:sample", "fixed:4"),
+        ("step:0.5", "same:where=nonzero+step:1:scale=tensor"),
         ("ef+topk:0.3", "ef21+topk:0.3"),
     ]
     runs = []

@@ -71,6 +71,7 @@ STATEFUL = [
     ("aqsgd+quant:4:rounding=stochastic", "ef21:storage=8+quant:3:rounding=stochastic"),
     ("randomk:0.3", "efmixed+topk:0.3"),
     ("ef+topk:0.3", "same"),
+    ("step:0.5", "same:where=nonzero+step:1:scale=tensor"),
 ]
 
 

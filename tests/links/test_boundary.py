@@ -18,9 +18,11 @@ from mpcomp import (
     SameIndices,
     TensorMeta,
     TopK,
+    parse,
 )
 from mpcomp.core.step import Step
 from mpcomp.core.wire import HEADER_BYTES
+from mpcomp.links.build import method_of
 
 SHAPE = (4, 100)
 
@@ -59,6 +61,41 @@ def test_gradients_travel_where_activations_did_and_nowhere_else(act):
     arrived, payload = backward(boundary, g, step_of())
     assert same_bits(arrived, torch.where(kept, g, torch.zeros(())))
     assert payload == 40 * 4 and kept.sum() == 40
+
+
+@pytest.mark.parametrize("act", ["none", "step:0.5", "aqsgd:first=step/0.5+step:0.5", "quant:4"])
+def test_gradients_travel_where_a_nonzero_activation_arrived(act):
+    """Beside any method; nothing that a ReLU before the cut leaves of a gradient is lost."""
+    boundary = boundary_of(method_of("act_comp", act), SameIndices(where="nonzero"))
+    for index in range(3):
+        x, g = torch.randn(SHAPE).relu(), torch.randn(SHAPE)
+        there = forward(boundary, x, step_of(index)) != 0
+        arrived, payload = backward(boundary, g, step_of(index))
+        assert same_bits(arrived, torch.where(there, g, torch.zeros(())))
+        assert payload == 4 * there.sum() and 0 < there.sum() < there.numel()
+        boundary.finish_step(finite=True)
+
+
+def test_gradients_whose_length_is_known_after_coding_at_positions_that_are():
+    boundary = boundary_of(Identity(), parse("same:where=nonzero+step:1:scale=tensor"))
+    x, g = torch.randn(SHAPE).relu(), torch.randn(SHAPE)
+    there = forward(boundary, x, step_of()) != 0
+    arrived, payload = backward(boundary, g, step_of())
+    assert (arrived[~there] == 0).all() and payload < there.sum() / 2  # under 4 bits a value
+    error = (arrived - g)[there].square().mean()
+    assert 0 < error < 1.1 * g[there].square().mean() / 12  # of a step of the rms
+
+
+def test_a_nonfinite_activation_has_one_selection_on_both_sides():
+    """Ranks raise its error together, later, and the gradient's message must fit till then."""
+    boundary = boundary_of(parse("step:0.5"), SameIndices(where="nonzero"))
+    boundary.act.defers_nonfinite = True
+    x = torch.randn(SHAPE).relu()
+    x[0, 0] = torch.nan
+    assert forward(boundary, x, step_of()).isnan().all()
+    with pytest.warns(UserWarning, match=r"same:where=nonzero would not shrink"):  # of all elements
+        _, payload = backward(boundary, torch.randn(SHAPE), step_of())
+    assert payload == 4 * x.numel()
 
 
 def test_values_of_the_gradient_may_be_narrower():
