@@ -20,8 +20,6 @@ from recipes.ranks import Ranks
 from recipes.study import Line, Runs, Study, data_of, run_study
 from recipes.study_table import Claim, Column, Results, Table, render
 
-_OF_NONZERO: Final = "same:where=nonzero"
-
 # Quantization fwA-bwB: A bits forward, B bits backward. As in the paper, methods with memory start
 # from an uncompressed warm-up (there 10 to 20 of 100 epochs), and AQ-SGD remembers activations
 # while gradients go as plain Top-K; "after warm-up" is what they are to be compared with.
@@ -33,9 +31,8 @@ ROWS: Final[dict[str, Row]] = {
     "step 0.5, gradients 1": Row("step:0.5", "step:1"),
     "step 1, gradients 1.5": Row("step:1", "step:1.5"),
     # Behind a ReLU, as all cuts of a ResNet are: gradients where the activation is not zero.
-    "step 0.5, gradients 1 of nonzero": Row("step:0.5", f"{_OF_NONZERO}+step:1:scale=tensor"),
-    "step 0.4 of the tensor, gradients 0.7 of nonzero": Row(
-        "step:0.4:scale=tensor", f"{_OF_NONZERO}+step:0.7:scale=tensor"
+    "step 0.5, dithered gradients of nonzero": Row(
+        "step:0.5", "same:where=nonzero+step:1:scale=tensor:rounding=dither"
     ),
     "top 50 %": Row("topk:0.5", "topk:0.5"),
     "top 20 %": Row("topk:0.2", "topk:0.2"),

@@ -51,16 +51,11 @@ class Boundary:
         message = self.act.encode(x, step, microbatch)
         if self._shares and step.train:
             self._sent[step.index, microbatch] = (
-                _nonzero(self._arrived(message, step, microbatch))
+                _nonzero(self.act.arrived(message, step, microbatch), status_of(message))
                 if self._of_nonzero
                 else self.act.carried(Side.SENDER, message, step, microbatch)
             )
         return message
-
-    def _arrived(self, message: Tensor, step: Step, microbatch: int) -> Tensor:
-        """The activation that the receiver has: all NaN where NaN or Inf was seen."""
-        x = self.act.arrived(message, step, microbatch)
-        return x.masked_fill(status_of(message).bool(), torch.nan)
 
     def receive_activation(
         self, message: Tensor, meta: TensorMeta, step: Step, microbatch: int
@@ -160,9 +155,17 @@ class ConnectedBoundary:
             return self.boundary.receive_gradient(message, meta, step, microbatch)
 
 
-def _nonzero(x: Tensor) -> Tensor:
-    """Ascending int64 positions, in memory order, of what is not zero."""
-    return TensorMeta.of(x).flatten(x).reshape(-1).nonzero().squeeze(1)
+def _nonzero(x: Tensor, status: Tensor | None = None) -> Tensor:
+    """Ascending int64 positions, in memory order, of what is not zero.
+
+    Args:
+        x: what arrived, or is about to.
+        status: of the message, where ``x`` does not show yet that NaN or Inf was seen.
+    """
+    flat = TensorMeta.of(x).flatten(x).reshape(-1)
+    if status is not None:
+        flat = flat.masked_fill(status.bool(), torch.nan)
+    return flat.nonzero().squeeze(1)
 
 
 def _no_autocast(device: torch.device) -> torch.autocast:

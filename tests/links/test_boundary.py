@@ -63,12 +63,15 @@ def test_gradients_travel_where_activations_did_and_nowhere_else(act):
     assert payload == 40 * 4 and kept.sum() == 40
 
 
+@pytest.mark.parametrize("shape", [SHAPE, (4, 5, 6, 7)], ids=["rows", "channels-last"])
 @pytest.mark.parametrize("act", ["none", "step:0.5", "aqsgd:first=step/0.5+step:0.5", "quant:4"])
-def test_gradients_travel_where_a_nonzero_activation_arrived(act):
+def test_gradients_travel_where_a_nonzero_activation_arrived(act, shape):
     """Beside any method; nothing that a ReLU before the cut leaves of a gradient is lost."""
     boundary = boundary_of(method_of("act_comp", act), SameIndices(where="nonzero"))
     for index in range(3):
-        x, g = torch.randn(SHAPE).relu(), torch.randn(SHAPE)
+        x, g = torch.randn(shape).relu(), torch.randn(shape)
+        if len(shape) == 4:
+            x, g = (one.contiguous(memory_format=torch.channels_last) for one in (x, g))
         there = forward(boundary, x, step_of(index)) != 0
         arrived, payload = backward(boundary, g, step_of(index))
         assert same_bits(arrived, torch.where(there, g, torch.zeros(())))
