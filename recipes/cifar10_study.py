@@ -32,7 +32,7 @@ ROWS: Final[dict[str, Row]] = {
     "step 1, gradients 1.5": Row("step:1", "step:1.5"),
     # Behind a ReLU, as all cuts of a ResNet are: gradients where the activation is not zero.
     "step 0.5, dithered gradients of nonzero": Row(
-        "step:0.5", "same:where=nonzero+step:1:scale=tensor:rounding=dither"
+        "step:0.5", "same:where=nonzero+step:1.5:scale=tensor:rounding=dither"
     ),
     "top 50 %": Row("topk:0.5", "topk:0.5"),
     "top 20 %": Row("topk:0.2", "topk:0.2"),

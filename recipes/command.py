@@ -55,7 +55,7 @@ class Parser(argparse.ArgumentParser):
                 name,
                 nargs="+",
                 metavar="SPEC",
-                help=f"{what}: auto, auto:memory or a spec; one, or one for each boundary",
+                help=f"{what}: auto, auto:relu, auto:memory or a spec; one, or one a boundary",
             )
         add("--warmup-steps", type=int, help="steps without compression")
         add("--warmup-epochs", type=int, help="epochs without compression")

@@ -1,9 +1,11 @@
 """The methods that words in place of a spec stand for at a cut, by argument of `mpcomp.pipeline`.
 
-``auto`` goes with any model and any data. ``auto:memory`` is for samples that come again while the
-model changes little, as in fine-tuning over several epochs: each end remembers what a sample's
-activations and gradients were, and what changes is sent. It needs ``sample_ids=`` with every batch,
-and memory for both (see `mpcomp.AQSGD`).
+``auto`` goes with any model and any data. ``auto:relu`` is for models whose cuts lie behind a ReLU,
+as those of a ResNet do: where an activation is zero its gradient is not sent, as the stage before
+would multiply it by zero (see `mpcomp.SameIndices`). ``auto:memory`` is for samples that come
+again while the model changes little, as in fine-tuning over several epochs: each end remembers what
+a sample's activations and gradients were, and what changes is sent. It needs ``sample_ids=`` with
+every batch, and memory for both (see `mpcomp.AQSGD`).
 
 They were chosen by what they cost and send on the models of the README; a later version of mpcomp
 may have better ones, so a run that is to be repeated names its method.
@@ -19,6 +21,11 @@ __all__ = ["AUTO"]
 AUTO: Final[Mapping[str, Mapping[str, str]]] = {
     # Gradients with a step for each token: from scratch, one for all loses those of most tokens.
     "auto": {"act_comp": "step:0.3:centre=true", "grad_comp": "step:0.5"},
+    # One step for all gradients leaves most of a heavy tail at zero; dithered, right on average.
+    "auto:relu": {
+        "act_comp": "step:0.5",
+        "grad_comp": "same:where=nonzero+step:1.5:scale=tensor:rounding=dither",
+    },
     # Both ways what a sample changes by is small from one epoch to the next. No dead zone for
     # activations: small changes of a sample are what the stages before have learned about it.
     "auto:memory": {

@@ -1,4 +1,4 @@
-"""Words in place of a spec: ``auto`` and ``auto:memory``."""
+"""Words in place of a spec: ``auto``, ``auto:relu`` and ``auto:memory``."""
 
 import pytest
 import torch
