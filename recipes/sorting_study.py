@@ -77,7 +77,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--model", default="tiny", help="hub name, folder or GGUF file, to fine-tune (or tiny)")
     add("--split", default=TextConfig.split, help="paper, a number of stages, or block counts")
-    add("--train-lines", type=int, default=16_384, help="(default %(default)s)")
+    add("--train-lines", type=int, default=4_096, help="(default %(default)s)")
     add("--eval-lines", type=int, default=512, help="(default %(default)s)")
     return parser.parse_args(argv)
 

@@ -66,6 +66,25 @@ def test_bytes_metered_are_bytes_handed_to_the_transport(method, monkeypatch):
     assert not any(link.meter.eval.messages for link in pipe.links if link.direction == "grad")
 
 
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_behind_a_relu_gradients_of_zeros_are_not_needed(layout):
+    """Not to send them leaves every gradient of every weight as it was, bit for bit."""
+    x = torch.randn(6, 3, 16, 16).contiguous(memory_format=layout)
+    y = torch.arange(6) % 3
+    original = resnet().to(memory_format=layout)
+    found = []
+    for grad in (None, "same:where=nonzero"):
+        model = clone(original)
+        pipe = mpcomp.pipeline(
+            model, 2, split=RESNET_SPLIT, grad_comp=grad, loss_fn=F.cross_entropy
+        )
+        pipe.forward_backward(x, y)
+        found.append((pipe.wire_bytes, [p.grad for p in pipe.parameters()]))
+    (dense, plain), (sent, masked) = found
+    assert sent < 0.9 * dense
+    assert all(torch.equal(a, b) for a, b in zip(plain, masked, strict=True))
+
+
 STATEFUL = [
     ("ef21+topk:0.2", "ef+topk:0.2"),
     ("aqsgd+quant:4:rounding=stochastic", "ef21:storage=8+quant:3:rounding=stochastic"),
