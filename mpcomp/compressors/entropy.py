@@ -8,8 +8,13 @@ its context:
     log2 E|q_ij|  ~  r_i + c_j,         context_ij = clip(r_i + c_j),    r, c in halves of an octave
 
 Classes and tables are sent: some hundred bytes for a message of any size, which is why a small one
-has a single context. A table says -log2 of each magnitude's frequency in eighths of a bit, one byte
-each, from which both ends make the same integers. So nothing depends on how a machine rounds.
+has a single context. A table is the number of a curve,
+
+    -log2 p(k) = c k^e + constant,    c = 2^(i/4),    e = 1 (Laplace), 3/2, 2 (Gauss),
+
+or, where that takes less with what it codes, -log2 of each magnitude's frequency. Both are in
+eighths of a bit, one byte each, from which both ends make the same integers. So nothing depends on
+how a machine rounds.
 
     byte     0       1..4         then
              kind    ANS words    classes' tables, tables, signs, large magnitudes, ANS words
@@ -32,12 +37,16 @@ __all__ = ["LARGEST", "decode", "encode", "max_bytes"]
 #: Magnitudes are at most this.
 LARGEST = 2**15 - 1
 
-_PLAIN, _CODED = 0, 1
+_PLAIN, _CODED = 0, 2  # 1 was a coding without curves, which no longer is understood
 _HEAD = struct.Struct("<BI")
 _ESCAPE = 255  # the symbol of magnitudes from here on, which follow by themselves
 _ABSENT = 255
 # Weight of a frequency 2^(-cost / 8); rounded, as powers differ by machine in their last bits.
 _WEIGHTS = np.array([max(1, round(2 ** (24 - cost / 8))) for cost in range(256)], np.int64)
+# Curves: c in eighths of a bit, from nearly flat up to 2^-8 for every step, in quarters of an octave.
+_MANTISSAS = np.array([1.0, 1.189207115002721, 1.4142135623730951, 1.681792830507429])
+_EXPONENTS = ((0, -6), (1, -9), (2, -13))  # twice e, less 2; log2 of the smallest c
+_STEEPEST = 6
 _PER_OCTAVE = 2  # classes
 _CONTEXTS = 24
 _FEW = 4096  # elements for which tables of several contexts would cost more than they save
@@ -145,34 +154,66 @@ def _runs(classes: NDArray[np.uint8]) -> list[tuple[int, slice]]:
 # -- tables ----------------------------------------------------------------------------------------
 
 
+def _curves() -> NDArray[np.uint8]:
+    """Costs of magnitudes 0 to 255 by each curve, [curves, 256]; rounded, but alike everywhere."""
+    k = np.arange(256, dtype=np.float64)
+    powers = (k, k * np.sqrt(k), k * k)
+    slopes = [
+        (power, np.ldexp(mantissa, octave))
+        for power, (_, flattest) in zip(powers, _EXPONENTS, strict=True)
+        for octave in range(flattest, _STEEPEST)
+        for mantissa in _MANTISSAS
+    ]
+    curves = [np.minimum(np.rint(slope * power), _ABSENT - 1) for power, slope in slopes]
+    return np.stack(curves).astype(np.uint8)
+
+
+_CURVES = _curves()
+_CURVE_BITS = np.log2(_WEIGHTS[_CURVES])  # that of a frequency but for what all have in common
+_CURVE_TOTALS = np.log2(_WEIGHTS[_CURVES].cumsum(1))
+_EXPLICIT = len(_CURVES)  # the number of no curve
+
+
 @dataclass(frozen=True)
 class _Table:
     """Frequencies of symbols.
 
     Attributes:
-        first: the smallest symbol that occurs.
-        costs: -log2 of the frequencies from there to the largest one, in eighths of a bit.
+        curve: number of the curve that they follow, or `_EXPLICIT`.
+        first: the smallest symbol that occurs; 0 of a curve.
+        costs: -log2 of the frequencies from there to the largest one, in eighths of a bit, of a
+            curve less a constant.
         num_bytes: of the symbols that it was made of and of itself, nearly; 0 of one that was read.
     """
 
+    curve: int
     first: int
     costs: NDArray[np.uint8]
     num_bytes: float = 0.0
 
     @classmethod
     def of(cls, symbols: NDArray[np.uint8]) -> _Table:
-        """The table of these symbols."""
+        """The table of these symbols that takes the fewest bytes."""
         counts = np.bincount(symbols, minlength=1)
+        last = len(counts) - 1
         first = int(np.argmax(counts > 0))
+        bits = len(symbols) * _CURVE_TOTALS[:, last] - _CURVE_BITS[:, : last + 1] @ counts
+        curve = int(np.argmin(bits))
+        by_curve = 2 + float(bits[curve]) / 8
         counts = counts[first:]
         with np.errstate(divide="ignore", invalid="ignore"):
             exact = np.minimum(np.rint(-8 * np.log2(counts / len(symbols))), _ABSENT - 1)
-        costs = np.where(counts > 0, exact, _ABSENT)
-        return cls(first, costs.astype(np.uint8), len(costs) + float(counts @ costs) / 64)
+        costs = np.where(counts > 0, exact, _ABSENT).astype(np.uint8)
+        explicit = 3 + len(costs) + float(counts @ costs.astype(np.int64)) / 64
+        if by_curve < explicit and len(costs) > 1:
+            return cls(curve, 0, _CURVES[curve, : last + 1], by_curve)
+        return cls(_EXPLICIT, first, costs, explicit)
 
     def to_bytes(self) -> bytes:
-        """First symbol, number of others, costs."""
-        return bytes([self.first, len(self.costs) - 1]) + self.costs.tobytes()
+        """Number of the curve, its last symbol; or first symbol, number of others, costs."""
+        if self.curve != _EXPLICIT:
+            return bytes([self.curve, len(self.costs) - 1])
+        return bytes([_EXPLICIT, self.first, len(self.costs) - 1]) + self.costs.tobytes()
 
     def model(self) -> constriction.stream.model.Categorical:
         """The distribution, of symbols counted from the first."""
@@ -250,10 +291,13 @@ class _Reader:
 
     def table(self) -> _Table:
         """The next table."""
-        first, others = (int(byte) for byte in self.take(2))
-        if first + others > _ESCAPE:
-            raise _damaged(f"symbols up to {first + others}")
-        return _Table(first, self.take(others + 1))
+        curve, first = (int(byte) for byte in self.take(2))
+        if curve < _EXPLICIT:  # the second byte is the last symbol
+            return _Table(curve, 0, _CURVES[curve, : first + 1])
+        (others,) = (int(byte) for byte in self.take(1))
+        if curve != _EXPLICIT or first + others > _ESCAPE:
+            raise _damaged(f"table {curve} with symbols up to {first + others}")
+        return _Table(curve, first, self.take(others + 1))
 
     def symbols(self, table: _Table, count: int) -> NDArray[np.uint8]:
         """The next symbols that are coded by a table."""
