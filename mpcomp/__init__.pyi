@@ -6,6 +6,7 @@ from .api.grad_norm import clip_grad_norm_ as clip_grad_norm_
 from .api.pipeline import Pipeline as Pipeline
 from .comm.failures import PeerError as PeerError
 from .compressors import ECSQ as ECSQ
+from .compressors import KLT as KLT
 from .compressors import QSGD as QSGD
 from .compressors import Cast as Cast
 from .compressors import Compressor as Compressor

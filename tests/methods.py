@@ -12,6 +12,7 @@ from mpcomp import (
     DGC,
     ECSQ,
     EF21,
+    KLT,
     QSGD,
     Accordion,
     Adaptive,
@@ -123,6 +124,7 @@ EXAMPLES: dict[type[SpecValue], list[SpecValue]] = {
         ECSQ(2.0, scale="tensor", rounding="dither"),
     ],
     SameIndices: [SameIndices(), SameIndices(Cast("fp16"))],
+    KLT: [KLT(ECSQ(0.5)), KLT(ECSQ(0.2, centre=True)), KLT(ECSQ(1.0, rounding="dither"))],
     Adaptive: [  # whose clock is not the wall's, so that runs repeat
         Adaptive(TopK(0.1), cf=(2.0, 8.0), eps=0.4, window=2, bandwidth_mbps=1.0),
         Adaptive(

@@ -6,7 +6,7 @@ of a row comes from an end that is made for it and never written to.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,11 +37,11 @@ def state_bytes(
     chunks: int,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Bytes of the rows that feedback methods keep at most, at the ends of links in this process.
+    """Bytes that methods keep at most, at the ends of links in this process.
 
     Methods by place (EF, EF21, EFMixed) keep one row for each row of the largest batch, and the
     whole of a tied weight for its gradient; AQ-SGD one row for each sample, or for each (sample,
-    augmentation seed). Nothing is run.
+    augmentation seed). A basis (KLT) counts as one row. Nothing is run.
 
     A store in memory reserves its rows ahead: up to twice of them, at most 64 MiB more for each
     tensor that a row is stored as (one, with bits three). Files take what is said.
@@ -87,39 +87,53 @@ def state_bytes(
         entry
         for links, meta in sent
         for link in links
-        if link.feedback is not None
-        for entry in _of_link(link, link.feedback, meta, num_samples, here)
+        for entry in _of_link(link, meta, num_samples, here)
     ]
     return {"total": sum(entry["bytes"] for entry in entries), "per_link": entries}
 
 
 def _of_link(
-    link: Link, method: Feedback, meta: TensorMeta, num_samples: int | None, here: Collection[int]
-) -> list[dict[str, Any]]:
-    entries = []
+    link: Link, meta: TensorMeta, num_samples: int | None, here: Collection[int]
+) -> Iterator[dict[str, Any]]:
+    """The entries of a link's ends that are here."""
     for side, stage in ((Side.SENDER, link.sender_stage), (Side.RECEIVER, link.receiver_stage)):
-        # Without rows an end is the same on any device.
-        end = end_of(method, side, meta, torch.device("cpu"))
-        if stage not in here or not end.fields:
+        if stage not in here:
             continue
-        if method.by_sample and num_samples is None:
-            raise ValueError(
-                f"{link.name}: {method} keeps a row for every training sample; "
-                "pass num_samples=<size of the training set>"
-            )
-        wanted = num_samples if method.by_sample and num_samples is not None else meta.num_rows
-        rows = wanted if end.max_rows is None else min(wanted, end.max_rows)
-        entries.append(
-            {
+        kept = None
+        if link.feedback is not None:
+            kept = _rows_of(link, link.feedback, side, meta, num_samples)
+        elif link.bases is not None:
+            num_bytes = link.bases.num_bytes(side, meta)
+            kept = {"rows": 1, "row_bytes": num_bytes, "capped": False, "location": "device"}
+        if kept is not None:
+            yield {
                 "boundary": link.boundary,
                 "direction": link.direction,
                 "method": str(link.method),
                 "role": side.value,
-                "rows": rows,
-                "row_bytes": end.row_bytes,
-                "bytes": rows * end.row_bytes,
-                "capped": rows < wanted,
-                "location": end.location,
+                "bytes": kept["rows"] * kept["row_bytes"],
+                **kept,
             }
+
+
+def _rows_of(
+    link: Link, method: Feedback, side: Side, meta: TensorMeta, num_samples: int | None
+) -> dict[str, Any] | None:
+    """The rows that a feedback method keeps at an end; None if there are none."""
+    # Without rows an end is the same on any device.
+    end = end_of(method, side, meta, torch.device("cpu"))
+    if not end.fields:
+        return None
+    if method.by_sample and num_samples is None:
+        raise ValueError(
+            f"{link.name}: {method} keeps a row for every training sample; "
+            "pass num_samples=<size of the training set>"
         )
-    return entries
+    wanted = num_samples if method.by_sample and num_samples is not None else meta.num_rows
+    rows = wanted if end.max_rows is None else min(wanted, end.max_rows)
+    return {
+        "rows": rows,
+        "row_bytes": end.row_bytes,
+        "capped": rows < wanted,
+        "location": end.location,
+    }

@@ -5,6 +5,7 @@ from mpcomp.compressors.cast import Cast
 from mpcomp.compressors.ecsq import ECSQ
 from mpcomp.compressors.fixedpoint import FixedPoint
 from mpcomp.compressors.identity import Identity
+from mpcomp.compressors.klt import KLT
 from mpcomp.compressors.lloyd import LloydMax
 from mpcomp.compressors.lowrank import LowRank
 from mpcomp.compressors.multi_level import MultiLevel
@@ -22,6 +23,7 @@ from mpcomp.core.spec import import_all
 
 __all__ = [
     "ECSQ",
+    "KLT",
     "QSGD",
     "Cast",
     "Compressor",

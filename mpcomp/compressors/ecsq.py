@@ -32,6 +32,7 @@ from torch import Tensor
 
 from mpcomp.compressors import entropy
 from mpcomp.compressors.base import Compressor
+from mpcomp.compressors.tokens import Tokens
 from mpcomp.core.randomness import uniform
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.core.wire import Parts, Payload
@@ -134,7 +135,7 @@ class ECSQ(Compressor):
         return self.rounding == "nearest" and not self.centre
 
     def layout(self, meta: TensorMeta) -> tuple[TensorMeta, ...]:
-        return self._parts(_Tokens.of(meta)).layout
+        return self._parts(Tokens.of(meta)).layout
 
     def compress(self, x: Tensor, generator: torch.Generator | None = None) -> Payload:
         return self.compress_against(x, x, generator)
@@ -142,7 +143,7 @@ class ECSQ(Compressor):
     def compress_against(
         self, x: Tensor, whole: Tensor, generator: torch.Generator | None = None
     ) -> Payload:
-        tokens = _Tokens.of(TensorMeta.of(x))
+        tokens = Tokens.of(TensorMeta.of(x))
         vectors = tokens.split(x)
         exponents = self._exponents(vectors if whole is x else tokens.split(whole))
         units = self._units(exponents, x.device)
@@ -165,7 +166,7 @@ class ECSQ(Compressor):
     def decompress(
         self, payload: Payload, meta: TensorMeta, generator: torch.Generator | None = None
     ) -> Tensor:
-        tokens = _Tokens.of(meta)
+        tokens = Tokens.of(meta)
         device = payload[0].device
         coded = self._parts(tokens).parted((payload[0].cpu(),))
         lowest, above, *means, q = (
@@ -182,13 +183,13 @@ class ECSQ(Compressor):
         x = (y * self._units(exponents, device)).clamp_(-limit, limit)
         return tokens.join(x.to(meta.dtype))
 
-    def _shapes(self, tokens: _Tokens) -> list[tuple[int, int]]:
+    def _shapes(self, tokens: Tokens) -> list[tuple[int, int]]:
         """Shapes of what a message holds: exponents, means if there are any, elements."""
         scales = (1, tokens.num if self.scale == "token" else 1)
         means = [(1, tokens.width)] if self.centre else []
         return [(1, 1), scales, *means, (tokens.num, tokens.width)]
 
-    def _parts(self, tokens: _Tokens) -> Parts:
+    def _parts(self, tokens: Tokens) -> Parts:
         """The codes of those shapes, each as long as it turns out."""
         shapes = self._shapes(tokens)
         layouts = ((TensorMeta((entropy.max_bytes(*shape),), torch.uint8),) for shape in shapes)
@@ -219,44 +220,6 @@ class ECSQ(Compressor):
         """v, like ``y``."""
         assert generator is not None, "dither needs the generator both ends share"
         return uniform(generator, y.numel(), y.device).view_as(y).sub_(0.5)
-
-
-@dataclass(frozen=True)
-class _Tokens:
-    """A tensor as vectors along its channels.
-
-    Attributes:
-        meta: of the tensor.
-        num: vectors.
-        width: elements of one.
-    """
-
-    meta: TensorMeta
-    num: int
-    width: int
-
-    @classmethod
-    def of(cls, meta: TensorMeta) -> _Tokens:
-        """The vectors of a tensor; of fewer than two dimensions it is one."""
-        shape = meta.shape
-        width = shape[1 if len(shape) >= 4 else -1] if len(shape) >= 2 else meta.numel
-        return cls(meta, meta.numel // max(1, width), width)
-
-    def split(self, x: Tensor) -> Tensor:
-        """fp32 [vectors, elements], finite."""
-        if x.dim() >= 4:
-            x = x.movedim(1, -1)
-        vectors = x.reshape(self.num, self.width).to(torch.float32)
-        return vectors.nan_to_num()
-
-    def join(self, vectors: Tensor) -> Tensor:
-        """The inverse: a tensor like ``meta``."""
-        shape = self.meta.shape
-        if len(shape) < 4:
-            return vectors.reshape(shape)
-        memory = torch.channels_last if self.meta.channels_last else torch.contiguous_format
-        moved = vectors.reshape(shape[0], *shape[2:], shape[1]).movedim(-1, 1)
-        return moved.contiguous(memory_format=memory)
 
 
 def _relative(exponents: NDArray[np.int16]) -> list[NDArray[np.int16]]:

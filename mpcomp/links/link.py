@@ -39,6 +39,7 @@ from mpcomp.feedback.ends import Ends
 from mpcomp.feedback.memory import Side
 from mpcomp.feedback.plan import MemoryPlan, PlainPlan, Plan
 from mpcomp.feedback.state import EndState
+from mpcomp.links.bases import Bases
 
 __all__ = ["ACT", "GRAD", "Link", "Policy"]
 
@@ -134,6 +135,8 @@ class Link:
         self.feedback = inner if isinstance(inner, Feedback) else None
         self._seed = (seed, replica, boundary, direction)
         self._ends = Ends(self.feedback) if self.feedback is not None else None
+        #: What a method that learns a basis has learned here.
+        self.bases = Bases(inner) if inner.learns_basis else None  # type: ignore[arg-type]
         self._nonfinite: list[tuple[Traffic, Tensor]] = []
         #: Plans of the step under way, by side and microbatch.
         self._step: Step | None = None
@@ -184,6 +187,9 @@ class Link:
         payload = plan.encode(x)
         if self.adaptive is not None:
             self._measure(x, plan, step, microbatch)
+        if self.bases is not None and self._announces(step, microbatch):
+            padded = padded_positions(step.valid_of(microbatch), meta, x.device)
+            self.bases.observe(blanked(x.detach(), padded))
         message = frame(self._header(plan, step), payload, variable=plan.variable)
         if status is not None:
             set_status(message, status)
@@ -216,6 +222,8 @@ class Link:
         if message.device.type == "cpu":  # elsewhere reading the header would stall the device
             self._check_header(Header.of(message), plan, step, microbatch)
         x = plan.decode(payload)
+        if self.bases is not None and self._announces(step, microbatch):
+            self.bases.hear(payload, meta)
         if message.device.type != "cpu":
             x.masked_fill_(status_of(message).bool(), torch.nan)
         elif status_of(message):
@@ -319,14 +327,18 @@ class Link:
     def commit(self) -> None:
         """Keeps what the ends have staged."""
         self._forget_plans()
-        if self._ends is not None:
-            self._ends.commit()
+        for kept in self._kept():
+            kept.commit()
 
     def discard(self) -> None:
         """Forgets what the ends have staged."""
         self._forget_plans()
-        if self._ends is not None:
-            self._ends.discard()
+        for kept in self._kept():
+            kept.discard()
+
+    def _kept(self) -> list[Ends | Bases]:
+        """All that is kept from step to step."""
+        return [kept for kept in (self._ends, self.bases) if kept is not None]
 
     # -- plans --------------------------------------------------------------------------------
 
@@ -386,25 +398,42 @@ class Link:
         end = None
         if self._ends is not None and step.train:
             end = self._ends.end(side, meta, device)
-        coder = self._coder(step, positions)
+        coder = self._coder(side, meta, step, microbatch, positions)
         if isinstance(coder, Feedback):
             if end is not None:
                 return MemoryPlan(coder, end, meta, context, padded, device)
             coder = coder.evaluation
         return PlainPlan(or_dense(coder, meta), meta, context, padded, end)
 
-    def _coder(self, step: Step, positions: Tensor | None) -> Compressor | Feedback:
-        """Coder of the messages of a step."""
+    def _coder(
+        self, side: Side, meta: TensorMeta, step: Step, microbatch: int, positions: Tensor | None
+    ) -> Compressor | Feedback:
+        """Coder of a message."""
         if not self.enabled(step):
             return Identity()
         if self.adaptive is not None:
             probe = self._probe(step)
             return self.adaptive.coder if probe is None else self.adaptive.compressor(probe.cf)
+        if self.bases is not None:
+            return self.bases.coder(
+                side,
+                meta,
+                learns=self._learns(step),
+                announces=self._announces(step, microbatch),
+            )
         method: Any = self.method
         if method.reuses_selection:
             method = Identity() if positions is None else method.at(positions)
         assert isinstance(method, Compressor | Feedback)
         return method
+
+    def _learns(self, step: Step) -> bool:
+        """Whether a basis is learned from the messages of a step."""
+        return step.train and step.probe is None and self.enabled(step)
+
+    def _announces(self, step: Step, microbatch: int) -> bool:
+        """Whether a message is looked at for that, and may bring a new one."""
+        return self._learns(step) and step.samples(microbatch)
 
     def _probe(self, step: Step) -> Probe | None:
         """Probe of this link, in a pass that measures it by its losses."""
@@ -495,8 +524,10 @@ class Link:
     # -- persistence --------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Stored rows of each end, the sample shape they belong to, and what is adapted."""
-        state = self._ends.state_dict() if self._ends is not None else {}
+        """All that each end keeps, the sample shape that rows belong to, and what is adapted."""
+        state: dict[str, Any] = {}
+        for kept in self._kept():
+            state |= kept.state_dict()
         if self.adaptive is not None:
             state["adaptive"] = self.adaptive.state_dict()
         return state
@@ -507,6 +538,8 @@ class Link:
         rows = {name: value for name, value in state.items() if name != "adaptive"}
         if self._ends is not None:
             self._ends.load_state_dict(rows, device)
+        if self.bases is not None:
+            self.bases.load_state_dict(rows)
         if self.adaptive is not None:
             self.adaptive = self.adaptive.fresh()
             if "adaptive" in state:

@@ -1,0 +1,225 @@
+"""The Karhunen-Loeve transform before another compressor: vectors in a basis of their own.
+
+With the covariance S = U diag(l) U^T of the vectors x [C] that a link carries, the coordinates
+U^T x are uncorrelated. Quantized with one step and coded by their entropy they take
+
+    1/2 (mean log2 S_ii - mean log2 l_i)
+
+bits an element less than those of x, for the same error, and no orthonormal basis saves more (the
+coding gain; Huang and Schultheiss, 1963; Goyal, 2001).
+
+The receiver needs the basis too, so what is used is U^T rounded, B [C, C], whose rows are of length
+one but for some hundredths. The sender finds y with x = y B, exactly, and the receiver makes
+x^ = C(y) B: that B is not quite orthonormal changes the size of the error by as little.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from mpcomp.compressors import entropy
+from mpcomp.compressors.base import Compressor
+from mpcomp.compressors.tokens import Tokens
+from mpcomp.core.spec import SpecValue, shown
+from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.wire import Parts, Payload
+
+__all__ = ["KLT", "Basis", "InBasis"]
+
+#: An entry of a basis is a whole number of such parts of its root mean square, 1 / sqrt(C).
+_FRACTIONS = 8
+#: A basis of more channels takes minutes to find and megabytes to send.
+_LARGEST_WIDTH = 4096
+# Larger coordinates are clipped: what is made of them stays finite in fp32.
+_LIMIT = torch.finfo(torch.float32).max / 2**18
+
+
+@dataclass(frozen=True)
+class KLT(SpecValue):
+    """``inner`` in a basis that the link learns while training. Spec ``klt+step:0.15:centre=true``.
+
+    For vectors along the channels (dim 1 of images, else the last) and an inner compressor whose
+    bytes follow its data, as `ECSQ`'s do: fewer bits at the same error. How many follows from the
+    spectrum of what crosses: 2 bits an element of a small GPT-2's activations and 0.6 of their
+    gradients, next to nothing where all directions are as strong.
+
+    Each link has its own basis. Its sender keeps the covariance of what it sent in training, and
+    puts a new basis (5 bits an entry) into a message as soon as those sent since the last one
+    would have been shorter by that much (`mpcomp.links.bases`). Until the first it is ``inner``
+    alone, as in a run that only evaluates, and behind a ReLU, whose zeros are worth more, it may
+    remain so. What has been learned is kept in
+    checkpoints, and counted by ``pipe.state_bytes``.
+
+    A link resolves it for each message into the basis that its ends have, so it is no
+    `Compressor` itself.
+
+    Args:
+        inner: compressor of the coordinates, fp32.
+
+    Raises:
+        TypeError: inner is no compressor.
+        ValueError: inner compresses nothing. At a cut: more than 4096 channels.
+    """
+
+    inner: Compressor
+    spec: ClassVar[str] = "klt"
+    spec_inner: ClassVar[str | None] = "inner"
+    at_cuts = True
+    learns_basis = True
+    variable_length = True  # of a message that brings a basis
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.inner, Compressor):
+            raise TypeError(
+                f"inner={shown(self.inner)}: coordinates go to a compressor such as ECSQ(0.5); a "
+                "basis is neither round nor inside feedback"
+            )
+        if self.inner.sends_dense:
+            raise ValueError(f"inner={self.inner}: a basis for what is sent as it is gains nothing")
+
+    def at(self, basis: Basis | None, news: Basis | None, *, room: bool) -> InBasis:
+        """The compressor of one message.
+
+        Args:
+            basis: that both ends have; None for none yet.
+            news: a basis to be sent with the message, for later ones.
+            room: whether there may be one.
+        """
+        return InBasis(self, basis, news, room)
+
+
+@dataclass(frozen=True, eq=False)
+class Basis:
+    """A basis as it travels.
+
+    Attributes:
+        numbers: int16 [C, C] on the CPU, a vector a row, in units of 1 / (8 sqrt(C)).
+    """
+
+    numbers: Tensor
+    _copies: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def rounded(cls, vectors: Tensor) -> Basis:
+        """The nearest to orthonormal rows, fp64 [C, C]."""
+        unit = _FRACTIONS * math.sqrt(len(vectors))
+        return cls((vectors * unit).round().to(torch.int16))
+
+    @classmethod
+    def decoded(cls, coded: Tensor, width: int) -> Basis:
+        """Inverse of `coded`.
+
+        Raises:
+            RuntimeError: no such numbers.
+        """
+        return cls(torch.from_numpy(entropy.decode(coded.cpu().numpy(), width, width).copy()))
+
+    @cached_property
+    def coded(self) -> Tensor:
+        """The numbers by their entropy: uint8 [n] on the CPU."""
+        return torch.from_numpy(entropy.encode(self.numbers.numpy()).copy())
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """B: fp64 [C, C] on the CPU."""
+        return self.numbers.to(torch.float64) / (_FRACTIONS * math.sqrt(len(self.numbers)))
+
+    @cached_property
+    def inverse(self) -> Tensor:
+        """Inverse of `rows`; the sender's alone, who has made the basis."""
+        inverse: Tensor = torch.linalg.inv(self.rows)
+        return inverse
+
+    def coordinates(self, vectors: Tensor) -> Tensor:
+        """y with y B = x: fp32 [vectors, C] of that."""
+        return vectors.mm(self._on("inverse", vectors.device))
+
+    def vectors(self, coordinates: Tensor) -> Tensor:
+        """x = y B: fp32 [vectors, C] of that."""
+        return coordinates.mm(self._on("rows", coordinates.device))
+
+    def _on(self, name: str, device: torch.device) -> Tensor:
+        """One of the matrices in fp32 on a device."""
+        if (name, device) not in self._copies:
+            matrix: Tensor = getattr(self, name)
+            self._copies[name, device] = matrix.to(device, torch.float32)
+        return self._copies[name, device]
+
+
+@dataclass(frozen=True, eq=False)
+class InBasis(Compressor):
+    """The compressor of one message of a link that has a basis, or has none yet."""
+
+    method: KLT
+    basis: Basis | None
+    news: Basis | None
+    room: bool
+
+    def __str__(self) -> str:
+        """The spec of the method."""
+        return str(self.method)
+
+    @property
+    def variable_length(self) -> bool:  # type: ignore[override]
+        """Whether there may be a new basis, or the inner compressor's messages vary."""
+        return self.room or self.method.inner.variable_length
+
+    def layout(self, meta: TensorMeta) -> tuple[TensorMeta, ...]:
+        return self._parts(meta).layout
+
+    def compress(self, x: Tensor, generator: torch.Generator | None = None) -> Payload:
+        tokens = Tokens.of(TensorMeta.of(x).with_dtype(torch.float32))
+        y = tokens.split(x).clamp(-_LIMIT, _LIMIT)
+        if self.basis is not None:
+            y = self.basis.coordinates(y)
+        payload = self.method.inner.compress(tokens.join(y), generator)
+        if not self.room:
+            return payload
+        news = torch.empty(0, dtype=torch.uint8) if self.news is None else self.news.coded
+        return self._parts(TensorMeta.of(x)).joined([(news.to(x.device),), payload])
+
+    def decompress(
+        self, payload: Payload, meta: TensorMeta, generator: torch.Generator | None = None
+    ) -> Tensor:
+        if self.room:
+            _, payload = self._parts(meta).parted(payload)
+        wide = meta.with_dtype(torch.float32)
+        x = self.method.inner.decompress(payload, wide, generator)
+        limit = min(torch.finfo(meta.dtype).max, torch.finfo(torch.float32).max)
+        if self.basis is not None:
+            tokens = Tokens.of(wide)
+            y = tokens.split(x).clamp(-_LIMIT, _LIMIT)
+            x = tokens.join(self.basis.vectors(y))
+        return x.clamp_(-limit, limit).to(meta.dtype)
+
+    def heard(self, payload: Payload, meta: TensorMeta) -> Basis | None:
+        """The new basis in a payload, if there is one.
+
+        Raises:
+            RuntimeError: the payload is damaged.
+        """
+        if not self.room:
+            return None
+        (news,), _ = self._parts(meta).parted(payload)
+        return Basis.decoded(news, Tokens.of(meta).width) if news.numel() else None
+
+    def _parts(self, meta: TensorMeta) -> Parts:
+        """A new basis, and what the inner compressor sends."""
+        inner = self.method.inner
+        layout = inner.layout(meta.with_dtype(torch.float32))
+        if not self.room:
+            return Parts((layout,), (inner.variable_length,))
+        width = Tokens.of(meta).width
+        if width > _LARGEST_WIDTH:
+            raise ValueError(
+                f"{self.method}: {width} channels cross here, and a basis is of at most "
+                f"{_LARGEST_WIDTH}; use {inner}"
+            )
+        room = TensorMeta((entropy.max_bytes(width, width),), torch.uint8)
+        return Parts(((room,), layout), (True, inner.variable_length))

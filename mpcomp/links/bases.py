@@ -1,0 +1,280 @@
+"""The bases that the ends of a link have learned, and when its sender sends a new one.
+
+The sender keeps mean and covariance of the vectors of one microbatch a step, each divided by its
+root mean square, older ones with falling weight. From time to time it makes a basis of them, and
+encodes a microbatch in the basis that there is and in the new one. To send that is to buy where one
+has rented, and the old rule for it holds: as soon as the rent paid since the last one (the vectors
+sent, times what each would have been shorter by) is the price, its coded bytes. So a sender spends
+no more on bases than it has lost by waiting (Karlin et al., 1988), and none where data do not
+profit: where all directions are as strong, or many elements are zero. The microbatch is one that
+the new basis was not made from, so that one of too few vectors does not seem better than it is.
+
+A new basis rides on a message of the next step and is used from the step after it on, by both ends;
+nothing happens in a step that is discarded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpcomp.compressors.klt import KLT, Basis, InBasis
+from mpcomp.compressors.tokens import Tokens
+from mpcomp.core.randomness import generator_for
+from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.wire import Payload
+from mpcomp.feedback.memory import Side
+
+__all__ = ["Bases"]
+
+#: Microbatches, and vectors a channel, that moments go back at least.
+_MICROBATCHES, _VECTORS = 16, 16
+#: Growth of the number of steps between looks for a better basis.
+_GROWTH = 1.25
+#: Bytes an entry: numbers and a matrix in fp32; of a sender its inverse and second moments too.
+_ENTRY_BYTES = {Side.SENDER: 2 + 4 + 4 + 8, Side.RECEIVER: 2 + 4}
+
+
+@dataclass(frozen=True)
+class _Moments:
+    """Means over vectors.
+
+    Attributes:
+        num: vectors.
+        mean: fp64 [C] on the CPU.
+        second: mean of x x^T, fp64 [C, C] on the CPU.
+    """
+
+    num: int
+    mean: Tensor
+    second: Tensor
+
+    @classmethod
+    def of(cls, x: Tensor) -> _Moments | None:
+        """Those of a tensor's vectors; None if all of them are zero."""
+        vectors = Tokens.of(TensorMeta.of(x)).split(x)
+        size = vectors.square().mean(1, keepdim=True, dtype=torch.float64).sqrt()
+        there = (size > 0).squeeze(1)
+        num = int(there.sum())
+        if not num:
+            return None
+        vectors = (vectors[there] / size[there]).to(torch.float32)
+        mean = vectors.mean(0, dtype=torch.float64).cpu()
+        return cls(num, mean, (vectors.T @ vectors).to("cpu", torch.float64) / num)
+
+
+class _Sender:
+    """The sender's end, for vectors of one width.
+
+    Args:
+        method: of the link.
+    """
+
+    def __init__(self, method: KLT) -> None:
+        self.basis: Basis | None = None
+        self.news: Basis | None = None
+        self._method = method
+        self._mean = self._second = torch.zeros(())
+        self._batches = 0  # in those
+        self._vectors = self._steps = 0  # since the last basis was sent
+        self._due = 1  # step of those with the next look
+        # What the open step has brought.
+        self._sent, self._announced = 0, False
+        self._fresh: _Moments | None = None
+        self._x: Tensor | None = None
+
+    def count(self, num: int, *, announces: bool) -> None:
+        """Notes a message of so many vectors, and whether news go with it."""
+        self._sent += num
+        self._announced |= announces
+
+    def observe(self, x: Tensor) -> None:
+        """Notes what is sent in a message."""
+        self._fresh = _Moments.of(x)
+        looks = self._batches and self.news is None and self._steps + 1 >= self._due
+        # A copy, as the stage may write to the tensor before the step is over.
+        self._x = x.clone() if looks else None
+
+    def commit(self) -> None:
+        """Learns from the step, and looks for a better basis if it is time."""
+        if self._announced:
+            self.basis, self.news = self.news, None
+            self._vectors, self._steps, self._due = 0, 0, 1
+        if self._sent:
+            self._vectors += self._sent
+            self._steps += 1
+        if self._fresh is not None:
+            if self._x is not None:
+                self._look(self._x)
+            self._add(self._fresh)
+        self.discard()
+
+    def discard(self) -> None:
+        """Forgets the step."""
+        self._sent, self._announced = 0, False
+        self._fresh = self._x = None
+
+    def _look(self, x: Tensor) -> None:
+        """Makes a new basis, and keeps it to be sent if it would have paid."""
+        self._due = max(self._steps + 1, math.ceil(self._steps * _GROWTH))
+        covariance = self._second - torch.outer(self._mean, self._mean)
+        basis = Basis.rounded(torch.linalg.eigh(covariance).eigenvectors.T.flip(0))
+        saved = self._bytes(x, self.basis) - self._bytes(x, basis)
+        times = self._vectors / Tokens.of(TensorMeta.of(x)).num
+        if saved * times >= basis.coded.numel():
+            self.news = basis
+
+    def _bytes(self, x: Tensor, basis: Basis | None) -> int:
+        """Bytes that a tensor takes in a basis."""
+        coder = self._method.at(basis, None, room=False)
+        return sum(part.nbytes for part in coder.compress(x, generator_for("a look")))
+
+    def _add(self, fresh: _Moments) -> None:
+        self._batches += 1
+        least = min(1 / _MICROBATCHES, fresh.num / (_VECTORS * len(fresh.mean)))
+        weight = max(1 / self._batches, least)
+        self._mean = self._mean + weight * (fresh.mean - self._mean)
+        self._second = self._second + weight * (fresh.second - self._second)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All that is kept."""
+        if not (self._batches or self._steps):
+            return {}
+        counts = [self._batches, self._vectors, self._steps, self._due]
+        state = {"counts": torch.tensor(counts), "mean": self._mean, "second": self._second}
+        for name, basis in (("basis", self.basis), ("news", self.news)):
+            if basis is not None:
+                state[name] = basis.numbers
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Goes on from what `state_dict` gave."""
+        self._batches, self._vectors, self._steps, self._due = state["counts"].tolist()
+        self._mean, self._second = (state[name].cpu() for name in ("mean", "second"))
+        self.basis, self.news = _basis(state, "basis"), _basis(state, "news")
+
+
+class _Receiver:
+    """The receiver's end, for vectors of one width."""
+
+    def __init__(self) -> None:
+        self.basis: Basis | None = None
+        self.heard: Basis | None = None
+
+    def commit(self) -> None:
+        """Takes the basis that was heard of."""
+        self.basis, self.heard = self.heard or self.basis, None
+
+    def discard(self) -> None:
+        """Forgets it."""
+        self.heard = None
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All that is kept."""
+        return {} if self.basis is None else {"basis": self.basis.numbers}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Goes on from what `state_dict` gave."""
+        self.basis = _basis(state, "basis")
+
+
+def _basis(state: Mapping[str, Tensor], name: str) -> Basis | None:
+    return Basis(state[name].cpu()) if name in state else None
+
+
+class Bases:
+    """The ends of one link that are on this rank, with a basis for each width of its vectors.
+
+    Args:
+        method: of the link.
+    """
+
+    def __init__(self, method: KLT) -> None:
+        self._method = method
+        self._senders: dict[int, _Sender] = {}
+        self._receivers: dict[int, _Receiver] = {}
+
+    @staticmethod
+    def num_bytes(side: Side, meta: TensorMeta) -> int:
+        """Bytes that an end keeps for tensors like ``meta``."""
+        return _ENTRY_BYTES[side] * Tokens.of(meta).width ** 2
+
+    def coder(self, side: Side, meta: TensorMeta, *, learns: bool, announces: bool) -> InBasis:
+        """The compressor of a message.
+
+        Args:
+            side: whose.
+            meta: the tensor.
+            learns: whether it is one of training.
+            announces: whether a new basis may go with it.
+        """
+        tokens = Tokens.of(meta)
+        room = learns and announces
+        if side is Side.RECEIVER:
+            receiver = self._receiver(tokens.width)
+            return self._method.at(receiver.basis, None, room=room)
+        sender = self._sender(tokens.width)
+        news = sender.news if room else None
+        if learns:
+            sender.count(tokens.num, announces=news is not None)
+        return self._method.at(sender.basis, news, room=room)
+
+    def observe(self, x: Tensor) -> None:
+        """Learns from what is sent in a message of training, once a step; zero where padded."""
+        self._sender(Tokens.of(TensorMeta.of(x)).width).observe(x)
+
+    def hear(self, payload: Payload, meta: TensorMeta) -> None:
+        """Takes the new basis from a message that may have one."""
+        receiver = self._receiver(Tokens.of(meta).width)
+        coder = self._method.at(receiver.basis, None, room=True)
+        receiver.heard = coder.heard(payload, meta)
+
+    def commit(self) -> None:
+        """Keeps what was noted in a step."""
+        for _, _, end in self._ends:
+            end.commit()
+
+    def discard(self) -> None:
+        """Forgets what was noted in a step."""
+        for _, _, end in self._ends:
+            end.discard()
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that is kept, by role and width, as the ends of feedback methods have it."""
+        state: dict[str, Any] = {
+            f"{side.value}.{width}.{name}": value
+            for side, width, end in self._ends
+            for name, value in end.state_dict().items()
+        }
+        return {**state, "sample": {}} if state else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `state_dict` gave."""
+        self._senders, self._receivers = {}, {}
+        found: dict[tuple[Side, int], dict[str, Tensor]] = {}
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                role, width, name = key.split(".")
+                found.setdefault((Side(role), int(width)), {})[name] = value
+        for (side, of), entries in found.items():
+            end = self._sender(of) if side is Side.SENDER else self._receiver(of)
+            end.load_state_dict(entries)
+
+    def _sender(self, width: int) -> _Sender:
+        return self._senders.setdefault(width, _Sender(self._method))
+
+    def _receiver(self, width: int) -> _Receiver:
+        return self._receivers.setdefault(width, _Receiver())
+
+    @property
+    def _ends(self) -> list[tuple[Side, int, _Sender | _Receiver]]:
+        """All ends, with their sides and widths."""
+        return [
+            *((Side.SENDER, width, end) for width, end in self._senders.items()),
+            *((Side.RECEIVER, width, end) for width, end in self._receivers.items()),
+        ]

@@ -1,0 +1,137 @@
+"""KLT: a basis as it travels, and a message in it."""
+
+import pytest
+import torch
+from methods import drawn, same_bits
+from torch import Tensor
+
+import mpcomp
+from mpcomp import ECSQ, KLT, Identity, Quantize, TensorMeta, parse
+from mpcomp.compressors.klt import Basis, InBasis
+from mpcomp.links.build import method_of
+
+WIDTH = 24
+
+
+def orthonormal(width: int = WIDTH, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    square = torch.randn(width, width, generator=generator, dtype=torch.float64)
+    return torch.linalg.qr(square).Q
+
+
+def correlated(*shape: int, seed: int = 0) -> Tensor:
+    """Vectors [..., C] whose variance falls by a half from one direction to the next."""
+    x = torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return ((x * 0.5 ** (torch.arange(shape[-1]) / 2)) @ orthonormal(shape[-1])).float()
+
+
+def coder(inner: mpcomp.Compressor, *, news: Basis | None = None, room: bool = True) -> InBasis:
+    return KLT(inner).at(Basis.rounded(orthonormal()), news, room=room)
+
+
+def test_a_basis_travels_as_its_numbers():
+    basis = Basis.rounded(orthonormal())
+    again = Basis.decoded(basis.coded, WIDTH)
+    assert same_bits(again.numbers, basis.numbers) and same_bits(again.rows, basis.rows)
+    assert basis.coded.numel() < 0.8 * WIDTH**2  # 5 bits an entry, and tables
+    lengths = basis.rows.norm(dim=1)
+    assert (lengths - 1).abs().max() < 0.05
+
+
+def test_coordinates_are_exact():
+    """x = y B, although B is rounded, and so not orthonormal."""
+    basis, x = Basis.rounded(orthonormal()), torch.randn(50, WIDTH)
+    assert torch.allclose(basis.vectors(basis.coordinates(x)), x, atol=1e-5)
+    assert not torch.allclose(basis.rows @ basis.rows.T, torch.eye(WIDTH).double(), atol=1e-3)
+
+
+@pytest.mark.parametrize("step", [0.1, 0.5])
+def test_it_takes_the_coding_gain_less(step):
+    """As many bits less as the directions' variances say, for the same error."""
+    inner, x = ECSQ(step, scale="tensor"), correlated(4, 500, WIDTH)
+    meta, numel = TensorMeta.of(x), x.numel()
+    (plain,) = inner.compress(x)
+    (payload,) = coder(inner, room=False).compress(x)
+    vectors = x.reshape(-1, WIDTH).double()
+    unit = step * float(vectors.square().mean().sqrt())
+
+    def rate(coordinates: Tensor) -> Tensor:
+        """Bits an element: of a Gaussian with an error of unit^2 / 12, less where it is small."""
+        return 0.5 * (1 + 12 * coordinates.square().mean(0) / unit**2).log2().mean()
+
+    gain = float(rate(vectors) - rate(vectors @ orthonormal().T))
+    saved = 8 * (plain.numel() - payload.numel()) / numel
+    assert saved == pytest.approx(gain, rel=0.25) and saved > 0.5
+    error = (coder(inner, room=False).decompress((payload,), meta) - x).square().mean()
+    assert error < 1.1 * (inner.decompress((plain,), meta) - x).square().mean()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(3, 7, WIDTH), (5, WIDTH), (2, WIDTH, 3, 3)])
+@pytest.mark.parametrize("inner", [ECSQ(0.1), ECSQ(0.3, rounding="dither"), Quantize(8)], ids=str)
+def test_what_arrives_is_like_the_input(shape, dtype, inner):
+    x = torch.randn(shape).to(dtype)
+    if len(shape) == 4:
+        x = x.contiguous(memory_format=torch.channels_last)
+    basis = Basis.rounded(orthonormal(seed=3))
+    for news, room in ((None, False), (None, True), (basis, True)):
+        each = coder(inner, news=news, room=room)
+        payload = each.compress(x, drawn())
+        for part, meta in zip(payload[:-1], each.layout(TensorMeta.of(x))[:-1], strict=True):
+            assert TensorMeta.of(part) == meta
+        assert payload[-1].numel() <= each.layout(TensorMeta.of(x))[-1].numel
+        y = each.decompress(payload, TensorMeta.of(x), drawn())
+        assert TensorMeta.of(y) == TensorMeta.of(x)
+        assert (y.float() - x.float()).norm() < 0.12 * x.float().norm()
+        heard = each.heard(payload, TensorMeta.of(x))
+        assert heard is None if news is None else same_bits(heard.numbers, basis.numbers)
+
+
+def test_without_a_basis_it_is_the_inner_compressor():
+    x = correlated(8, WIDTH)
+    payload = KLT(ECSQ(0.3)).at(None, None, room=False).compress(x)
+    assert same_bits(payload[0], ECSQ(0.3).compress(x)[0])
+
+
+@pytest.mark.parametrize("value", [1e38, float("inf"), float("nan")])
+def test_what_is_too_large_arrives_finite(value):
+    x = torch.randn(4, WIDTH)
+    x[1, 2] = value
+    each = coder(ECSQ(0.3))
+    assert each.decompress(each.compress(x), TensorMeta.of(x)).isfinite().all()
+
+
+def test_damage_is_an_error_or_a_finite_tensor():
+    x, basis = correlated(64, WIDTH), Basis.rounded(orthonormal(seed=5))
+    each, meta = coder(ECSQ(0.3), news=basis), TensorMeta.of(x)
+    (sound,) = each.compress(x)
+    outcomes = set()
+    for place in range(0, sound.numel(), 7):
+        damaged = sound.clone()
+        damaged[place] ^= 0x55
+        for payload in (damaged, damaged[: place + 1]):
+            try:
+                heard = each.heard((payload,), meta)
+                y = each.decompress((payload,), meta)
+            except RuntimeError:
+                outcomes.add("error")
+            else:
+                outcomes.add("tensor")
+                assert y.isfinite().all()
+                assert heard is None or heard.rows.isfinite().all()
+    assert outcomes == {"error", "tensor"}
+
+
+def test_settings():
+    assert parse("klt+step:0.15:centre=true") == KLT(ECSQ(0.15, centre=True))
+    assert str(KLT(ECSQ(0.15))) == str(coder(ECSQ(0.15))) == "klt+step:0.15"
+    with pytest.raises(ValueError, match="gains nothing"):
+        KLT(Identity())
+    with pytest.raises(TypeError, match="neither round nor inside feedback"):
+        KLT(parse("ef+topk:0.1"))
+    with pytest.raises(ValueError, match="a round|goes round a compressor"):
+        parse("ef+klt+step:0.5")
+    with pytest.raises(ValueError, match="a basis is for cuts"):
+        method_of("tie_comp", "klt+step:0.5")
+    with pytest.raises(ValueError, match="5000 channels.*at most 4096; use step:0.5"):
+        coder(ECSQ(0.5)).layout(TensorMeta((2, 5000)))

@@ -1,0 +1,208 @@
+"""Bases that links learn: when they are sent, that both ends have the same, and what is kept."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from laws import laws_over
+from methods import same_bits
+from models import assert_same_state, assert_same_training, links_state, sgd
+from torch import Tensor, nn
+
+import mpcomp
+from mpcomp import ECSQ, KLT, Link, TensorMeta
+from mpcomp.core.step import Step
+
+WIDTH, ROWS = 32, 400
+METHOD = KLT(ECSQ(0.2, centre=True))
+
+METHODS = [METHOD, KLT(ECSQ(1.0, scale="tensor", rounding="dither"))]
+OF_OTHERS = [  # laws of compressors alone, and of feedback
+    "test_what_arrives_is_the_compressors_result",
+    "test_warm_up_goes_dense_and_evaluation_does_not",
+    "test_evaluation_reads_and_writes_no_state",
+    "test_another_shape_per_sample_starts_anew",
+]
+globals().update(laws_over("links/test_link.py", without=OF_OTHERS, method=METHODS))
+globals().update(laws_over("engines/test_local.py", method=METHODS))
+
+
+def correlated(seed: int, width: int = WIDTH) -> Tensor:
+    """[ROWS, width] of which four directions have nearly all the variance, always the same."""
+    directions = torch.randn(4, width, generator=torch.Generator().manual_seed(9))
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(ROWS, 4, generator=generator) @ directions
+    return x + 0.05 * torch.randn(ROWS, width, generator=generator)
+
+
+def white(seed: int) -> Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def carry(link: Link, x: Tensor, step: Step, *, keep: bool = True) -> int:
+    """Sends a tensor; the bytes that took."""
+    message = link.encode(x, step, 0)
+    link.decode(message, TensorMeta.of(x), step, 0)
+    if step.train:
+        link.commit() if keep else link.discard()
+    return message.numel()
+
+
+def link_of(method: KLT | ECSQ = METHOD) -> Link:
+    return Link(method, boundary=0, direction="act")
+
+
+def bases(link: Link) -> dict[str, Tensor]:
+    state = link.state_dict()
+    return {role: state[f"{role}.{WIDTH}.basis"] for role in ("sender", "receiver")}
+
+
+def assert_same_kept(link: Link, state: dict[str, object]) -> None:
+    assert_same_state({"": link.state_dict()}, {"": state})
+
+
+def test_a_basis_is_sent_where_it_pays():
+    link, plain = link_of(), link_of(METHOD.inner)
+    sent = [carry(link, correlated(i), Step(i, True)) for i in range(12)]
+    without = [carry(plain, correlated(i), Step(i, True)) for i in range(12)]
+    assert same_bits(bases(link)["sender"], bases(link)["receiver"])
+    assert sent[0] == pytest.approx(without[0], abs=16)  # the lengths of two parts
+    assert max(sent[4:]) < 0.5 * min(without[4:])
+    assert sum(sent) < sum(without)
+
+
+def test_none_is_sent_where_all_directions_are_alike():
+    link, plain = link_of(), link_of(METHOD.inner)
+    for i in range(12):
+        bytes_without = carry(plain, white(i), Step(i, True))
+        assert carry(link, white(i), Step(i, True)) <= bytes_without + 8
+    assert not any(".basis" in name for name in link.state_dict())
+
+
+def test_other_directions_have_another_basis():
+    """And what bases cost is no more than what was lost by waiting, twice what must be."""
+    link, plain = link_of(), link_of(METHOD.inner)
+    turned = torch.linalg.qr(torch.randn(WIDTH, WIDTH)).Q
+    for i in range(10):
+        carry(link, correlated(i), Step(i, True))
+    former = bases(link)["sender"]
+    sent = [carry(link, correlated(i) @ turned, Step(i, True)) for i in range(10, 60)]
+    assert not same_bits(bases(link)["sender"], former)
+    assert same_bits(bases(link)["sender"], bases(link)["receiver"])
+    assert max(sent[-5:]) < 0.6 * carry(plain, correlated(59) @ turned, Step(59, True))
+
+
+def test_discarded_steps_leave_no_trace():
+    """Also of those that brought a new basis: it is sent once more."""
+    link, straight = link_of(), link_of()
+    for i in range(8):
+        carry(link, 3 * correlated(100 + i), Step(i, True), keep=False)
+        assert carry(link, correlated(i), Step(i, True)) == carry(
+            straight, correlated(i), Step(i, True)
+        )
+        assert_same_kept(link, straight.state_dict())
+    assert ".basis" in "".join(link.state_dict())
+
+
+def test_evaluation_uses_it_and_learns_nothing():
+    link = link_of()
+    before = carry(link, correlated(50), Step(0, False))
+    assert not link.state_dict()
+    for i in range(6):
+        carry(link, correlated(i), Step(i, True))
+    state = copy.deepcopy(link.state_dict())
+    assert carry(link, correlated(50), Step(6, False)) < 0.5 * before
+    assert_same_kept(link, state)
+
+
+def test_a_dense_step_is_not_learned_from():
+    link = link_of()
+    for i in range(3):
+        carry(link, correlated(i), Step(i, True, compress_act=False))
+    assert not link.state_dict()
+
+
+def test_what_is_padded_is_not_learned_from():
+    """And never reaches the other end."""
+    links = [link_of(), link_of()]
+    valid = torch.ones(4, 100, dtype=torch.bool)
+    valid[1, 60:] = False
+    valid[3, 10:] = False
+    for i in range(8):
+        x = correlated(i).view(4, 100, WIDTH)
+        other = torch.where(valid[:, :, None], x, 100 * white(i).view(4, 100, WIDTH))
+        sent = [
+            carry(link, each, Step(i, True, valid=(valid,)))
+            for link, each in zip(links, (x, other), strict=True)
+        ]
+        assert sent[0] == sent[1]
+    assert_same_kept(links[0], links[1].state_dict())
+    assert bases(links[0])
+
+
+# -- pipelines ------------------------------------------------------------------------------------
+
+
+def model() -> nn.Module:
+    """What crosses the first cut has rank 6; behind the second most directions are weak."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(6, WIDTH), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), nn.Linear(WIDTH, 3)
+    )
+
+
+def pipe_of(split: int = 3) -> mpcomp.Pipeline:
+    return mpcomp.pipeline(
+        model(), 2, split=split, act_comp=METHOD, grad_comp="klt+step:0.5", loss_fn=F.cross_entropy
+    )
+
+
+def train(pipe: mpcomp.Pipeline, optimizer: torch.optim.Optimizer, first: int, last: int) -> Tensor:
+    losses = []
+    for i in range(first, last):
+        x = torch.randn(ROWS, 6, generator=torch.Generator().manual_seed(i))
+        losses.append(pipe.forward_backward(x, x[:, :3].argmax(1)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.stack(losses)
+
+
+def on_ranks(folder: str) -> tuple[Tensor, dict, int]:
+    """Trains, saves, trains on; then a fresh pipeline goes on from what was saved."""
+    pipe = pipe_of(split=2)
+    optimizer = sgd(pipe)
+    train(pipe, optimizer, 0, 6)
+    pipe.save(folder, optimizer=optimizer)
+    losses = train(pipe, optimizer, 6, 10)
+    again = pipe_of(split=2)
+    other = sgd(again)
+    again.load(folder, optimizer=other)
+    assert same_bits(train(again, other, 6, 10), losses)
+    assert_same_training(again, pipe)
+    assert_same_state(links_state(again), links_state(pipe))
+    return losses, links_state(pipe), pipe.wire_bytes
+
+
+def test_two_ranks_are_one_and_go_on_as_if_never_stopped(ranks, tmp_path):
+    (losses, first, sent), (_, second, _) = ranks(on_ranks, 2, str(tmp_path / "two"))
+    alone, state, alone_sent = on_ranks(str(tmp_path / "one"))
+    assert same_bits(losses, alone) and sent == alone_sent
+    names = sorted({name for link in state.values() for name in link if ".basis" in name})
+    assert names == [f"{role}.{WIDTH}.basis" for role in ("receiver", "sender")]
+    for key, link in state.items():
+        assert_same_state({"": {**first[key], **second[key]}}, {"": link})
+
+
+def test_state_bytes_say_what_is_kept():
+    pipe = pipe_of()
+    said = pipe.state_bytes(torch.randn(ROWS, 6))
+    assert [entry["bytes"] for entry in said["per_link"]] == [18 * WIDTH**2, 6 * WIDTH**2] * 4
+    assert said["total"] == 4 * 24 * WIDTH**2
+    optimizer = sgd(pipe)
+    train(pipe, optimizer, 0, 8)
+    held = sum(
+        value.nbytes for link in links_state(pipe).values() for value in link.values()
+        if isinstance(value, Tensor)
+    )  # fmt: skip
+    assert 0 < held <= said["total"]
