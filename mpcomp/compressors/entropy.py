@@ -43,10 +43,9 @@ _ESCAPE = 255  # the symbol of magnitudes from here on, which follow by themselv
 _ABSENT = 255
 # Weight of a frequency 2^(-cost / 8); rounded, as powers differ by machine in their last bits.
 _WEIGHTS = np.array([max(1, round(2 ** (24 - cost / 8))) for cost in range(256)], np.int64)
-# Curves: c in eighths of a bit, from nearly flat up to 2^-8 for every step, in quarters of an octave.
+# Curves, from nearly flat ones up to c = 8 bits: c in eighths of a bit, in quarters of an octave.
 _MANTISSAS = np.array([1.0, 1.189207115002721, 1.4142135623730951, 1.681792830507429])
-_EXPONENTS = ((0, -6), (1, -9), (2, -13))  # twice e, less 2; log2 of the smallest c
-_STEEPEST = 6
+_FLATTEST, _STEEPEST = (-6, -9, -13), 6  # octaves of c, the first ones for e = 1, 3/2, 2
 _PER_OCTAVE = 2  # classes
 _CONTEXTS = 24
 _FEW = 4096  # elements for which tables of several contexts would cost more than they save
@@ -160,7 +159,7 @@ def _curves() -> NDArray[np.uint8]:
     powers = (k, k * np.sqrt(k), k * k)
     slopes = [
         (power, np.ldexp(mantissa, octave))
-        for power, (_, flattest) in zip(powers, _EXPONENTS, strict=True)
+        for power, flattest in zip(powers, _FLATTEST, strict=True)
         for octave in range(flattest, _STEEPEST)
         for mantissa in _MANTISSAS
     ]
