@@ -222,7 +222,7 @@ def plot(
                 point.method,
                 (point.bits, max(point.cost, SMALLEST_COST)),
                 textcoords="offset points",
-                xytext=(10, 12),
+                xytext=(10, -18),
             )
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:g}")

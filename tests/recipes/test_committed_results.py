@@ -17,6 +17,7 @@ from recipes import (
     conef_study,
     lm_inference,
     replica_study,
+    sorting_study,
     wikitext_study,
 )
 from recipes.bench import (
@@ -39,6 +40,7 @@ STUDIES = {
     "conef_rates": conef_study.main,
     "conef_study": conef_study.main,
     "replica_study": replica_study.main,
+    "sorting_study": sorting_study.main,
     "wikitext_study": wikitext_study.main,
 }
 BENCHES = ("generation", "slow_link", "slow_replicas", "slow_shards", "time_to_95")
