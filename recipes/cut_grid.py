@@ -1,6 +1,7 @@
 """A grid of methods at the cuts of a pipeline, which a study trains seed by seed.
 
-`recipes.cifar10_study` and `recipes.wikitext_study` have the rows.
+`recipes.cifar10_study`, `recipes.wikitext_study`, `recipes.gpt2_study` and `recipes.sorting_study`
+have the rows.
 """
 
 from __future__ import annotations

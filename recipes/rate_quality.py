@@ -3,7 +3,7 @@
     python -m recipes.rate_quality docs/results/smollm2_inference.jsonl --plot inference.png
     python -m recipes.rate_quality docs/results/cifar10_study.jsonl --dense-bits 16
 
-Reads the results file of `recipes.lm_inference`, `recipes.cifar10_study` or
+Reads the results file of `recipes.lm_inference`, `recipes.cifar10_study`, `recipes.gpt2_study` or
 `recipes.wikitext_study`. The rate is the mean over all cuts and both directions that were used, an
 element of bf16 has 16 bits. The cost is what the method's runs lose, seed by seed, against the
 uncompressed ones with compression on: per cent of perplexity, or points of accuracy. A method is on
@@ -102,7 +102,7 @@ def points_of(
     of_inference = bool(rows) and "times_uncompressed" in rows[0]
     of_study = bool(rows) and "row" in rows[0]
     if not of_inference and not of_study:
-        raise ValueError("these are not results of lm_inference, cifar10_study or wikitext_study")
+        raise ValueError("these are not results of lm_inference, or of a study of cuts")
     metric = ACCURACY if f"{ACCURACY.name}_compressed" in rows[0] else PERPLEXITY
     key, name = (PERPLEXITY.name, "method") if of_inference else (metric.on, "row")
     runs: dict[str, dict[int, Mapping[str, Any]]] = {}

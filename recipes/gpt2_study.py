@@ -1,0 +1,100 @@
+"""A small GPT-2 from random weights: what each method at the cuts costs, and what it sends.
+
+    python -m recipes.gpt2_study --seeds 3 --workers 2
+    python -m recipes.gpt2_study --table
+
+The tiny GPT-2 of `recipes.wikitext`, one stage a block, on Python's documentation. Seeds vary the
+weights and the order of the blocks. The tied embedding goes uncompressed, so that the rows differ
+in nothing but the cuts. Published methods stand in their own settings and, as near as they come,
+at the bytes of the project's own. `recipes.study` runs it; `recipes.rate_quality` draws it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Sequence
+from typing import Final
+
+from recipes.cut_grid import Row, chosen_options, grid_parser, order_of_runs, shared_settings
+from recipes.metric import PERPLEXITY
+from recipes.ranks import Ranks
+from recipes.rate_quality import UNCOMPRESSED, points_of, table
+from recipes.study import Line, Runs, Study, data_of, run_study
+from recipes.text_config import TextConfig
+from recipes.wikitext import load_data
+from recipes.wikitext_study import StudyTrainer, outcome_of
+
+ROWS: Final[dict[str, Row]] = {
+    UNCOMPRESSED: Row("none", "none"),
+    "bf16": Row("bf16", "bf16"),
+    "fw4-bw8": Row("quant:4", "quant:8"),
+    "fw4-bw8, AQ-SGD": Row("aqsgd+quant:4", "quant:8", warmup=True),
+    # Tiles of 64 elements with a scale each, as TAH-Quant has them.
+    "tiles of 64, 3 bits": Row("quant:3:scale=64", "quant:3:scale=64:rounding=stochastic"),
+    # A rotation and the Gaussian's centroids, as in TurboQuant.
+    "rotation, 3 bits": Row("rotate+lloyd:3", "rotate+lloyd:3"),
+    "top 10 %": Row("topk:0.1+fp16", "topk:0.1+fp16"),
+    "step 0.3 / 0.5": Row("step:0.3:centre=true", "step:0.5"),
+    "klt, step 0.3 / 0.5": Row("klt+step:0.3:centre=true", "klt+step:0.5"),
+    "klt, step 0.2 / 0.5": Row("klt+step:0.2:centre=true", "klt+step:0.5"),
+    "klt, step 0.1 / 0.5": Row("klt+step:0.1:centre=true", "klt+step:0.5"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs what is missing, then prints the table; `--table` prints only."""
+    study = Study(
+        parse=parse_args,
+        runs=runs,
+        train=train,
+        settings=settings,
+        same_settings=True,
+        render=render,
+    )
+    run_study(study, argv)
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of the study."""
+    parser = grid_parser("gpt2_study", __doc__, ROWS)
+    parser.set_defaults(epochs=3, batch_size=8, chunks=4, lr=1e-3, workers=2, threads=1)
+    parser.add_argument("--data", default="python-docs", help="folder, text file or python-docs")
+    options = parser.parse_args(argv)
+    if UNCOMPRESSED not in options.rows:
+        parser.error(f"--rows without {UNCOMPRESSED}, which is what the others are held to")
+    return options
+
+
+def runs(options: argparse.Namespace, num_processes: int) -> Runs[TextConfig]:
+    """All rows of a seed before the next."""
+    order = order_of_runs(options.rows, (), options.seeds)
+    return {(row, seed): configuration(options, row, seed) for row, seed in order}
+
+
+def configuration(options: argparse.Namespace, row: str, seed: int) -> TextConfig:
+    """The run of one row and seed."""
+    chosen = chosen_options(options, TextConfig, ROWS[row], seed)
+    return TextConfig.for_model(**{**chosen, "model": "tiny", "tie": None})
+
+
+def settings(config: TextConfig, options: argparse.Namespace) -> Line:
+    """Settings that all runs of one file share."""
+    return shared_settings(config, options)
+
+
+def train(config: TextConfig, settings: Line, ranks: Ranks) -> Line:
+    """Trains one run."""
+    return outcome_of(StudyTrainer(config, data_of(config, load_data, ranks)))
+
+
+def render(lines: Sequence[Line]) -> str:
+    """The uncompressed perplexity, and what each method costs and sends (of all epochs)."""
+    plain = [line[PERPLEXITY.on] for line in lines if line["row"] == UNCOMPRESSED]
+    metric, points = points_of(lines)
+    spread = f"{statistics.mean(plain):.1f}, {min(plain):.1f} to {max(plain):.1f}"
+    return f"{table(points, metric)}\n\nuncompressed perplexity {spread} (n = {len(plain)})"
+
+
+if __name__ == "__main__":
+    main()
