@@ -15,6 +15,7 @@ from recipes import (
     adaptive_study,
     cifar10_study,
     conef_study,
+    gpt2_study,
     lm_inference,
     replica_study,
     sorting_study,
@@ -41,6 +42,7 @@ STUDIES = {
     "conef_study": conef_study.main,
     "replica_study": replica_study.main,
     "sorting_study": sorting_study.main,
+    "gpt2_study": gpt2_study.main,
     "wikitext_study": wikitext_study.main,
 }
 BENCHES = ("generation", "slow_link", "slow_replicas", "slow_shards", "time_to_95")

@@ -1,0 +1,42 @@
+"""`recipes.gpt2_study`: its rows, its runs and its table."""
+
+import pytest
+
+from mpcomp.links.build import method_of
+from recipes import gpt2_study
+from recipes.gpt2_study import ROWS
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_rows_are_methods_of_cuts(row):
+    method_of("act_comp", ROWS[row].act)
+    method_of("grad_comp", ROWS[row].grad)
+
+
+def test_rows_differ_in_their_methods_alone():
+    options = gpt2_study.parse_args(["--seeds", "2", "--warmup-epochs", "1"])
+    runs = gpt2_study.runs(options, 1)
+    assert len(runs) == 2 * len(ROWS)
+    shared = {str(gpt2_study.settings(config, options)) for config in runs.values()}
+    assert len(shared) == 1
+    config = runs["fw4-bw8, AQ-SGD", 1]
+    assert (config.act, config.seed, config.warmup_epochs) == (("aqsgd+quant:4",), 1, 1)
+    assert runs["none", 0].warmup_epochs == 0 and config.tie is None
+
+
+def test_rows_without_the_uncompressed_one_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        gpt2_study.parse_args(["--rows", "fw4-bw8"])
+    assert "without none, which is what the others are held to" in capsys.readouterr().err
+
+
+def test_the_table():
+    lines = [
+        {"row": row, "seed": seed, "perplexity_compressed": value, "wire_ratio": 1.0,
+         "cut_ratio_overall": ratio}
+        for row, ratio, values in (("none", 1.0, (100, 104)), ("fw4-bw8", 0.1875, (102, 105.04)))
+        for seed, value in enumerate(values)
+    ]  # fmt: skip
+    text = gpt2_study.render(lines)
+    assert "| fw4-bw8  | 6.00   | 2.7                | +1.50" in text
+    assert text.endswith("uncompressed perplexity 102.0, 100.0 to 104.0 (n = 2)")
