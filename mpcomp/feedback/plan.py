@@ -84,6 +84,7 @@ class PlainPlan(Plan):
         end: EndState | None = None,
     ) -> None:
         self.meta = meta
+        self.coder = coder
         self._coding = Coding(coder, meta, partial(context.draw, ""))
         self.layout = self._coding.layout
         self.dense = coder.sends_dense

@@ -16,19 +16,21 @@ nothing happens in a step that is discarded.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mpcomp.compressors.base import Compressor
 from mpcomp.compressors.klt import KLT, Basis, InBasis
 from mpcomp.compressors.tokens import Tokens
 from mpcomp.core.randomness import generator_for
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.core.wire import Payload
 from mpcomp.feedback.memory import Side
+from mpcomp.links.learned import Sent, Visit, by_end
 
 __all__ = ["Bases"]
 
@@ -55,10 +57,14 @@ class _Moments:
     second: Tensor
 
     @classmethod
-    def of(cls, x: Tensor) -> _Moments | None:
-        """Those of a tensor's vectors; None if all of them are zero."""
-        vectors = Tokens.of(TensorMeta.of(x)).split(x)
-        size = vectors.square().mean(1, keepdim=True, dtype=torch.float64).sqrt()
+    def of(cls, x: Tensor, whole: Tensor) -> _Moments | None:
+        """Those of a tensor's vectors, divided by the size of those of the whole; None without any.
+
+        Vectors that are zero do not count.
+        """
+        tokens = Tokens.of(TensorMeta.of(x))
+        vectors, whole = tokens.split(x), tokens.split(whole)
+        size = whole.square().mean(1, keepdim=True, dtype=torch.float64).sqrt()
         there = (size > 0).squeeze(1)
         num = int(there.sum())
         if not num:
@@ -86,19 +92,19 @@ class _Sender:
         # What the open step has brought.
         self._sent, self._announced = 0, False
         self._fresh: _Moments | None = None
-        self._x: Tensor | None = None
+        self._x: tuple[Tensor, Tensor] | None = None
 
     def count(self, num: int, *, announces: bool) -> None:
         """Notes a message of so many vectors, and whether news go with it."""
         self._sent += num
         self._announced |= announces
 
-    def observe(self, x: Tensor) -> None:
+    def observe(self, x: Tensor, whole: Tensor) -> None:
         """Notes what is sent in a message."""
-        self._fresh = _Moments.of(x)
+        self._fresh = _Moments.of(x, whole)
         looks = self._batches and self.news is None and self._steps + 1 >= self._due
         # A copy, as the stage may write to the tensor before the step is over.
-        self._x = x.clone() if looks else None
+        self._x = (x.clone(), whole.clone()) if looks else None
 
     def commit(self) -> None:
         """Learns from the step, and looks for a better basis if it is time."""
@@ -110,7 +116,7 @@ class _Sender:
             self._steps += 1
         if self._fresh is not None:
             if self._x is not None:
-                self._look(self._x)
+                self._look(*self._x)
             self._add(self._fresh)
         self.discard()
 
@@ -119,20 +125,21 @@ class _Sender:
         self._sent, self._announced = 0, False
         self._fresh = self._x = None
 
-    def _look(self, x: Tensor) -> None:
+    def _look(self, x: Tensor, whole: Tensor) -> None:
         """Makes a new basis, and keeps it to be sent if it would have paid."""
         self._due = max(self._steps + 1, math.ceil(self._steps * _GROWTH))
         covariance = self._second - torch.outer(self._mean, self._mean)
         basis = Basis.rounded(torch.linalg.eigh(covariance).eigenvectors.T.flip(0))
-        saved = self._bytes(x, self.basis) - self._bytes(x, basis)
+        saved = self._bytes(x, whole, self.basis) - self._bytes(x, whole, basis)
         times = self._vectors / Tokens.of(TensorMeta.of(x)).num
         if saved * times >= basis.coded.numel():
             self.news = basis
 
-    def _bytes(self, x: Tensor, basis: Basis | None) -> int:
+    def _bytes(self, x: Tensor, whole: Tensor, basis: Basis | None) -> int:
         """Bytes that a tensor takes in a basis."""
         coder = self._method.at(basis, None, room=False)
-        return sum(part.nbytes for part in coder.compress(x, generator_for("a look")))
+        payload = coder.compress_against(x, whole, generator_for("a look"))
+        return sum(part.nbytes for part in payload)
 
     def _add(self, fresh: _Moments) -> None:
         self._batches += 1
@@ -199,53 +206,45 @@ class Bases:
         self._senders: dict[int, _Sender] = {}
         self._receivers: dict[int, _Receiver] = {}
 
-    @staticmethod
-    def num_bytes(side: Side, meta: TensorMeta) -> int:
-        """Bytes that an end keeps for tensors like ``meta``."""
-        return _ENTRY_BYTES[side] * Tokens.of(meta).width ** 2
-
-    def coder(self, side: Side, meta: TensorMeta, *, learns: bool, announces: bool) -> InBasis:
-        """The compressor of a message.
-
-        Args:
-            side: whose.
-            meta: the tensor.
-            learns: whether it is one of training.
-            announces: whether a new basis may go with it.
-        """
-        tokens = Tokens.of(meta)
-        room = learns and announces
+    def coder(self, side: Side, visit: Visit) -> InBasis:
+        """The compressor of a message; news go with one that is looked at."""
+        tokens = Tokens.of(visit.meta)
         if side is Side.RECEIVER:
-            receiver = self._receiver(tokens.width)
-            return self._method.at(receiver.basis, None, room=room)
+            return self._method.at(self._receiver(tokens.width).basis, None, room=visit.looks)
         sender = self._sender(tokens.width)
-        news = sender.news if room else None
-        if learns:
+        news = sender.news if visit.looks else None
+        if visit.learns:
             sender.count(tokens.num, announces=news is not None)
-        return self._method.at(sender.basis, news, room=room)
+        return self._method.at(sender.basis, news, room=visit.looks)
 
-    def observe(self, x: Tensor) -> None:
-        """Learns from what is sent in a message of training, once a step; zero where padded."""
-        self._sender(Tokens.of(TensorMeta.of(x)).width).observe(x)
+    def sent(
+        self, coder: Compressor, x: Tensor, whole: Tensor, arrived: Sent, visit: Visit
+    ) -> None:
+        """As `Learned.sent`: learns from a message that is looked at."""
+        if visit.looks:
+            self._sender(Tokens.of(visit.meta).width).observe(x, whole)
 
-    def hear(self, payload: Payload, meta: TensorMeta) -> None:
-        """Takes the new basis from a message that may have one."""
-        receiver = self._receiver(Tokens.of(meta).width)
-        coder = self._method.at(receiver.basis, None, room=True)
-        receiver.heard = coder.heard(payload, meta)
+    def heard(self, coder: Compressor, payload: Payload, x: Tensor, visit: Visit) -> None:
+        """As `Learned.heard`: takes the new basis, if there is one."""
+        assert isinstance(coder, InBasis)
+        self._receiver(Tokens.of(visit.meta).width).heard = coder.heard(payload, visit.meta)
+
+    def kept(self, side: Side, meta: TensorMeta, vocabulary: int) -> Iterator[tuple[int, int, str]]:
+        """As `Learned.kept`: a single row."""
+        yield 1, _ENTRY_BYTES[side] * Tokens.of(meta).width ** 2, "device"
 
     def commit(self) -> None:
-        """Keeps what was noted in a step."""
+        """As `Learned.commit`."""
         for _, _, end in self._ends:
             end.commit()
 
     def discard(self) -> None:
-        """Forgets what was noted in a step."""
+        """As `Learned.discard`."""
         for _, _, end in self._ends:
             end.discard()
 
     def state_dict(self) -> dict[str, Any]:
-        """All that is kept, by role and width, as the ends of feedback methods have it."""
+        """As `Learned.state_dict`."""
         state: dict[str, Any] = {
             f"{side.value}.{width}.{name}": value
             for side, width, end in self._ends
@@ -254,15 +253,10 @@ class Bases:
         return {**state, "sample": {}} if state else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state_dict` gave."""
+        """As `Learned.load_state_dict`."""
         self._senders, self._receivers = {}, {}
-        found: dict[tuple[Side, int], dict[str, Tensor]] = {}
-        for key, value in state.items():
-            if isinstance(value, Tensor):
-                role, width, name = key.split(".")
-                found.setdefault((Side(role), int(width)), {})[name] = value
-        for (side, of), entries in found.items():
-            end = self._sender(of) if side is Side.SENDER else self._receiver(of)
+        for (side, width), entries in by_end(state).items():
+            end = self._sender(width) if side is Side.SENDER else self._receiver(width)
             end.load_state_dict(entries)
 
     def _sender(self, width: int) -> _Sender:
