@@ -68,8 +68,8 @@ def pipeline(
             transformers, or any module that `stages.split` can cut by the names of its blocks.
         chunks: microbatches per batch, at least 1.
         act_comp: method for activations: an object, a spec string (`mpcomp.parse`), "auto" for
-            the one that suits most models, "auto:relu" for cuts behind a ReLU, "auto:memory" for
-            samples that come again (see `mpcomp.links.auto`), None for none; a list with one for
+            the one that suits most models, "auto:text" for language models, "auto:relu" for cuts
+            behind a ReLU, "auto:memory" for samples that come again (see `mpcomp.links.auto`), None for none; a list with one for
             each boundary; or a mapping from a boundary's number, or the name of the block it comes
             after, to one (others: none).
         grad_comp: method for gradients, likewise.
