@@ -214,7 +214,7 @@ class InBasis(Compressor):
         return Basis.decoded(news, Tokens.of(meta).width) if news.numel() else None
 
     def _coordinates(self, x: Tensor) -> Tensor:
-        """What the inner compressor is given: fp32 like ``x``."""
+        """Input of the inner compressor: fp32 like ``x``."""
         tokens = Tokens.of(TensorMeta.of(x).with_dtype(torch.float32))
         vectors = tokens.split(x).clamp(-_LIMIT, _LIMIT)
         return tokens.join(vectors if self.basis is None else self.basis.coordinates(vectors))

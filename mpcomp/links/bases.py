@@ -58,7 +58,7 @@ class _Moments:
 
     @classmethod
     def of(cls, x: Tensor, whole: Tensor) -> _Moments | None:
-        """Those of a tensor's vectors, divided by the size of those of the whole; None without any.
+        """Moments of vectors over the size of those of the whole; None if there are none.
 
         Vectors that are zero do not count.
         """

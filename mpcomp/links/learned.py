@@ -1,4 +1,4 @@
-"""What a link learns from its messages, by which later ones are coded.
+"""The contract of what a link learns from its messages, by which later ones are coded.
 
 Both ends learn, each from what it has: the sender from what it sends, the receiver from what
 arrives. In a step everything is coded by what was known before it; what the step has taught is kept

@@ -16,7 +16,7 @@ __all__ = ["learned_of"]
 
 @singledispatch
 def learned_of(method: SpecValue) -> Learned | None:
-    """What a link begins with; None of a method that does not learn."""
+    """The learner that a link begins with; None of a method that does not learn."""
     return None
 
 
