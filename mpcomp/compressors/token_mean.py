@@ -13,6 +13,7 @@ At the end of a step in which token i has occurred n_i times, N_i times in all s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -78,12 +79,13 @@ class LessMean(Compressor):
     Attributes:
         method: of the link.
         inner: compressor of what is left.
-        means: fp32 [b, s, C] on the CPU.
+        means: makes those of the positions, fp32 [b, s, C] on the CPU. Not made beforehand, as a
+            receiver has the compressors of all microbatches of a step at once.
     """
 
     method: TokenMean
     inner: Compressor
-    means: Tensor
+    means: Callable[[], Tensor]
 
     def __str__(self) -> str:
         """The spec of the method."""
@@ -96,7 +98,7 @@ class LessMean(Compressor):
 
     def left(self, x: Tensor) -> Tensor:
         """``x`` less the means: fp32."""
-        return x.to(torch.float32).nan_to_num() - self.means.to(x.device)
+        return x.to(torch.float32).nan_to_num() - self.means().to(x.device)
 
     def layout(self, meta: TensorMeta) -> tuple[TensorMeta, ...]:
         return self.inner.layout(meta.with_dtype(torch.float32))
@@ -109,4 +111,4 @@ class LessMean(Compressor):
     ) -> Tensor:
         left = self.inner.decompress(payload, meta.with_dtype(torch.float32), generator)
         limit = min(torch.finfo(meta.dtype).max, torch.finfo(torch.float32).max)
-        return left.add_(self.means.to(left.device)).clamp_(-limit, limit).to(meta.dtype)
+        return left.add_(self.means().to(left.device)).clamp_(-limit, limit).to(meta.dtype)

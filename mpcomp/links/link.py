@@ -436,6 +436,8 @@ class Link:
 
     def _visit(self, meta: TensorMeta, step: Step, microbatch: int) -> Visit:
         learns, valid = self._learns(step), step.valid_of(microbatch)
+        if valid is not None and meta.shape[:2] != tuple(valid.shape):
+            valid = None  # a token at a time, in generation
         return Visit(
             meta,
             microbatch,

@@ -139,7 +139,13 @@ class TokenMeans:
                 f"input_ids [b, s]. Use {self._method.inner}"
             )
         end = self._end(side, meta.shape[-1])
-        means = torch.from_numpy(end.of(tokens.reshape(-1).numpy())).view(meta.shape)
+        flat, counts = tokens.reshape(-1).numpy(), visit.counts
+
+        def means() -> Tensor:
+            found = torch.from_numpy(end.of(flat)).view(meta.shape)
+            # Nothing is left of a padded position, which is zero.
+            return found if counts is None else found.masked_fill_(~counts[:, :, None], 0)
+
         inner: Any = self._method.inner if self._inner is None else self._inner.coder(side, visit)
         return LessMean(self._method, inner, means)
 
@@ -149,10 +155,7 @@ class TokenMeans:
         """As `Learned.sent`."""
         assert isinstance(coder, LessMean)
         if self._inner is not None:
-            left = coder.left(x)
-            if visit.counts is not None:
-                left.masked_fill_(~visit.counts[:, :, None].to(x.device), 0)
-            self._inner.sent(coder.inner, left, whole, arrived, visit)
+            self._inner.sent(coder.inner, coder.left(x), whole, arrived, visit)
         self._note(Side.SENDER, arrived(), visit)
 
     def heard(self, coder: Compressor, payload: Payload, x: Tensor, visit: Visit) -> None:
