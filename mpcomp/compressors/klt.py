@@ -174,15 +174,11 @@ class InBasis(Compressor):
         return self._parts(meta).layout
 
     def compress(self, x: Tensor, generator: torch.Generator | None = None) -> Payload:
-        return self.compress_against(x, x, generator)
-
-    def compress_against(
-        self, x: Tensor, whole: Tensor, generator: torch.Generator | None = None
-    ) -> Payload:
-        y = self._coordinates(x)
-        payload = self.method.inner.compress_against(
-            y, y if whole is x else self._coordinates(whole), generator
-        )
+        tokens = Tokens.of(TensorMeta.of(x).with_dtype(torch.float32))
+        y = tokens.split(x).clamp(-_LIMIT, _LIMIT)
+        if self.basis is not None:
+            y = self.basis.coordinates(y)
+        payload = self.method.inner.compress(tokens.join(y), generator)
         if not self.room:
             return payload
         news = torch.empty(0, dtype=torch.uint8) if self.news is None else self.news.coded
@@ -212,12 +208,6 @@ class InBasis(Compressor):
             return None
         (news,), _ = self._parts(meta).parted(payload)
         return Basis.decoded(news, Tokens.of(meta).width) if news.numel() else None
-
-    def _coordinates(self, x: Tensor) -> Tensor:
-        """Input of the inner compressor: fp32 like ``x``."""
-        tokens = Tokens.of(TensorMeta.of(x).with_dtype(torch.float32))
-        vectors = tokens.split(x).clamp(-_LIMIT, _LIMIT)
-        return tokens.join(vectors if self.basis is None else self.basis.coordinates(vectors))
 
     def _parts(self, meta: TensorMeta) -> Parts:
         """A new basis, and what the inner compressor sends."""

@@ -36,9 +36,9 @@ class TokenMean(SpecValue):
     For language models, whose batch is a dict with ``input_ids`` [b, s], and tensors [b, s, C] at
     the cuts. The means are learned while training, from what arrived, at both ends alike; nothing
     is sent for them. They hold nine tenths of the energy of a small GPT-2's activations, and
-    nothing of that of their gradients. For an inner compressor whose error is set, as that of
-    `ECSQ` is by its step (relative to the tensor, not to what is left of it), alone or in a basis
-    (`KLT`). A sender decodes each of its messages, to know what arrived.
+    nothing of that of their gradients. A sender decodes each of its messages, to know what arrived.
+
+    The error is relative to what is left, not to the tensor, as the context is in what is left.
 
     Each end of each cut keeps C numbers in fp32 for each token that has occurred, in host memory.
 
@@ -104,7 +104,7 @@ class LessMean(Compressor):
         return self.inner.layout(meta.with_dtype(torch.float32))
 
     def compress(self, x: Tensor, generator: torch.Generator | None = None) -> Payload:
-        return self.inner.compress_against(self.left(x), x.to(torch.float32), generator)
+        return self.inner.compress(self.left(x), generator)
 
     def decompress(
         self, payload: Payload, meta: TensorMeta, generator: torch.Generator | None = None

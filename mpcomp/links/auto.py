@@ -23,9 +23,9 @@ __all__ = ["AUTO"]
 AUTO: Final[Mapping[str, Mapping[str, str]]] = {
     # Gradients with a step for each token: from scratch, one for all loses those of most tokens.
     "auto": {"act_comp": "step:0.3:centre=true", "grad_comp": "step:0.5"},
-    # What the links learn makes the finer step of activations cheaper than the one above.
+    # A step relative to what a token's mean leaves, so a finer one than it looks.
     "auto:text": {
-        "act_comp": "tokenmean+klt+step:0.1:centre=true",
+        "act_comp": "tokenmean+klt+step:0.3:centre=true",
         "grad_comp": "klt+step:0.5",
     },
     # One step for all gradients leaves most of a heavy tail at zero; dithered, right on average.

@@ -57,14 +57,10 @@ class _Moments:
     second: Tensor
 
     @classmethod
-    def of(cls, x: Tensor, whole: Tensor) -> _Moments | None:
-        """Moments of vectors over the size of those of the whole; None if there are none.
-
-        Vectors that are zero do not count.
-        """
-        tokens = Tokens.of(TensorMeta.of(x))
-        vectors, whole = tokens.split(x), tokens.split(whole)
-        size = whole.square().mean(1, keepdim=True, dtype=torch.float64).sqrt()
+    def of(cls, x: Tensor) -> _Moments | None:
+        """Moments of a tensor's vectors; None if all of them are zero."""
+        vectors = Tokens.of(TensorMeta.of(x)).split(x)
+        size = vectors.square().mean(1, keepdim=True, dtype=torch.float64).sqrt()
         there = (size > 0).squeeze(1)
         num = int(there.sum())
         if not num:
@@ -92,19 +88,19 @@ class _Sender:
         # What the open step has brought.
         self._sent, self._announced = 0, False
         self._fresh: _Moments | None = None
-        self._x: tuple[Tensor, Tensor] | None = None
+        self._x: Tensor | None = None
 
     def count(self, num: int, *, announces: bool) -> None:
         """Notes a message of so many vectors, and whether news go with it."""
         self._sent += num
         self._announced |= announces
 
-    def observe(self, x: Tensor, whole: Tensor) -> None:
+    def observe(self, x: Tensor) -> None:
         """Notes what is sent in a message."""
-        self._fresh = _Moments.of(x, whole)
+        self._fresh = _Moments.of(x)
         looks = self._batches and self.news is None and self._steps + 1 >= self._due
         # A copy, as the stage may write to the tensor before the step is over.
-        self._x = (x.clone(), whole.clone()) if looks else None
+        self._x = x.clone() if looks else None
 
     def commit(self) -> None:
         """Learns from the step, and looks for a better basis if it is time."""
@@ -116,7 +112,7 @@ class _Sender:
             self._steps += 1
         if self._fresh is not None:
             if self._x is not None:
-                self._look(*self._x)
+                self._look(self._x)
             self._add(self._fresh)
         self.discard()
 
@@ -125,21 +121,20 @@ class _Sender:
         self._sent, self._announced = 0, False
         self._fresh = self._x = None
 
-    def _look(self, x: Tensor, whole: Tensor) -> None:
+    def _look(self, x: Tensor) -> None:
         """Makes a new basis, and keeps it to be sent if it would have paid."""
         self._due = max(self._steps + 1, math.ceil(self._steps * _GROWTH))
         covariance = self._second - torch.outer(self._mean, self._mean)
         basis = Basis.rounded(torch.linalg.eigh(covariance).eigenvectors.T.flip(0))
-        saved = self._bytes(x, whole, self.basis) - self._bytes(x, whole, basis)
+        saved = self._bytes(x, self.basis) - self._bytes(x, basis)
         times = self._vectors / Tokens.of(TensorMeta.of(x)).num
         if saved * times >= basis.coded.numel():
             self.news = basis
 
-    def _bytes(self, x: Tensor, whole: Tensor, basis: Basis | None) -> int:
+    def _bytes(self, x: Tensor, basis: Basis | None) -> int:
         """Bytes that a tensor takes in a basis."""
         coder = self._method.at(basis, None, room=False)
-        payload = coder.compress_against(x, whole, generator_for("a look"))
-        return sum(part.nbytes for part in payload)
+        return sum(part.nbytes for part in coder.compress(x, generator_for("a look")))
 
     def _add(self, fresh: _Moments) -> None:
         self._batches += 1
@@ -217,17 +212,16 @@ class Bases:
             sender.count(tokens.num, announces=news is not None)
         return self._method.at(sender.basis, news, room=visit.looks)
 
-    def sent(
-        self, coder: Compressor, x: Tensor, whole: Tensor, arrived: Sent, visit: Visit
-    ) -> None:
+    def sent(self, coder: Compressor, x: Tensor, arrived: Sent, visit: Visit) -> None:
         """As `Learned.sent`: learns from a message that is looked at."""
         if visit.looks:
-            self._sender(Tokens.of(visit.meta).width).observe(x, whole)
+            self._sender(Tokens.of(visit.meta).width).observe(x)
 
     def heard(self, coder: Compressor, payload: Payload, x: Tensor, visit: Visit) -> None:
         """As `Learned.heard`: takes the new basis, if there is one."""
-        assert isinstance(coder, InBasis)
-        self._receiver(Tokens.of(visit.meta).width).heard = coder.heard(payload, visit.meta)
+        if visit.looks:
+            assert isinstance(coder, InBasis)
+            self._receiver(Tokens.of(visit.meta).width).heard = coder.heard(payload, visit.meta)
 
     def kept(self, side: Side, meta: TensorMeta, vocabulary: int) -> Iterator[tuple[int, int, str]]:
         """As `Learned.kept`: a single row."""

@@ -52,15 +52,12 @@ class Learned(Protocol):
     def coder(self, side: Side, visit: Visit) -> Compressor:
         """The compressor of a message."""
 
-    def sent(
-        self, coder: Compressor, x: Tensor, whole: Tensor, arrived: Sent, visit: Visit
-    ) -> None:
+    def sent(self, coder: Compressor, x: Tensor, arrived: Sent, visit: Visit) -> None:
         """Notes a message of training at its sender.
 
         Args:
             coder: of the message, of `coder`.
             x: what is compressed, zero where it is padded.
-            whole: the tensor that it is, or is left of.
             arrived: makes the other end's tensor.
             visit: the message.
         """

@@ -452,7 +452,7 @@ class Link:
         assert self.learned is not None and isinstance(plan, PlainPlan)
         x = blanked(x.detach(), padded_positions(step.valid_of(microbatch), plan.meta, x.device))
         visit = self._visit(plan.meta, step, microbatch)
-        self.learned.sent(plan.coder, x, x, lambda: plan.arrived(payload), visit)
+        self.learned.sent(plan.coder, x, lambda: plan.arrived(payload), visit)
 
     def _probe(self, step: Step) -> Probe | None:
         """Probe of this link, in a pass that measures it by its losses."""

@@ -149,13 +149,11 @@ class TokenMeans:
         inner: Any = self._method.inner if self._inner is None else self._inner.coder(side, visit)
         return LessMean(self._method, inner, means)
 
-    def sent(
-        self, coder: Compressor, x: Tensor, whole: Tensor, arrived: Sent, visit: Visit
-    ) -> None:
+    def sent(self, coder: Compressor, x: Tensor, arrived: Sent, visit: Visit) -> None:
         """As `Learned.sent`."""
         assert isinstance(coder, LessMean)
         if self._inner is not None:
-            self._inner.sent(coder.inner, coder.left(x), whole, arrived, visit)
+            self._inner.sent(coder.inner, coder.left(x), arrived, visit)
         self._note(Side.SENDER, arrived(), visit)
 
     def heard(self, coder: Compressor, payload: Payload, x: Tensor, visit: Visit) -> None:

@@ -53,6 +53,12 @@ def link_of(method: KLT | ECSQ = METHOD) -> Link:
     return Link(method, boundary=0, direction="act")
 
 
+def agree(state: dict[str, object]) -> None:
+    """Both ends have the same basis, if they have one."""
+    found = [state.get(f"{role}.{WIDTH}.basis") for role in ("sender", "receiver")]
+    assert found[0] is found[1] is None or same_bits(*found)
+
+
 def bases(link: Link) -> dict[str, Tensor]:
     state = link.state_dict()
     return {role: state[f"{role}.{WIDTH}.basis"] for role in ("sender", "receiver")}
@@ -70,6 +76,21 @@ def test_a_basis_is_sent_where_it_pays():
     assert sent[0] == pytest.approx(without[0], abs=16)  # the lengths of two parts
     assert max(sent[4:]) < 0.5 * min(without[4:])
     assert sum(sent) < sum(without)
+
+
+@pytest.mark.parametrize("num_microbatches", [2, 3])
+def test_the_microbatches_of_a_step_share_a_basis(num_microbatches):
+    """It comes with one of them, by turns, and what comes with the others does not undo it."""
+    link = link_of()
+    for i in range(12):
+        step = Step(i, True, num_microbatches=num_microbatches)
+        for m in range(num_microbatches):
+            x = correlated(10 * i + m)
+            arrived = link.decode(link.encode(x, step, m), TensorMeta.of(x), step, m)
+            assert (arrived - x).norm() < 0.1 * x.norm()
+        link.commit()
+        agree(link.state_dict())
+    assert bases(link)
 
 
 def test_none_is_sent_where_all_directions_are_alike():
@@ -192,6 +213,7 @@ def test_two_ranks_are_one_and_go_on_as_if_never_stopped(ranks, tmp_path):
     assert names == [f"{role}.{WIDTH}.basis" for role in ("receiver", "sender")]
     for key, link in state.items():
         assert_same_state({"": {**first[key], **second[key]}}, {"": link})
+        agree(link)
 
 
 def test_state_bytes_say_what_is_kept():
