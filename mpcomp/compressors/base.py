@@ -86,6 +86,8 @@ class Compressor(SpecValue, ABC):
     by_matrix: bool = False
     #: Whether `decompress` reads the generator, so that all ends must be given equal ones.
     shares_choice: bool = False
+    #: A number that is equal at both ends if what they have learned is, sent in the header.
+    check: int = 0
     #: Whether a message's length is known only after coding. `layout` then says the most that it
     #: may be, and ends with a uint8 [n]; the last tensor of a payload is as long as it happens to
     #: be, up to that, and `decompress` is given it so. `wire_bytes` is the most, too.

@@ -16,6 +16,7 @@ x^ = C(y) B: that B is not quite orthonormal changes the size of the error by as
 from __future__ import annotations
 
 import math
+import zlib
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar
@@ -126,6 +127,11 @@ class Basis:
         return torch.from_numpy(entropy.encode(self.numbers.numpy()).copy())
 
     @cached_property
+    def checksum(self) -> int:
+        """CRC-32 of the numbers."""
+        return zlib.crc32(self.numbers.numpy().tobytes())
+
+    @cached_property
     def rows(self) -> Tensor:
         """B: fp64 [C, C] on the CPU."""
         return self.numbers.to(torch.float64) / (_FRACTIONS * math.sqrt(len(self.numbers)))
@@ -169,6 +175,11 @@ class InBasis(Compressor):
     def variable_length(self) -> bool:  # type: ignore[override]
         """Whether there may be a new basis, or the inner compressor's messages vary."""
         return self.room or self.method.inner.variable_length
+
+    @property
+    def check(self) -> int:  # type: ignore[override]
+        """A checksum of the basis."""
+        return 0 if self.basis is None else self.basis.checksum
 
     def layout(self, meta: TensorMeta) -> tuple[TensorMeta, ...]:
         return self._parts(meta).layout

@@ -81,11 +81,13 @@ class LessMean(Compressor):
         inner: compressor of what is left.
         means: makes those of the positions, fp32 [b, s, C] on the CPU. Not made beforehand, as a
             receiver has the compressors of all microbatches of a step at once.
+        occurrences: of all tokens together, that the means are of.
     """
 
     method: TokenMean
     inner: Compressor
     means: Callable[[], Tensor]
+    occurrences: int
 
     def __str__(self) -> str:
         """The spec of the method."""
@@ -95,6 +97,11 @@ class LessMean(Compressor):
     def variable_length(self) -> bool:  # type: ignore[override]
         """Whether the inner compressor's messages vary."""
         return self.inner.variable_length
+
+    @property
+    def check(self) -> int:  # type: ignore[override]
+        """The inner compressor's, and the number of occurrences."""
+        return self.inner.check ^ (self.occurrences & 0xFFFFFFFF)
 
     def left(self, x: Tensor) -> Tensor:
         """``x`` less the means: fp32."""

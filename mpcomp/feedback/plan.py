@@ -87,6 +87,7 @@ class PlainPlan(Plan):
         self.coder = coder
         self._coding = Coding(coder, meta, partial(context.draw, ""))
         self.layout = self._coding.layout
+        self.check = coder.check
         self.dense = coder.sends_dense
         self.variable = coder.variable_length
         self._context = context

@@ -49,6 +49,11 @@ class _Means:
         # By microbatch: tokens, how often they occur, sums of their vectors.
         self._noted: dict[int, tuple[_Whole, _Whole, NDArray[np.float32]]] = {}
 
+    @property
+    def occurrences(self) -> int:
+        """Occurrences of all tokens."""
+        return int(self._occurrences.sum())
+
     def of(self, tokens: _Whole) -> NDArray[np.float32]:
         """The mean of each token [n], zero of one that has not occurred: [n, C]."""
         found, places = np.unique(tokens, return_inverse=True)
@@ -147,7 +152,7 @@ class TokenMeans:
             return found if counts is None else found.masked_fill_(~counts[:, :, None], 0)
 
         inner: Any = self._method.inner if self._inner is None else self._inner.coder(side, visit)
-        return LessMean(self._method, inner, means)
+        return LessMean(self._method, inner, means, end.occurrences)
 
     def sent(self, coder: Compressor, x: Tensor, arrived: Sent, visit: Visit) -> None:
         """As `Learned.sent`."""

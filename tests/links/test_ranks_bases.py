@@ -93,6 +93,16 @@ def test_the_microbatches_of_a_step_share_a_basis(num_microbatches):
     assert bases(link)
 
 
+def test_ends_with_different_bases_are_an_error():
+    link, other = link_of(), link_of()
+    for i in range(6):
+        carry(link, correlated(i), Step(i, True))
+    state = {name: value for name, value in link.state_dict().items() if name.startswith("sender")}
+    other.load_state_dict(state, {"sender": torch.device("cpu")})
+    with pytest.raises(RuntimeError, match="the two ends disagree"):
+        carry(other, correlated(6), Step(6, True))
+
+
 def test_none_is_sent_where_all_directions_are_alike():
     link, plain = link_of(), link_of(METHOD.inner)
     for i in range(12):

@@ -185,6 +185,15 @@ def test_state_goes_to_a_fresh_link_and_on_bit_for_bit():
     assert_same_state({"": link.state_dict()}, {"": other.state_dict()})
 
 
+def test_ends_with_different_means_are_an_error():
+    link, other = link_of(), link_of()
+    carry(link, activations(0), step_of(0))
+    state = {name: value for name, value in link.state_dict().items() if name.startswith("sender")}
+    other.load_state_dict(state, {"sender": torch.device("cpu")})
+    with pytest.raises(RuntimeError, match="the two ends disagree"):
+        carry(other, activations(1), step_of(1))
+
+
 def test_what_would_not_shrink_goes_as_it_is():
     """And nothing is learned from it."""
     link = link_of(TokenMean(Quantize(8, scale=1)))
