@@ -26,7 +26,6 @@ from .compressors import SameIndices as SameIndices
 from .compressors import SameSign as SameSign
 from .compressors import SampledTopK as SampledTopK
 from .compressors import Sign as Sign
-from .compressors import TokenMean as TokenMean
 from .compressors import TopK as TopK
 from .core.loss import CausalLMLoss as CausalLMLoss
 from .core.spec import parse as parse

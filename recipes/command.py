@@ -55,8 +55,8 @@ class Parser(argparse.ArgumentParser):
                 name,
                 nargs="+",
                 metavar="SPEC",
-                help=f"{what}: auto, auto:text, auto:relu, auto:memory or a spec; one for all, or "
-                "one a boundary",
+                help=f"{what}: auto, auto:scratch, auto:relu, auto:memory or a spec; one for all, "
+                "or one a boundary",
             )
         add("--warmup-steps", type=int, help="steps without compression")
         add("--warmup-epochs", type=int, help="epochs without compression")

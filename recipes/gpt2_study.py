@@ -39,9 +39,6 @@ ROWS: Final[dict[str, Row]] = {
     "klt, step 0.3 / 0.5": Row("klt+step:0.3:centre=true", "klt+step:0.5"),
     "klt, step 0.2 / 0.5": Row("klt+step:0.2:centre=true", "klt+step:0.5"),
     "klt, step 0.1 / 0.5": Row("klt+step:0.1:centre=true", "klt+step:0.5"),
-    "means, klt, step 0.3 / 0.5": Row("tokenmean+klt+step:0.3:centre=true", "klt+step:0.5"),
-    "means, klt, step 0.3 / 0.3": Row("tokenmean+klt+step:0.3:centre=true", "klt+step:0.3"),
-    "means, klt, step 0.5 / 0.5": Row("tokenmean+klt+step:0.5:centre=true", "klt+step:0.5"),
 }
 
 

@@ -48,7 +48,7 @@ EXACT: Final = Metric(
 ROWS: Final[dict[str, Row]] = {
     "none": Row("none", "none"),
     "auto": Row("auto", "auto"),
-    "auto:text": Row("auto:text", "auto:text"),
+    "auto:scratch": Row("auto:scratch", "auto:scratch"),
     "auto:memory": Row("auto:memory", "auto:memory"),
     "fw4-bw8": Row("quant:4", "quant:8"),
     "fw4-bw8, scale a token": Row("quant:4:scale=token", "quant:8:scale=token"),

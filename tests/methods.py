@@ -43,7 +43,6 @@ from mpcomp import (
     SampledTopK,
     Sign,
     TensorMeta,
-    TokenMean,
     TopK,
 )
 from mpcomp.compressors import Selecting
@@ -125,7 +124,6 @@ EXAMPLES: dict[type[SpecValue], list[SpecValue]] = {
         ECSQ(2.0, scale="tensor", rounding="dither"),
     ],
     SameIndices: [SameIndices(), SameIndices(Cast("fp16"))],
-    TokenMean: [TokenMean(ECSQ(0.5)), TokenMean(KLT(ECSQ(0.2, centre=True)))],
     KLT: [KLT(ECSQ(0.5)), KLT(ECSQ(0.2, centre=True)), KLT(ECSQ(1.0, rounding="dither"))],
     Adaptive: [  # whose clock is not the wall's, so that runs repeat
         Adaptive(TopK(0.1), cf=(2.0, 8.0), eps=0.4, window=2, bandwidth_mbps=1.0),

@@ -68,10 +68,11 @@ def pipeline(
             transformers, or any module that `stages.split` can cut by the names of its blocks.
         chunks: microbatches per batch, at least 1.
         act_comp: method for activations: an object, a spec string (`mpcomp.parse`), "auto" for
-            the one that suits most models, "auto:text" for language models, "auto:relu" for cuts
-            behind a ReLU, "auto:memory" for samples that come again (see `mpcomp.links.auto`),
-            None for none; a list with one for each boundary; or a mapping from a boundary's
-            number, or the name of the block it comes after, to one (others: none).
+            the one that suits most models, "auto:scratch" for a language model that begins with
+            random weights, "auto:relu" for cuts behind a ReLU, "auto:memory" for samples that come
+            again (see `mpcomp.links.auto`), None for none; a list with one for each boundary; or a
+            mapping from a boundary's number, or the name of the block it comes after, to one
+            (others: none).
         grad_comp: method for gradients, likewise.
         dp_comp: what compresses gradients between replicas: `GraVAC`, `DGC`, `PowerSGD` ..., a
             compressor, `ErrorFeedback`, `EF21` or `ConEF` round one, or a spec string.

@@ -65,7 +65,6 @@ def measure_losses(
         num_microbatches=1,
         sample_ids=(),
         valid=(step.valid[chosen],) if step.valid else (),
-        tokens=(step.tokens[chosen],) if step.tokens else (),
     )
 
     @cache  # most links share the pass in which nothing is changed

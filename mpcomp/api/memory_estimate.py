@@ -10,7 +10,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 import stages as staging
 from mpcomp.core.microbatch import num_rows, rows_of_chunks, scatter
@@ -42,8 +41,7 @@ def state_bytes(
 
     Methods by place (EF, EF21, EFMixed) keep one row for each row of the largest batch, and the
     whole of a tied weight for its gradient; AQ-SGD one row for each sample, or for each (sample,
-    augmentation seed). A basis (KLT) counts as one row, means of tokens as one for each of the
-    vocabulary. Nothing is run.
+    augmentation seed). A basis (KLT) counts as one row. Nothing is run.
 
     A store in memory reserves its rows ahead: up to twice of them, at most 64 MiB more for each
     tensor that a row is stored as (one, with bits three). Files take what is said.
@@ -85,56 +83,47 @@ def state_bytes(
         (stage, name), _ = tie.copies
         parameter = cut[stage].get_parameter(name)
         sent.append((tie.links, TensorMeta((1, parameter.numel()))))
-    tables = [m for m in cut[0].modules() if isinstance(m, nn.Embedding)]
-    vocabulary = max((table.num_embeddings for table in tables), default=0)
     entries = [
         entry
         for links, meta in sent
         for link in links
-        for entry in _of_link(link, meta, num_samples, vocabulary, here)
+        for entry in _of_link(link, meta, num_samples, here)
     ]
     return {"total": sum(entry["bytes"] for entry in entries), "per_link": entries}
 
 
 def _of_link(
-    link: Link,
-    meta: TensorMeta,
-    num_samples: int | None,
-    vocabulary: int,
-    here: Collection[int],
+    link: Link, meta: TensorMeta, num_samples: int | None, here: Collection[int]
 ) -> Iterator[dict[str, Any]]:
     """The entries of a link's ends that are here."""
     for side, stage in ((Side.SENDER, link.sender_stage), (Side.RECEIVER, link.receiver_stage)):
         if stage not in here:
             continue
+        kept = None
         if link.feedback is not None:
             kept = _rows_of(link, link.feedback, side, meta, num_samples)
-        elif link.learned is not None:
-            kept = [
-                {"rows": rows, "row_bytes": row_bytes, "capped": False, "location": location}
-                for rows, row_bytes, location in link.learned.kept(side, meta, vocabulary)
-            ]
-        else:
-            kept = []
-        for entry in kept:
+        elif link.bases is not None:
+            num_bytes = link.bases.num_bytes(side, meta)
+            kept = {"rows": 1, "row_bytes": num_bytes, "capped": False, "location": "device"}
+        if kept is not None:
             yield {
                 "boundary": link.boundary,
                 "direction": link.direction,
                 "method": str(link.method),
                 "role": side.value,
-                "bytes": entry["rows"] * entry["row_bytes"],
-                **entry,
+                "bytes": kept["rows"] * kept["row_bytes"],
+                **kept,
             }
 
 
 def _rows_of(
     link: Link, method: Feedback, side: Side, meta: TensorMeta, num_samples: int | None
-) -> list[dict[str, Any]]:
-    """The rows that a feedback method keeps at an end, if there are any."""
+) -> dict[str, Any] | None:
+    """The rows that a feedback method keeps at an end; None if there are none."""
     # Without rows an end is the same on any device.
     end = end_of(method, side, meta, torch.device("cpu"))
     if not end.fields:
-        return []
+        return None
     if method.by_sample and num_samples is None:
         raise ValueError(
             f"{link.name}: {method} keeps a row for every training sample; "
@@ -142,10 +131,9 @@ def _rows_of(
         )
     wanted = num_samples if method.by_sample and num_samples is not None else meta.num_rows
     rows = wanted if end.max_rows is None else min(wanted, end.max_rows)
-    entry = {
+    return {
         "rows": rows,
         "row_bytes": end.row_bytes,
         "capped": rows < wanted,
         "location": end.location,
     }
-    return [entry]

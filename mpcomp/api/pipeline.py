@@ -682,9 +682,6 @@ class Pipeline(OriginalNames):
 
     def _step(self, sizes: Sequence[int], batch: Any, sample_ids: Any, train: bool) -> Step:
         mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-        tokens = batch.get("input_ids") if isinstance(batch, Mapping) else None
-        if not any(link.method.reads_tokens for link in self.links):
-            tokens = None
         lr = self._lr_of.param_groups[0]["lr"] if self._lr_of is not None else None
         scaled = self.scaler is not None and self.scaler.is_enabled()
         step = Step(
@@ -698,7 +695,6 @@ class Pipeline(OriginalNames):
             loss_scale=self.scaler.get_scale() if self.scaler is not None and scaled else 1.0,
             lr=None if lr is None else float(lr),
             valid=valid_positions(mask, sizes),
-            tokens=() if tokens is None else torch.split(tokens.cpu(), list(sizes)),
             num_microbatches=len(sizes),
         )
         for link in self.links:

@@ -18,7 +18,6 @@ from mpcomp.compressors.same_indices import SameIndices
 from mpcomp.compressors.same_sign import MeanValue, SameSign
 from mpcomp.compressors.sign import Sign
 from mpcomp.compressors.threshold import RedSyncTopK, SampledTopK
-from mpcomp.compressors.token_mean import TokenMean
 from mpcomp.compressors.topk import TopK
 from mpcomp.core.spec import import_all
 
@@ -45,7 +44,6 @@ __all__ = [
     "SampledTopK",
     "Selecting",
     "Sign",
-    "TokenMean",
     "TopK",
 ]
 

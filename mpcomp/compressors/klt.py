@@ -54,8 +54,7 @@ class KLT(SpecValue):
     puts a new basis (5 bits an entry) into a message as soon as those sent since the last one
     would have been shorter by that much (`mpcomp.links.bases`). Until the first it is ``inner``
     alone, as in a run that only evaluates, and behind a ReLU, whose zeros are worth more, it may
-    remain so. What has been learned is kept in
-    checkpoints, and counted by ``pipe.state_bytes``.
+    remain so. What has been learned is kept in checkpoints, and counted by ``pipe.state_bytes``.
 
     A link resolves it for each message into the basis that its ends have, so it is no
     `Compressor` itself.
@@ -72,7 +71,7 @@ class KLT(SpecValue):
     spec: ClassVar[str] = "klt"
     spec_inner: ClassVar[str | None] = "inner"
     at_cuts = True
-    learns = True
+    learns_basis = True
     variable_length = True  # of a message that brings a basis
 
     def __post_init__(self) -> None:

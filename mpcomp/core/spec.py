@@ -48,10 +48,8 @@ class SpecValue:
     reuses_selection: ClassVar[bool] = False
     #: Whether those are the elements that arrived as not zero, which any message beside it has.
     reuses_nonzero: bool = False
-    #: Whether its links learn from their messages how to code later ones (`mpcomp.links.learned`).
-    learns: ClassVar[bool] = False
-    #: Whether it must be given the tokens of a language model's batch.
-    reads_tokens: ClassVar[bool] = False
+    #: Whether its links learn a basis from what they carry, by which it codes.
+    learns_basis: ClassVar[bool] = False
     #: Whether it chooses by itself, while training, how much is compressed.
     adapts: ClassVar[bool] = False
     #: Whether its compressor may be replaced by one of another ratio in the course of a run.

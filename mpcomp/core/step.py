@@ -71,7 +71,6 @@ class Step:
         call: number of this call, where one pass makes several (a token each, in generation): each
             draws anew.
         valid: per microbatch which positions count, of `mpcomp.core.padding.valid_positions`.
-        tokens: per microbatch a language model's tokens, int64 [rows, positions] on the CPU.
         num_microbatches: in this step.
         probe: what is compressed instead, in a pass that measures a loss.
     """
@@ -87,7 +86,6 @@ class Step:
     lr: float | None = None
     call: int = 0
     valid: tuple[Tensor | None, ...] = ()
-    tokens: tuple[Tensor, ...] = ()
     num_microbatches: int = 1
     probe: Probe | None = None
 
@@ -102,7 +100,3 @@ class Step:
     def valid_of(self, microbatch: int) -> Tensor | None:
         """Mask of a microbatch's positions that count: bool [rows, positions]; None for all."""
         return self.valid[microbatch] if self.valid else None
-
-    def tokens_of(self, microbatch: int) -> Tensor | None:
-        """Tokens of one microbatch: int64 [rows, positions]; None if the batch has none."""
-        return self.tokens[microbatch] if self.tokens else None

@@ -84,7 +84,6 @@ class PlainPlan(Plan):
         end: EndState | None = None,
     ) -> None:
         self.meta = meta
-        self.coder = coder
         self._coding = Coding(coder, meta, partial(context.draw, ""))
         self.layout = self._coding.layout
         self.check = coder.check

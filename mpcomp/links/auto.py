@@ -1,8 +1,8 @@
 """The methods that words in place of a spec stand for at a cut, by argument of `mpcomp.pipeline`.
 
-``auto`` goes with any model and any data. ``auto:text`` is for language models, trained for more
-than some dozen steps: links learn a mean for each token and a basis for what is left, for few bytes
-(see `mpcomp.TokenMean` and `mpcomp.KLT`). ``auto:relu`` is for models whose cuts lie behind a ReLU,
+``auto`` goes with any model and any data. ``auto:scratch`` is for a language model that begins with
+random weights: its links learn a basis of what they carry, in which a fine step takes few bits (see
+`mpcomp.KLT`). ``auto:relu`` is for models whose cuts lie behind a ReLU,
 as those of a ResNet do: where an activation is zero its gradient is not sent, as the stage before
 would multiply it by zero (see `mpcomp.SameIndices`). ``auto:memory`` is for samples that come
 again while the model changes little, as in fine-tuning over several epochs: each end remembers what
@@ -23,11 +23,8 @@ __all__ = ["AUTO"]
 AUTO: Final[Mapping[str, Mapping[str, str]]] = {
     # Gradients with a step for each token: from scratch, one for all loses those of most tokens.
     "auto": {"act_comp": "step:0.3:centre=true", "grad_comp": "step:0.5"},
-    # A step relative to what a token's mean leaves, so a finer one than it looks.
-    "auto:text": {
-        "act_comp": "tokenmean+klt+step:0.3:centre=true",
-        "grad_comp": "klt+step:0.5",
-    },
+    # Activations of such a model lie along few directions, and it learns in the weak ones.
+    "auto:scratch": {"act_comp": "klt+step:0.1:centre=true", "grad_comp": "klt+step:0.5"},
     # One step for all gradients leaves most of a heavy tail at zero; dithered, right on average.
     "auto:relu": {
         "act_comp": "step:0.5",

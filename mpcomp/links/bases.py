@@ -16,21 +16,19 @@ nothing happens in a step that is discarded.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mpcomp.compressors.base import Compressor
 from mpcomp.compressors.klt import KLT, Basis, InBasis
 from mpcomp.compressors.tokens import Tokens
 from mpcomp.core.randomness import generator_for
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.core.wire import Payload
 from mpcomp.feedback.memory import Side
-from mpcomp.links.learned import Sent, Visit, by_end
 
 __all__ = ["Bases"]
 
@@ -201,44 +199,53 @@ class Bases:
         self._senders: dict[int, _Sender] = {}
         self._receivers: dict[int, _Receiver] = {}
 
-    def coder(self, side: Side, visit: Visit) -> InBasis:
-        """The compressor of a message; news go with one that is looked at."""
-        tokens = Tokens.of(visit.meta)
+    @staticmethod
+    def num_bytes(side: Side, meta: TensorMeta) -> int:
+        """Bytes that an end keeps for tensors like ``meta``."""
+        return _ENTRY_BYTES[side] * Tokens.of(meta).width ** 2
+
+    def coder(self, side: Side, meta: TensorMeta, *, learns: bool, announces: bool) -> InBasis:
+        """The compressor of a message.
+
+        Args:
+            side: whose.
+            meta: the tensor.
+            learns: whether it is one of training.
+            announces: whether a new basis may go with it.
+        """
+        tokens = Tokens.of(meta)
+        room = learns and announces
         if side is Side.RECEIVER:
-            return self._method.at(self._receiver(tokens.width).basis, None, room=visit.looks)
+            receiver = self._receiver(tokens.width)
+            return self._method.at(receiver.basis, None, room=room)
         sender = self._sender(tokens.width)
-        news = sender.news if visit.looks else None
-        if visit.learns:
+        news = sender.news if room else None
+        if learns:
             sender.count(tokens.num, announces=news is not None)
-        return self._method.at(sender.basis, news, room=visit.looks)
+        return self._method.at(sender.basis, news, room=room)
 
-    def sent(self, coder: Compressor, x: Tensor, arrived: Sent, visit: Visit) -> None:
-        """As `Learned.sent`: learns from a message that is looked at."""
-        if visit.looks:
-            self._sender(Tokens.of(visit.meta).width).observe(x)
+    def observe(self, x: Tensor) -> None:
+        """Learns from what is sent in a message of training, once a step; zero where padded."""
+        self._sender(Tokens.of(TensorMeta.of(x)).width).observe(x)
 
-    def heard(self, coder: Compressor, payload: Payload, x: Tensor, visit: Visit) -> None:
-        """As `Learned.heard`: takes the new basis, if there is one."""
-        if visit.looks:
-            assert isinstance(coder, InBasis)
-            self._receiver(Tokens.of(visit.meta).width).heard = coder.heard(payload, visit.meta)
-
-    def kept(self, side: Side, meta: TensorMeta, vocabulary: int) -> Iterator[tuple[int, int, str]]:
-        """As `Learned.kept`: a single row."""
-        yield 1, _ENTRY_BYTES[side] * Tokens.of(meta).width ** 2, "device"
+    def hear(self, payload: Payload, meta: TensorMeta) -> None:
+        """Takes the new basis from a message that may have one."""
+        receiver = self._receiver(Tokens.of(meta).width)
+        coder = self._method.at(receiver.basis, None, room=True)
+        receiver.heard = coder.heard(payload, meta)
 
     def commit(self) -> None:
-        """As `Learned.commit`."""
+        """Keeps what was noted in a step."""
         for _, _, end in self._ends:
             end.commit()
 
     def discard(self) -> None:
-        """As `Learned.discard`."""
+        """Forgets what was noted in a step."""
         for _, _, end in self._ends:
             end.discard()
 
     def state_dict(self) -> dict[str, Any]:
-        """As `Learned.state_dict`."""
+        """All that is kept, by role and width, as the ends of feedback methods have it."""
         state: dict[str, Any] = {
             f"{side.value}.{width}.{name}": value
             for side, width, end in self._ends
@@ -247,10 +254,15 @@ class Bases:
         return {**state, "sample": {}} if state else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As `Learned.load_state_dict`."""
+        """Goes on from what `state_dict` gave."""
         self._senders, self._receivers = {}, {}
-        for (side, width), entries in by_end(state).items():
-            end = self._sender(width) if side is Side.SENDER else self._receiver(width)
+        found: dict[tuple[Side, int], dict[str, Tensor]] = {}
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                role, width, name = key.split(".")
+                found.setdefault((Side(role), int(width)), {})[name] = value
+        for (side, of), entries in found.items():
+            end = self._sender(of) if side is Side.SENDER else self._receiver(of)
             end.load_state_dict(entries)
 
     def _sender(self, width: int) -> _Sender:

@@ -118,10 +118,9 @@ def method_of(argument: str, value: MethodLike) -> SpecValue:
             f"{argument}={value!r}: expected a compressor such as TopK(0.1), a feedback method "
             "round one, a spec string such as 'topk:0.1', or None"
         )
-    if value.learns and argument == "tie_comp":
+    if value.learns_basis and argument == "tie_comp":
         raise ValueError(
-            f"tie_comp={value}: a weight's gradient is no set of vectors to learn from; such "
-            "methods are for cuts"
+            f"tie_comp={value}: a weight's gradient is no set of vectors; a basis is for cuts"
         )
     if value.adapts:
         inner = _check_adaptive(argument, value)

@@ -28,7 +28,6 @@ from mpcomp.core.wire import (
     COMPRESSED,
     DENSE,
     Header,
-    Payload,
     frame,
     message_bytes,
     set_status,
@@ -40,8 +39,7 @@ from mpcomp.feedback.ends import Ends
 from mpcomp.feedback.memory import Side
 from mpcomp.feedback.plan import MemoryPlan, PlainPlan, Plan
 from mpcomp.feedback.state import EndState
-from mpcomp.links.learned import Learned, Visit
-from mpcomp.links.learning import learned_of
+from mpcomp.links.bases import Bases
 
 __all__ = ["ACT", "GRAD", "Link", "Policy"]
 
@@ -137,8 +135,8 @@ class Link:
         self.feedback = inner if isinstance(inner, Feedback) else None
         self._seed = (seed, replica, boundary, direction)
         self._ends = Ends(self.feedback) if self.feedback is not None else None
-        #: What has been learned here, by a method that learns.
-        self.learned = learned_of(inner)
+        #: What a method that learns a basis has learned here.
+        self.bases = Bases(inner) if inner.learns_basis else None  # type: ignore[arg-type]
         self._nonfinite: list[tuple[Traffic, Tensor]] = []
         #: Plans of the step under way, by side and microbatch.
         self._step: Step | None = None
@@ -157,13 +155,8 @@ class Link:
             sizes: rows of its microbatches.
 
         Raises:
-            ValueError: the method needs sample ids of another form, a learning rate, or tokens.
+            ValueError: the method needs sample ids of another form, or a learning rate.
         """
-        if self.method.reads_tokens and not step.tokens and self.enabled(step):
-            raise ValueError(
-                f"{self.name}: {self.method} goes by the tokens of a language model, and the batch "
-                "is no dict with input_ids"
-            )
         if step.train and self.feedback is not None:
             for microbatch, num_rows in enumerate(sizes):
                 self.feedback.slots(self._context(step, microbatch), num_rows)
@@ -194,8 +187,9 @@ class Link:
         payload = plan.encode(x)
         if self.adaptive is not None:
             self._measure(x, plan, step, microbatch)
-        if self._learns(step) and not plan.dense:
-            self._teach(x, plan, payload, step, microbatch)
+        if self.bases is not None and self._announces(step, microbatch):
+            padded = padded_positions(step.valid_of(microbatch), meta, x.device)
+            self.bases.observe(blanked(x.detach(), padded))
         message = frame(self._header(plan, step), payload, variable=plan.variable)
         if status is not None:
             set_status(message, status)
@@ -228,9 +222,8 @@ class Link:
         if message.device.type == "cpu":  # elsewhere reading the header would stall the device
             self._check_header(Header.of(message), plan, step, microbatch)
         x = plan.decode(payload)
-        if self._learns(step) and not plan.dense:
-            assert self.learned is not None and isinstance(plan, PlainPlan)
-            self.learned.heard(plan.coder, payload, x, self._visit(meta, step, microbatch))
+        if self.bases is not None and self._announces(step, microbatch):
+            self.bases.hear(payload, meta)
         if message.device.type != "cpu":
             x.masked_fill_(status_of(message).bool(), torch.nan)
         elif status_of(message):
@@ -343,9 +336,9 @@ class Link:
         for kept in self._kept():
             kept.discard()
 
-    def _kept(self) -> list[Ends | Learned]:
+    def _kept(self) -> list[Ends | Bases]:
         """All that is kept from step to step."""
-        return [kept for kept in (self._ends, self.learned) if kept is not None]
+        return [kept for kept in (self._ends, self.bases) if kept is not None]
 
     # -- plans --------------------------------------------------------------------------------
 
@@ -421,8 +414,13 @@ class Link:
         if self.adaptive is not None:
             probe = self._probe(step)
             return self.adaptive.coder if probe is None else self.adaptive.compressor(probe.cf)
-        if self.learned is not None:
-            return self.learned.coder(side, self._visit(meta, step, microbatch))
+        if self.bases is not None:
+            return self.bases.coder(
+                side,
+                meta,
+                learns=self._learns(step),
+                announces=self._announces(step, microbatch),
+            )
         method: Any = self.method
         if method.reuses_selection:
             method = Identity() if positions is None else method.at(positions)
@@ -430,29 +428,12 @@ class Link:
         return method
 
     def _learns(self, step: Step) -> bool:
-        """Whether something is learned from the messages of a step."""
-        learning = self.learned is not None and step.train and step.probe is None
-        return learning and self.enabled(step)
+        """Whether a basis is learned from the messages of a step."""
+        return step.train and step.probe is None and self.enabled(step)
 
-    def _visit(self, meta: TensorMeta, step: Step, microbatch: int) -> Visit:
-        learns, valid = self._learns(step), step.valid_of(microbatch)
-        if valid is not None and meta.shape[:2] != tuple(valid.shape):
-            valid = None  # a token at a time, in generation
-        return Visit(
-            meta,
-            microbatch,
-            learns=learns,
-            looks=learns and step.samples(microbatch),
-            tokens=step.tokens_of(microbatch),
-            counts=None if valid is None else valid.cpu(),
-        )
-
-    def _teach(self, x: Tensor, plan: Plan, payload: Payload, step: Step, microbatch: int) -> None:
-        """Lets a message that was just coded be learned from."""
-        assert self.learned is not None and isinstance(plan, PlainPlan)
-        x = blanked(x.detach(), padded_positions(step.valid_of(microbatch), plan.meta, x.device))
-        visit = self._visit(plan.meta, step, microbatch)
-        self.learned.sent(plan.coder, x, lambda: plan.arrived(payload), visit)
+    def _announces(self, step: Step, microbatch: int) -> bool:
+        """Whether a message is looked at for that, and may bring a new one."""
+        return self._learns(step) and step.samples(microbatch)
 
     def _probe(self, step: Step) -> Probe | None:
         """Probe of this link, in a pass that measures it by its losses."""
@@ -557,8 +538,8 @@ class Link:
         rows = {name: value for name, value in state.items() if name != "adaptive"}
         if self._ends is not None:
             self._ends.load_state_dict(rows, device)
-        if self.learned is not None:
-            self.learned.load_state_dict(rows)
+        if self.bases is not None:
+            self.bases.load_state_dict(rows)
         if self.adaptive is not None:
             self.adaptive = self.adaptive.fresh()
             if "adaptive" in state:

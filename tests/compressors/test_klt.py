@@ -131,7 +131,7 @@ def test_settings():
         KLT(parse("ef+topk:0.1"))
     with pytest.raises(ValueError, match="goes round a compressor"):
         parse("ef+klt+step:0.5")
-    with pytest.raises(ValueError, match="such methods are for cuts"):
+    with pytest.raises(ValueError, match="a basis is for cuts"):
         method_of("tie_comp", "klt+step:0.5")
     with pytest.raises(ValueError, match="5000 channels.*at most 4096; use step:0.5"):
         coder(ECSQ(0.5)).layout(TensorMeta((2, 5000)))

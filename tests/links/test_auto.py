@@ -1,4 +1,4 @@
-"""Words in place of a spec: ``auto``, ``auto:text``, ``auto:relu`` and ``auto:memory``."""
+"""Words in place of a spec: ``auto``, ``auto:scratch``, ``auto:relu`` and ``auto:memory``."""
 
 import pytest
 import torch
@@ -20,8 +20,6 @@ def test_they_are_what_their_specs_say(word):
     pipe, found = methods(act_comp=word, grad_comp=word)
     _, named = methods(**AUTO[word])
     assert found == named
-    if word == "auto:text":  # of which test_ranks_token_means.py has the language models
-        return
     ids = range(10) if word == "auto:memory" else None
     assert torch.isfinite(pipe.forward_backward(*rows(10), sample_ids=ids))
 
