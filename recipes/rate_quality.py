@@ -56,7 +56,7 @@ class Point:
     def family(self) -> str:
         """Compressors in the spec's order, or the first word of a row that is named in words."""
         heads = [part.partition(":")[0] for part in self.method.split("+")]
-        return "+".join(heads).split(" ")[0]
+        return "+".join(heads).split(" ")[0].rstrip(",")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
