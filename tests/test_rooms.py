@@ -68,6 +68,7 @@ def test_values_can_be_pickled():
     assert pickle.loads(pickle.dumps(value)) == value
 
 
+@pytest.mark.slow
 def test_specs_are_read_by_whoever_asks_first():
     """No method is known until its module is imported, which `parse` sees to."""
     code = "from mpcomp.core.spec import parse; print(parse('gravac+topk:0.1'))"

@@ -221,6 +221,7 @@ def test_evaluation_is_that_of_one_process(ranks):
             assert ours == [list(pair) for pair in meters], run
 
 
+@pytest.mark.slow
 def test_evaluation_changes_no_training(ranks):
     """Evaluated after every step on the ranks, never in this process: the same bits."""
     runs = [

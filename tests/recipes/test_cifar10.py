@@ -31,6 +31,7 @@ def rows_without_time(path):
     return rows
 
 
+@pytest.mark.slow
 def test_compare_leaves_the_run_folder(tmp_path, capsys):
     cifar10.main([*TINY, "--compare", "--out", str(tmp_path / "run")])
     folder = tmp_path / "run"

@@ -361,6 +361,7 @@ def test_resumed_run_is_the_uninterrupted_run(tmp_path, name):
     assert [row["lr"] for row in history(whole)] == [RATES[name], 2 * RATES[name]]
 
 
+@pytest.mark.slow
 def test_resumed_text_run_is_the_uninterrupted_run(tmp_path):
     file = tmp_path / "words.txt"
     file.write_text("".join(f"the cut number {i} sends a small message.\n" for i in range(30)))
