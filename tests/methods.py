@@ -124,7 +124,6 @@ EXAMPLES: dict[type[SpecValue], list[SpecValue]] = {
         ECSQ(2.0, scale="tensor", rounding="dither"),
     ],
     SameIndices: [SameIndices(), SameIndices(Cast("fp16"))],
-    KLT: [KLT(ECSQ(0.5)), KLT(ECSQ(0.2, centre=True)), KLT(ECSQ(1.0, rounding="dither"))],
     Adaptive: [  # whose clock is not the wall's, so that runs repeat
         Adaptive(TopK(0.1), cf=(2.0, 8.0), eps=0.4, window=2, bandwidth_mbps=1.0),
         Adaptive(
@@ -172,6 +171,7 @@ EXAMPLES: dict[type[SpecValue], list[SpecValue]] = {
         AQSGD(ECSQ(0.2, dead_zone=0.7), first=ECSQ(0.3), storage="bf16"),
         AQSGD(Quantize(8, scale="sample"), location="cpu", cap_bytes=2000),
     ],
+    KLT: [KLT(ECSQ(0.5)), KLT(ECSQ(0.2, centre=True)), KLT(ECSQ(1.0, rounding="dither"))],
 }
 
 #: Methods between replicas, which no cut takes: tests/data_parallel has their laws.
