@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parse=parse_args,
         runs=runs,
         train=train,
-        settings=settings,
+        settings=shared_settings,
         same_settings=True,
         render=render,
     )
@@ -76,11 +76,6 @@ def configuration(options: argparse.Namespace, row: str, seed: int) -> TextConfi
     """The run of one row and seed."""
     chosen = chosen_options(options, TextConfig, ROWS[row], seed)
     return TextConfig.for_model(**{**chosen, "model": "tiny", "tie": None})
-
-
-def settings(config: TextConfig, options: argparse.Namespace) -> Line:
-    """Settings that all runs of one file share."""
-    return shared_settings(config, options)
 
 
 def train(config: TextConfig, settings: Line, ranks: Ranks) -> Line:

@@ -204,7 +204,7 @@ class _Table:
             exact = np.minimum(np.rint(-8 * np.log2(counts / len(symbols))), _ABSENT - 1)
         costs = np.where(counts > 0, exact, _ABSENT).astype(np.uint8)
         explicit = 3 + len(costs) + float(counts @ costs.astype(np.int64)) / 64
-        if by_curve < explicit and len(costs) > 1:
+        if by_curve < explicit:
             return cls(curve, 0, _CURVES[curve, : last + 1], by_curve)
         return cls(_EXPLICIT, first, costs, explicit)
 

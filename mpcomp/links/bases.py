@@ -211,18 +211,17 @@ class Bases:
             side: whose.
             meta: the tensor.
             learns: whether it is one of training.
-            announces: whether a new basis may go with it.
+            announces: whether a new basis may go with it; in training alone.
         """
         tokens = Tokens.of(meta)
-        room = learns and announces
         if side is Side.RECEIVER:
             receiver = self._receiver(tokens.width)
-            return self._method.at(receiver.basis, None, room=room)
+            return self._method.at(receiver.basis, None, room=announces)
         sender = self._sender(tokens.width)
-        news = sender.news if room else None
+        news = sender.news if announces else None
         if learns:
             sender.count(tokens.num, announces=news is not None)
-        return self._method.at(sender.basis, news, room=room)
+        return self._method.at(sender.basis, news, room=announces)
 
     def observe(self, x: Tensor) -> None:
         """Learns from what is sent in a message of training, once a step; zero where padded."""

@@ -129,12 +129,12 @@ STEEP = ((ROW * 7 + COLUMN * 13 + ROW * COLUMN) % 11 - 5) * 2 ** (COLUMN // 8)
 def test_coded_bytes_stay_as_they_are():
     """Ranks of two versions of the library understand each other as long as this holds."""
     assert bytes(encode(FIXED)).hex() == (
-        "0209000000b8000000b80000002403aaaaaaaaaaaaaaaa9622cbb5fb0db1ddc89b8e0a2d39905fc8f1ba4dcb"
-        "6a9eacad6ec26ce88e6cdc94000700"
+        "0209000000000000002403aaaaaaaaaaaaaaaa9622cbb5fb0db1ddc89b8e0a2d39905fc8f1ba4dcb6a9eacad"
+        "6ec26ce88e6cdc94000700"
     )
     coded = assert_comes_back(STEEP.astype(np.int16))
     assert coded[0] == 2
-    assert (len(coded), zlib.crc32(coded.tobytes())) == (3501, 4205907441)
+    assert (len(coded), zlib.crc32(coded.tobytes())) == (3499, 1809748065)
 
 
 # -- damage ----------------------------------------------------------------------------------------

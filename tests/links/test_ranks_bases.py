@@ -176,7 +176,7 @@ def test_what_is_padded_is_not_learned_from():
 
 
 def model() -> nn.Module:
-    """What crosses the first cut has rank 6; behind the second most directions are weak."""
+    """Activations of the first cut have rank 6; behind the second most directions are weak."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Linear(6, WIDTH), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), nn.Linear(WIDTH, 3)

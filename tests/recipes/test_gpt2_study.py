@@ -4,6 +4,7 @@ import pytest
 
 from mpcomp.links.build import method_of
 from recipes import gpt2_study
+from recipes.cut_grid import shared_settings
 from recipes.gpt2_study import ROWS
 
 
@@ -17,7 +18,7 @@ def test_rows_differ_in_their_methods_alone():
     options = gpt2_study.parse_args(["--seeds", "2", "--warmup-epochs", "1"])
     runs = gpt2_study.runs(options, 1)
     assert len(runs) == 2 * len(ROWS)
-    shared = {str(gpt2_study.settings(config, options)) for config in runs.values()}
+    shared = {str(shared_settings(config, options)) for config in runs.values()}
     assert len(shared) == 1
     config = runs["fw4-bw8, AQ-SGD", 1]
     assert (config.act, config.seed, config.warmup_epochs) == (("aqsgd+quant:4",), 1, 1)
