@@ -1,6 +1,6 @@
-"""Hosts on one machine: network namespaces whose links are as slow as one asks.
+"""Hosts on one machine: network namespaces whose links are as slow, and as long, as one asks.
 
-    with open_hosts(2) as hosts:
+    with open_hosts(2, latency_ms=20) as hosts:
         hosts.set_rate(10)  # Mbit/s of every host, each way
         hosts.start(0, ["python", "server.py"]); hosts.start(1, ["python", "client.py"])
 
@@ -9,10 +9,10 @@
         └ tbf: egress             └ tbf: what host 0 receives
 
 `tc tbf` limits what leaves a device, so a host's device limits what it sends and the port at the
-switch what it receives. Where there is a limit, a packet counted on ``eth0`` is a packet on the
-wire: TCP may hand the device none longer than the MTU (``gso_max_segs 1``), and veth joins none on
-arrival. Without a limit, packets stay as long as TCP makes them, as the processor would otherwise
-be the limit.
+switch what it receives. With a latency, a relay (`recipes.bench.relay`) stands where the bridge is.
+Where there is a limit, a packet counted on ``eth0`` is one on the wire: TCP may hand the device
+none longer than the MTU (``gso_max_segs 1``), and veth joins none on arrival. Without a limit,
+packets stay as long as TCP makes them, as the processor would otherwise be the limit.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from types import FrameType
 from typing import Any, Final
 
 PREFIX: Final = "mpcomp-"
+RELAY: Final = "recipes.bench.relay"
 # Bytes that may leave at once after a pause: small against a message, or a slow link would look
 # faster than it is; at high rates a millisecond's worth, which a timer can keep up with.
 BURST_BYTES: Final = 4096
@@ -137,9 +138,7 @@ class Namespaces(Loopback):
         self._switch, *self._names = names
         self._made: list[str] = []
         self._latency_ms = latency_ms
-        # Where in the hosts' tree of queues the limit is set: below the delay, if there is one.
-        self._limited_at = ["root"]
-        self._notes: list[str] = []
+        self._relay: subprocess.Popen[str] | None = None
         try:
             self._build()
         except BaseException:
@@ -157,18 +156,18 @@ class Namespaces(Loopback):
             # the congestion control: the setting of that name is closed to most namespaces.
             route = f"10.0.0.0/24 dev {self.device} congctl {CONGESTION_CONTROL}".split()
             _run("ip", "-n", name, "route", "replace", *route)
-        for name, device, at in self._limited():
+        for name, device in self._limited():
             tc = ["tc", "-n", name]
             if mbps is None:
                 queues = json.loads(_run(*tc, "-j", "qdisc", "show", "dev", device))
                 if any(queue["kind"] == "tbf" for queue in queues):
-                    _run(*tc, "qdisc", "del", "dev", device, *at)
+                    _run(*tc, "qdisc", "del", "dev", device, "root")
             else:
                 bytes_per_s = mbps * 1e6 / 8
                 burst = max(BURST_BYTES, round(bytes_per_s * BURST_S))
                 limit = max(QUEUE_BYTES, round(bytes_per_s * QUEUE_S))
                 tbf = f"tbf rate {round(mbps * 1e6)}bit burst {burst} limit {limit}".split()
-                _run(*tc, "qdisc", "replace", "dev", device, *at, *tbf)
+                _run(*tc, "qdisc", "replace", "dev", device, "root", *tbf)
 
     def counters(self) -> list[Counters]:
         found = []
@@ -187,11 +186,13 @@ class Namespaces(Loopback):
             "burst_bytes": BURST_BYTES,
             "queue_bytes": QUEUE_BYTES,
             "latency_ms": self._latency_ms,
-            "notes": self._notes,
         }
 
     def close(self) -> None:
         super().close()
+        if self._relay is not None:
+            self._relay.kill()
+            self._relay.wait()
         for name in reversed(self._made):
             subprocess.run(["ip", "netns", "del", name], check=False)
         self._made.clear()
@@ -205,35 +206,49 @@ class Namespaces(Loopback):
             setting = "/proc/sys/net/ipv6/conf/all/disable_ipv6"
             _run("ip", "netns", "exec", name, "sh", "-c", f"echo 1 > {setting}")
         switch = ["ip", "-n", self._switch, "link"]
-        _run(*switch, "add", "bridge", "type", "bridge", "mcast_snooping", "0")
-        _run(*switch, "set", "bridge", "up")
         for host, name in enumerate(self._names):
             port = f"port{host}"
             _run(*switch, "add", port, "type", "veth", "peer", "name", self.device, "netns", name)
-            _run(*switch, "set", port, "master", "bridge", "up")
+            _run(*switch, "set", port, "up")
             for device in ("lo", self.device):
                 _run("ip", "-n", name, "link", "set", device, "up")
             _run("ip", "-n", name, "addr", "add", f"{self.address(host)}/24", "dev", self.device)
+        ports = [port for _, port in self._ports()]
         if self._latency_ms:
-            self._delay()
+            self._relay = self._start_relay(ports)
+        else:
+            _run(*switch, "add", "bridge", "type", "bridge", "mcast_snooping", "0")
+            _run(*switch, "set", "bridge", "up")
+            for port in ports:
+                _run(*switch, "set", port, "master", "bridge")
         self.set_rate(None)
 
-    def _delay(self) -> None:
-        delay = f"netem delay {self._latency_ms}ms limit 10000".split()
-        try:
-            for name in self._names:
-                tc = ["tc", "-n", name, "qdisc", "add", "dev", self.device]
-                _run(*tc, "root", "handle", "1:", *delay)
-            self._limited_at = ["parent", "1:1"]
-        except HostsUnavailable as error:
-            self._notes.append(f"no latency of {self._latency_ms} ms: {error}")
-            self._latency_ms = 0.0
+    def _start_relay(self, ports: Sequence[str]) -> subprocess.Popen[str]:
+        """Starts what takes a bridge's place where packets are to take their time."""
+        command = [sys.executable, "-m", RELAY, "--latency-ms", str(self._latency_ms), *ports]
+        relay = subprocess.Popen(
+            ["ip", "netns", "exec", self._switch, *command],
+            text=True,
+            start_new_session=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        assert relay.stdout is not None and relay.stderr is not None
+        if relay.stdout.readline() != "ready\n":
+            raise HostsUnavailable(f"the relay ended: {relay.stderr.read().strip()}")
+        return relay
 
-    def _limited(self) -> Iterator[tuple[str, str, list[str]]]:
-        """Namespace, device, and place in its tree of queues of each limit."""
-        for host, name in enumerate(self._names):
-            yield name, self.device, self._limited_at
-            yield self._switch, f"port{host}", ["root"]
+    def _ports(self) -> Iterator[tuple[str, str]]:
+        """The namespace and the device of the switch's end of each link."""
+        for host in range(self.num_hosts):
+            yield self._switch, f"port{host}"
+
+    def _limited(self) -> Iterator[tuple[str, str]]:
+        """The namespace and the device of each limit."""
+        for name in self._names:
+            yield name, self.device
+        yield from self._ports()
 
     def _on(self, host: int) -> list[str]:
         return ["ip", "netns", "exec", self._names[host]]

@@ -180,7 +180,7 @@ def bench_parser(module: str, description: str | None) -> argparse.ArgumentParse
     add = parser.add_argument
     add("--seed", type=int, default=0)
     add("--threads", type=int, help="of torch on each host; by default the cores are shared out")
-    add("--latency-ms", type=float, default=0.0, help="one way, where the kernel has netem")
+    add("--latency-ms", type=float, default=0.0, help="of each packet, one way")
     add("--timeout", type=float, default=120.0, help="seconds until a silent peer is an error")
     add("--loopback", action="store_true", help="no namespaces")
     add("--worker", help=argparse.SUPPRESS)
