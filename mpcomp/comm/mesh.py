@@ -26,6 +26,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.device_mesh import DeviceMesh
 
+from mpcomp.comm.all_gather import LARGEST_RECORD, AllGather
 from mpcomp.comm.failures import Faults, PeerError, Waits, grace_of
 
 __all__ = ["LocalMesh", "Mesh", "ProcessMesh", "join", "launched"]
@@ -226,6 +227,7 @@ class ProcessMesh(Mesh):
         """
         everyone = torch.arange(self.num_ranks).reshape(self.num_replicas, -1)
         self._control = self._group(everyone.flatten().tolist(), backend="gloo")
+        self._records = AllGather(self._control, self.wait_s)
         pipes = [self._group(row.tolist()) for row in everyone]
         columns = [self._group(column.tolist()) for column in everyone.T]
         self.pipe_group = pipes[self.replica]
@@ -292,7 +294,7 @@ class ProcessMesh(Mesh):
         for close in self._closing:
             close()
         _destroy(self._groups)
-        for name in ("_control", "pipe_group", "replica_group", "device_mesh"):
+        for name in ("_control", "_records", "pipe_group", "replica_group", "device_mesh"):
             if hasattr(self, name):
                 delattr(self, name)
         gc.collect()
@@ -310,16 +312,18 @@ class ProcessMesh(Mesh):
     def all_reduce_sum(self, values: Sequence[float], what: str = "") -> list[float]:
         total = torch.tensor(values, dtype=torch.float64)
         with self._collective(what or _END_OF_STEP, "" if what else _END_OF_STEP):
-            dist.all_reduce(total, group=self._control)
+            if total.nbytes <= LARGEST_RECORD:
+                total = self._records(total).sum(dim=0)  # in the same order on every rank
+            else:
+                dist.all_reduce(total, group=self._control)
         result: list[float] = total.tolist()
         return result
 
     def all_gather(self, values: Sequence[int], what: str) -> list[list[int]]:
         own = torch.tensor(list(values), dtype=torch.int64)
-        gathered = [torch.empty_like(own) for _ in range(self.num_ranks)]
         with self._collective(what):
-            dist.all_gather(gathered, own, group=self._control)
-        return [numbers.tolist() for numbers in gathered]
+            gathered: list[list[int]] = self._records(own).tolist()
+        return gathered
 
     def all_gather_object(self, value: Any, what: str = "figures of all ranks") -> list[Any]:
         with self.failing_together():

@@ -1,0 +1,121 @@
+"""Small records of all ranks on all ranks, in as few latencies as their number allows.
+
+A step begins and ends with an agreement of a few numbers, and on long links what such a collective
+costs is its rounds. gloo's pass records round a ring: with 8 ranks and 50 ms a step's two took 1.7
+s. Here a rank hands its record to up to `RADIX` - 1 others at once, and then what it has to others
+further away (Bruck et al., *Efficient algorithms for all-to-all communications*, 1997, with that
+radix)::
+
+    before   each rank p has the record of p
+    round 0  it gets those of p + 1, p + 2, ... p + 15                       16 ranks: all
+    round 1  it gets 16 each from p + 16, p + 32, ... p + 240                256 ranks: all
+
+Receives for the next records are posted when the last ones are there, so that a message of gloo's
+takes one latency and not a request and an answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any, Final, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["LARGEST_RECORD", "AllGather"]
+
+#: Ranks that have each other's records after the first round.
+RADIX: Final = 16
+#: Bytes of a record that receives are posted for; a message may be shorter.
+LARGEST_RECORD: Final = 4096
+#: Of these messages: others of the group have none.
+_TAG: Final = 1
+
+
+class _Message(NamedTuple):
+    """A message each way of one round.
+
+    Attributes:
+        target: rank that gets this one's records.
+        source: rank whose records this one gets.
+        first: of the records that come, counted from this rank.
+        length: number of the records.
+    """
+
+    target: int
+    source: int
+    first: int
+    length: int
+
+
+class AllGather:
+    """Records of all ranks of a group whose ranks are numbered as those of the world are.
+
+    Args:
+        group: of gloo.
+        timeout_s: of each wait.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
+        self._group = group
+        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        self._timeout = timedelta(seconds=timeout_s)
+        self._rounds = list(_rounds(self._rank, self._size))
+        #: Buffers and works of the receives for the records to come, by round.
+        self._posted: list[list[tuple[Tensor, Any]]] = []
+
+    def __call__(self, record: Tensor) -> Tensor:
+        """The records of all ranks [ranks, n], by rank.
+
+        Args:
+            record: [n], as long and of the same dtype on all ranks, up to `LARGEST_RECORD` bytes.
+
+        Raises:
+            RuntimeError: a rank is gone, or has not come within the timeout.
+        """
+        own = record.view(torch.uint8)
+        assert own.numel() <= LARGEST_RECORD, "longer records are for other collectives"
+        held = torch.empty(self._size, own.numel(), dtype=torch.uint8)
+        held[0] = own
+        posted = self._posted or self._post()
+        self._posted = []
+        for messages, arriving in zip(self._rounds, posted, strict=True):
+            sent: list[Any] = [
+                dist.isend(
+                    held[: each.length].reshape(-1), dst=each.target, group=self._group, tag=_TAG
+                )
+                for each in messages
+            ]
+            for each, (buffer, work) in zip(messages, arriving, strict=True):
+                work.wait(self._timeout)
+                arrived = buffer[: each.length * own.numel()].view(each.length, -1)
+                held[each.first : each.first + each.length] = arrived
+            for work in sent:
+                work.wait(self._timeout)
+        self._posted = self._post()
+        return held.roll(self._rank, dims=0).view(record.dtype)
+
+    def _post(self) -> list[list[tuple[Tensor, Any]]]:
+        return [[self._receive(each) for each in messages] for messages in self._rounds]
+
+    def _receive(self, message: _Message) -> tuple[Tensor, Any]:
+        buffer = torch.empty(message.length * LARGEST_RECORD, dtype=torch.uint8)
+        work = dist.irecv(buffer, src=message.source, group=self._group, tag=_TAG)
+        return buffer, work
+
+    def close(self) -> None:
+        """Lets go of the group."""
+        self._posted = []
+        del self._group
+
+
+def _rounds(rank: int, size: int) -> Iterator[list[_Message]]:
+    held = 1
+    while held < size:
+        yield [
+            _Message((rank - first) % size, (rank + first) % size, first, min(held, size - first))
+            for first in range(held, min(RADIX * held, size), held)
+        ]
+        held *= RADIX
