@@ -1,0 +1,16 @@
+"""Prediction: what a step of a pipeline takes on links and machines that need not be here."""
+
+from mpcomp.plan.coding import Coding, measure_coding
+from mpcomp.plan.network import Network
+from mpcomp.plan.timeline import Messages, Span, StageTimes, Timeline, timeline
+
+__all__ = [
+    "Coding",
+    "Messages",
+    "Network",
+    "Span",
+    "StageTimes",
+    "Timeline",
+    "measure_coding",
+    "timeline",
+]

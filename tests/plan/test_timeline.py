@@ -1,0 +1,183 @@
+"""A simulated step against what can be said of one without a simulation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+
+from mpcomp.plan import Messages, Network, StageTimes, Timeline, timeline
+from mpcomp.plan.network import PACKET_SHARE
+from mpcomp.plan.timeline import BACKWARD, FORWARD
+from recipes.bench.link_bound import least_step_s
+
+NOTHING = Messages(0, 0)
+
+
+def step(
+    stages: Sequence[StageTimes],
+    sent: Messages = NOTHING,
+    mbps: float = math.inf,
+    latency_s: float = 0.0,
+    *,
+    chunks: int = 8,
+    message_s: float = 0.0,
+    in_flight: int | None = None,
+    num_cores: int | None = None,
+) -> Timeline:
+    network = Network.alike(len(stages), mbps, latency_s, message_s=message_s)
+    return timeline(
+        stages,
+        [sent] * (len(stages) - 1),
+        network,
+        chunks=chunks,
+        in_flight=in_flight,
+        num_cores=num_cores,
+    )
+
+
+def test_one_stage_computes_all_microbatches_in_turn() -> None:
+    assert step([StageTimes(2, 3)], chunks=4).step_s == pytest.approx(20)
+
+
+@pytest.mark.parametrize("num_stages", [2, 4])
+@pytest.mark.parametrize("chunks", [1, 4, 9])
+def test_free_links_leave_the_bubble_of_1f1b(num_stages: int, chunks: int) -> None:
+    found = step([StageTimes(1, 2)] * num_stages, chunks=chunks)
+    assert found.step_s == pytest.approx((chunks + num_stages - 1) * 3)
+    assert found.bubble == pytest.approx((num_stages - 1) / (chunks + num_stages - 1))
+
+
+def test_coding_is_work_of_the_stage_that_codes() -> None:
+    stages = [
+        StageTimes(1, 2, encode_act_s=0.25, decode_grad_s=0.5),
+        StageTimes(1, 2, decode_act_s=0.125, encode_grad_s=1),
+    ]
+    found = step(stages, chunks=1)
+    assert found.step_s == pytest.approx(1.25 + 1.125 + 3 + 2.5)
+    assert found.busy_s == pytest.approx([3.75, 4.125])
+
+
+def test_a_message_takes_its_bytes_with_headers_over_the_rate_and_the_latency() -> None:
+    there, back = Messages(1e6, 0), Messages(0, 5e5)
+    stages = [StageTimes(0, 0)] * 2
+    assert step(stages, there, 8, 0.25, chunks=1).step_s == pytest.approx(1 / PACKET_SHARE + 0.5)
+    assert step(stages, back, 8, 0.25, chunks=1).step_s == pytest.approx(0.5 / PACKET_SHARE + 0.5)
+
+
+def test_latency_is_hidden_by_microbatches_under_way_and_no_others() -> None:
+    stages = [StageTimes(1, 1)] * 2
+    deep, shallow = (step(stages, latency_s=4, chunks=16, in_flight=n) for n in (16, 2))
+    assert deep.step_s == pytest.approx((1 + 4) + 16 * 2 + (4 + 1))  # there and back, once
+    assert shallow.step_s > 2 * deep.step_s
+
+
+def test_a_middle_host_has_one_wire_for_both_of_its_cuts() -> None:
+    """Three stages, many microbatches: the one in the middle receives two messages for each."""
+    seconds = 0.5
+    sent = Messages(*[seconds * PACKET_SHARE * 1e6] * 2)
+    found = step([StageTimes(0, 0)] * 3, sent, 8, chunks=100)
+    assert 100 <= found.step_s <= 104
+
+
+def test_a_slow_link_holds_back_its_own_messages_alone() -> None:
+    stages = [StageTimes(1, 1)] * 3
+    sent = [Messages(1e6 * PACKET_SHARE, 0)] * 2
+    rates = ((math.inf,) * 3, (0.0, 0.0))
+    slow_first = timeline(stages, sent, Network(*rates, link_mbps=(2.0, 80.0)), chunks=8)
+    fast = timeline(stages, sent, Network(*rates, link_mbps=(80.0, 80.0)), chunks=8)
+    assert slow_first.step_s > 32  # eight messages of four seconds
+    assert fast.step_s < 22
+
+
+def test_cores_are_shared() -> None:
+    stages = [StageTimes(1, 2)] * 4
+    assert step(stages, num_cores=1).step_s == pytest.approx(8 * 4 * 3)
+    assert step(stages, num_cores=4).step_s == step(stages).step_s
+    two = step(stages, num_cores=2).step_s
+    assert 8 * 4 * 3 / 2 <= two < 8 * 4 * 3
+    events = [(s.start_s, 1) for s in step(stages, num_cores=2).spans]
+    events += [(s.end_s, -1) for s in step(stages, num_cores=2).spans]
+    busy = 0
+    for _, change in sorted(events):
+        busy += change
+        assert 0 <= busy <= 2
+
+
+def test_every_pass_comes_after_what_it_needs() -> None:
+    stages = [StageTimes(1, 2, 0.1, 0.1, 0.1, 0.1)] * 4
+    found = step(stages, Messages(1e5, 2e5), 5, 0.3)
+    when = {(span.stage, span.kind, span.microbatch): span for span in found.spans}
+    assert len(when) == len(found.spans) == 4 * 2 * 8
+    for (stage, kind, microbatch), span in when.items():
+        if kind == FORWARD and stage > 0:
+            assert span.start_s >= when[stage - 1, FORWARD, microbatch].end_s + 0.3
+        if kind == BACKWARD and stage < 3:
+            assert span.start_s >= when[stage + 1, BACKWARD, microbatch].end_s + 0.3
+        if kind == BACKWARD and microbatch:
+            assert span.start_s >= when[stage, BACKWARD, microbatch - 1].end_s
+    assert found.step_s == max(span.end_s for span in found.spans)
+
+
+@pytest.mark.parametrize(
+    ("bytes_a_token", "chunks", "recorded_s"), [(4096 / 2, 64, 100.475), (644 / 2, 32, 19.889)]
+)
+def test_the_records_of_protocol_nanogpt(
+    bytes_a_token: float, chunks: int, recorded_s: float
+) -> None:
+    """Eight stages, 200 Mbit/s, and 50 ms for which a message occupies the wire; no headers."""
+    message = 524_288 / chunks * bytes_a_token * PACKET_SHARE
+    found = step(
+        [StageTimes(0, 0)] * 8,
+        Messages(message, message),
+        200,
+        chunks=chunks,
+        message_s=0.05,
+        in_flight=8,
+    )
+    assert found.step_s == pytest.approx(recorded_s, rel=0.01)
+
+
+@pytest.mark.parametrize("mbps", [1.0, 10.0, 1000.0])
+@pytest.mark.parametrize("chunks", [2, 8, 20])
+def test_no_step_is_faster_than_its_bound(mbps: float, chunks: int) -> None:
+    stages = [StageTimes(0.05, 0.1), StageTimes(0.1, 0.2), StageTimes(0.02, 0.03)]
+    size = 20_000.0
+    message_s = size / PACKET_SHARE * 8e-6 / mbps
+    both = 2 * chunks * message_s
+    bound = least_step_s(
+        [stage.forward_s for stage in stages],
+        [stage.backward_s for stage in stages],
+        chunks=chunks,
+        message_s=message_s,
+        sent_s=[both / 2, both, both / 2],
+        received_s=[both / 2, both, both / 2],
+        num_cores=3,
+    )
+    found = step(stages, Messages(size, size), mbps, chunks=chunks, in_flight=chunks)
+    assert bound <= found.step_s * (1 + 1e-9)
+    assert found.step_s < 1.6 * bound
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"chunks": 0}, "chunks is 0"),
+        ({"in_flight": 0}, "in_flight is 0"),
+        ({"num_cores": 0}, "num_cores is 0"),
+        ({"mbps": 0.0}, "above 0"),
+        ({"latency_s": -1.0}, "from 0 up"),
+    ],
+)
+def test_bad_settings_are_refused(change: dict[str, float], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        step([StageTimes(1, 1)] * 2, **change)  # type: ignore[arg-type]
+
+
+def test_numbers_that_do_not_fit_are_refused() -> None:
+    network = Network.alike(2, 10)
+    with pytest.raises(ValueError, match="3 stages, 1 cuts and 2 hosts"):
+        timeline([StageTimes(1, 1)] * 3, [NOTHING], network, chunks=1)
+    with pytest.raises(ValueError, match="latency_s has 1 values for 2 links"):
+        Network((1.0, 1.0, 1.0), (0.0,))
