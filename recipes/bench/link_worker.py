@@ -13,7 +13,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import mpcomp
 from recipes.bench import workers
-from recipes.bench.decoder import decoder, equal_stages, token_batch, token_loss
+from recipes.decoder import decoder, equal_stages, token_batch, token_loss
 
 REFERENCE: Final = "torch fp32"
 

@@ -24,7 +24,6 @@ from typing import Any, Final
 
 from tqdm import tqdm
 
-from recipes.bench.decoder import equal_stages
 from recipes.bench.link_report import plot_steps, summarise, tables
 from recipes.bench.link_worker import REFERENCE, VARIANTS, Job, Part
 from recipes.bench.workers import (
@@ -39,6 +38,7 @@ from recipes.bench.workers import (
     work,
     write,
 )
+from recipes.decoder import equal_stages
 
 MODULE: Final = "recipes.bench.slow_link"
 

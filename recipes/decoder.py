@@ -24,14 +24,15 @@ class Embedding(nn.Module):
 class Block(nn.Module):
     """Causal attention and a feed-forward part, each behind a norm and beside a shortcut."""
 
-    def __init__(self, width: int, num_heads: int) -> None:
+    def __init__(self, width: int, num_heads: int, hidden: int | None = None) -> None:
         super().__init__()
+        hidden = hidden or 4 * width
         self.num_heads = num_heads
         self.attention_norm = nn.LayerNorm(width)
         self.to_heads = nn.Linear(width, 3 * width)
-        self.from_heads = nn.Linear(width, width)
+        self.from_heads: nn.Module = nn.Linear(width, width)
         self.feed_forward = nn.Sequential(
-            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+            nn.LayerNorm(width), nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width)
         )
 
     def forward(self, x: Tensor) -> Tensor:
