@@ -3,11 +3,12 @@
     python -m recipes.rate_quality docs/results/smollm2_inference.jsonl --plot inference.png
     python -m recipes.rate_quality docs/results/cifar10_study.jsonl --dense-bits 16
 
-Reads the results file of `recipes.lm_inference`, `recipes.cifar10_study`, `recipes.gpt2_study` or
-`recipes.wikitext_study`. The rate is the mean over all cuts and both directions that were used, an
-element of bf16 has 16 bits. The cost is what the method's runs lose, seed by seed, against the
-uncompressed ones with compression on: per cent of perplexity, or points of accuracy. A method is on
-the *front* if none other has fewer bits at a smaller or equal cost.
+Reads results files of `recipes.lm_inference`, `recipes.cifar10_study`, `recipes.gpt2_study` or
+`recipes.wikitext_study`, and those of fine-tuning that have the bytes of each epoch; each is held
+to its own uncompressed runs. The rate is the mean over all cuts and both directions that were used
+(and all epochs), an element of bf16 has 16 bits. The cost is what the method's runs lose, seed by
+seed, against the uncompressed ones with compression on: per cent of perplexity, or points of
+accuracy. A method is on the *front* if none other has fewer bits at a smaller or equal cost.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from tabulate import tabulate
 
+from mpcomp.links.auto import AUTO
 from recipes.metric import ACCURACY, PERPLEXITY, Metric
 from recipes.plots import COLOURS
 from recipes.run_folder import read_json_lines
@@ -34,42 +36,69 @@ SMALLEST_COST: Final = 0.1
 MARKERS: Final = "os^Dv<>Ph*X"
 
 
+class Run(NamedTuple):
+    """A line of a results file.
+
+    Attributes:
+        method: its name.
+        family: of methods that share a colour.
+        metric: by which it is judged.
+        quality: by that, with compression on.
+        bits: an element.
+        last_bits: the same of the last epoch; None where the file does not tell.
+        seed: of the run.
+        base: the uncompressed method that it is held to.
+    """
+
+    method: str
+    family: str
+    metric: Metric
+    quality: float
+    bits: float
+    last_bits: float | None = None
+    seed: int = 0
+    base: str = UNCOMPRESSED
+
+
 @dataclass(frozen=True)
 class Point:
     """A method's rate and cost.
 
     Attributes:
-        method: its name in the file.
+        method: its name.
+        family: of methods that share a colour.
         bits: an element.
         cost: mean of its runs; below 0 where they did better than uncompressed.
         half_width: of the cost's interval of 95 % by t; None of fewer than three runs.
         num_runs: with a seed that an uncompressed run has too.
+        last_bits: an element of the last epoch; None where that is not known.
+        base: the uncompressed method that it is held to.
     """
 
     method: str
+    family: str
     bits: float
     cost: float
     half_width: float | None
     num_runs: int
-
-    @property
-    def family(self) -> str:
-        """Compressors in the spec's order, or the first word of a row that is named in words."""
-        heads = [part.partition(":")[0] for part in self.method.split("+")]
-        return "+".join(heads).split(" ")[0].rstrip(",")
+    last_bits: float | None = None
+    base: str = UNCOMPRESSED
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints the table, and draws the picture."""
     options = _parse(argv)
     try:
-        rows = read_json_lines(options.results)
+        rows = [row for path in options.results for row in read_json_lines(path)]
         metric, points = points_of(rows, dense_bits=options.dense_bits)
+        if unknown := set(options.mark) - {point.method for point in points}:
+            raise ValueError(f"no method to mark is called {' or '.join(sorted(unknown))}")
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
     print(table(points, metric))
     if options.plot is not None:
-        plot(points, metric, options.plot, marked=options.mark, most=options.most)
+        scale = "log" if options.log else "linear"
+        plot(points, metric, options.plot, marked=options.mark, most=options.most, scale=scale)
         print(f"\ndrawn into {options.plot}")
 
 
@@ -78,55 +107,129 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "rate_quality", description="Bits an element against what they cost in quality."
     )
     add = parser.add_argument
-    add("results", type=Path, help="results file (.jsonl) of lm_inference or of a study")
+    add("results", type=Path, nargs="+", metavar="FILE",
+        help="results (.jsonl) of lm_inference, of a study or of fine-tuning")  # fmt: skip
     add("--dense-bits", type=int, default=32, choices=(16, 32), help="of an element that goes "
         "uncompressed in these runs (default 32; 16 of runs in bf16)")  # fmt: skip
     add("--plot", type=Path, metavar="PNG", help="draws the picture")
     add("--mark", nargs="*", default=[], metavar="METHOD", help="methods with a ring: the defaults")
+    add("--log", action="store_true", help="rates on a logarithmic axis too")
     add("--most", type=float, metavar="BITS", help="rate at the right end of the picture")
     return parser.parse_args(argv)
 
 
 def points_of(
-    rows: Sequence[Mapping[str, Any]], *, dense_bits: int = 32
+    rows: Iterable[Mapping[str, Any]], *, dense_bits: int = 32
 ) -> tuple[Metric, list[Point]]:
-    """The metric of a results file, and its methods by rate.
+    """The metric of results, and their methods by rate.
 
     Args:
-        rows: lines of the file.
+        rows: lines of files.
         dense_bits: of an element without compression.
 
     Raises:
-        ValueError: no row is uncompressed, or the file is of another program.
+        ValueError: a line is of another program or there twice, nothing is uncompressed, or
+            metrics differ.
     """
-    of_inference = bool(rows) and "times_uncompressed" in rows[0]
-    of_study = bool(rows) and "row" in rows[0]
-    if not of_inference and not of_study:
-        raise ValueError("these are not results of lm_inference, or of a study of cuts")
-    metric = ACCURACY if f"{ACCURACY.name}_compressed" in rows[0] else PERPLEXITY
-    key, name = (PERPLEXITY.name, "method") if of_inference else (metric.on, "row")
-    runs: dict[str, dict[int, Mapping[str, Any]]] = {}
-    for row in rows:
-        if "diverged" not in row:
-            runs.setdefault(row[name], {})[row.get("seed", 0)] = row
-    plain = runs.pop(UNCOMPRESSED, None)
-    if not plain:
-        raise ValueError(f"there is no row {UNCOMPRESSED}, which is what the others are held to")
-    points = []
-    for method, found in runs.items():
-        seeds = sorted(found.keys() & plain.keys())
-        if not seeds:
-            continue
-        costs = [_cost(metric, found[seed][key], plain[seed][key]) for seed in seeds]
-        bits = statistics.mean(dense_bits * _ratio(found[seed]) for seed in seeds)
-        half_width = half_interval(costs, 95) if len(costs) > 2 else None
-        points.append(Point(method, bits, statistics.mean(costs), half_width, len(costs)))
-    return metric, sorted(points, key=lambda point: point.bits)
+    runs: dict[tuple[str, int], Run] = {}
+    for run in (_read(row, dense_bits) for row in rows if "diverged" not in row):
+        if (run.method, run.seed) in runs:
+            raise ValueError(f"two lines are of {run.method}, seed {run.seed}; pass one of the two")
+        runs[run.method, run.seed] = run
+    metrics = {run.metric.name: run.metric for run in runs.values()}
+    if len(metrics) != 1:
+        found = " and ".join(metrics) or "no run that ended"
+        raise ValueError(f"pass results of one metric; here is {found}")
+    pairs: dict[str, list[tuple[Run, Run]]] = {}
+    for run in runs.values():
+        if not any(method == run.base for method, _ in runs):
+            raise ValueError(f"there is no row {run.base}, which is what the others are held to")
+        if run.method != run.base and (run.base, run.seed) in runs:
+            pairs.setdefault(run.method, []).append((run, runs[run.base, run.seed]))
+    return metrics.popitem()[1], sorted(map(_point, pairs.values()), key=lambda point: point.bits)
 
 
-def _ratio(row: Mapping[str, Any]) -> float:
-    """Bytes sent over cuts ÷ dense ones; a study of text has the tie's beside them."""
-    return float(row.get("cut_ratio_overall", row["wire_ratio"]))
+def _read(row: Mapping[str, Any], dense_bits: int) -> Run:
+    for field, read in READERS.items():
+        if field in row:
+            return read(row, dense_bits)
+    raise ValueError("these are not results of lm_inference, of a study of cuts, or of fine-tuning")
+
+
+def _of_inference(row: Mapping[str, Any], dense_bits: int) -> Run:
+    return Run(
+        row["method"],
+        family_of(row["method"]),
+        metric=PERPLEXITY,
+        quality=row[PERPLEXITY.name],
+        bits=dense_bits * row["wire_ratio"],
+    )
+
+
+def _of_study(row: Mapping[str, Any], dense_bits: int) -> Run:
+    metric = ACCURACY if ACCURACY.on in row else PERPLEXITY
+    return Run(
+        row["row"],
+        family_of(row["row"]),
+        metric=metric,
+        quality=row[metric.on],
+        # Bytes sent over cuts ÷ dense ones; a study of text has the tie's beside them.
+        bits=dense_bits * row.get("cut_ratio_overall", row["wire_ratio"]),
+        seed=row["seed"],
+    )
+
+
+def _of_fine_tuning(row: Mapping[str, Any], dense_bits: int) -> Run:
+    act, grad = row["act"], row["grad"]
+    defaults = {(pair["act_comp"], pair["grad_comp"]): word for word, pair in AUTO.items()}
+    method = defaults.get((act, grad), _both(act, grad))
+    epochs = [BF16_BITS * sent / row["bf16_bytes_an_epoch"] for sent in row["cut_bytes_by_epoch"]]
+    trained = "LoRA, " if "lora" in row else ""
+    return Run(
+        trained + method,
+        family_of(trained) or _both(family_of(act), family_of(grad)),
+        metric=PERPLEXITY,
+        quality=row["perplexity_on"],
+        bits=statistics.mean(epochs),
+        last_bits=epochs[-1],
+        seed=row["seed"],
+        base=trained + UNCOMPRESSED,
+    )
+
+
+def _both(act: str, grad: str) -> str:
+    return act if act == grad else f"{act} / {grad}"
+
+
+#: How a line is read, by a field that those of one kind have and those further down have not.
+READERS: Final[Mapping[str, Callable[[Mapping[str, Any], int], Run]]] = {
+    "times_uncompressed": _of_inference,
+    "cut_bytes_by_epoch": _of_fine_tuning,
+    "row": _of_study,
+}
+
+
+def _point(pairs: Sequence[tuple[Run, Run]]) -> Point:
+    """A method by its runs, each beside the uncompressed one of its seed."""
+    first = pairs[0][0]
+    costs = [_cost(run.metric, run.quality, plain.quality) for run, plain in pairs]
+    last_bits = [run.last_bits for run, _ in pairs if run.last_bits is not None]
+    return Point(
+        first.method,
+        first.family,
+        statistics.mean(run.bits for run, _ in pairs),
+        statistics.mean(costs),
+        half_interval(costs, 95) if len(costs) > 2 else None,
+        len(costs),
+        statistics.mean(last_bits) if last_bits else None,
+        first.base,
+    )
+
+
+def family_of(name: str) -> str:
+    """Compressors in the spec's order, or the first word of a row that is named in words."""
+    heads = [part.partition(":")[0] for part in name.split("+")]
+    return "+".join(heads).split(" ")[0].rstrip(",")
 
 
 def _cost(metric: Metric, value: float, plain: float) -> float:
@@ -136,10 +239,12 @@ def _cost(metric: Metric, value: float, plain: float) -> float:
 
 
 def front(points: Iterable[Point]) -> list[Point]:
-    """The methods that no other surpasses, by rate."""
+    """The methods that no other of the same base surpasses, by rate."""
     found: list[Point] = []
+    least: dict[str, float] = {}
     for point in sorted(points, key=lambda point: (point.bits, point.cost)):
-        if not found or point.cost < found[-1].cost:
+        if point.base not in least or point.cost < least[point.base]:
+            least[point.base] = point.cost
             found.append(point)
     return found
 
@@ -147,19 +252,22 @@ def front(points: Iterable[Point]) -> list[Point]:
 def table(points: Sequence[Point], metric: Metric) -> str:
     """One row for each method."""
     best = front(points)
-    lines = [
-        (
-            point.method,
-            f"{point.bits:.2f}",
-            f"{BF16_BITS / point.bits:.1f}",
-            f"{point.cost:+.2f}" + (f" ± {point.half_width:.2f}" if point.half_width else ""),
-            point.num_runs,
-            "yes" if point in best else "",
-        )
+    columns: dict[str, list[Any]] = {
+        "method": [point.method for point in points],
+        "bits": [f"{point.bits:.2f}" for point in points],
+        "times below bf16": [f"{BF16_BITS / point.bits:.1f}" for point in points],
+    }
+    if any(point.last_bits for point in points):
+        columns["bits, last epoch"] = [
+            f"{point.last_bits:.2f}" if point.last_bits else "" for point in points
+        ]
+    columns[_axis(metric)] = [
+        f"{point.cost:+.2f}" + (f" ± {point.half_width:.2f}" if point.half_width else "")
         for point in points
     ]
-    headers = ("method", "bits", "times below bf16", _axis(metric), "n", "front")
-    return tabulate(lines, headers, tablefmt="pipe", disable_numparse=True)
+    columns["n"] = [point.num_runs for point in points]
+    columns["front"] = ["yes" if point in best else "" for point in points]
+    return tabulate(columns, headers="keys", tablefmt="pipe", disable_numparse=True)
 
 
 def _axis(metric: Metric) -> str:
@@ -174,24 +282,27 @@ def plot(
     *,
     marked: Sequence[str] = (),
     most: float | None = None,
+    scale: str = "linear",
 ) -> None:
-    """Draws the points of each family, the front, and rings round what is marked, into a PNG."""
+    """Draws the points of each family, the fronts, and rings round what is marked, into a PNG."""
     from matplotlib.figure import Figure  # without pyplot: no window, no global state
+    from matplotlib.ticker import LogLocator, NullLocator
 
     most = most or max(point.bits for point in points)
     shown = [point for point in points if point.bits <= most]
     figure = Figure(figsize=(9, 5.5), dpi=110, layout="constrained")
     axes = figure.subplots()
     best = front(shown)
-    axes.plot(
-        [point.bits for point in best],
-        [max(point.cost, SMALLEST_COST) for point in best],
-        color="0.8",
-        linewidth=6,
-        solid_capstyle="round",
-        zorder=0,
-        label="front",
-    )
+    for base in dict.fromkeys(point.base for point in best):
+        axes.plot(
+            [point.bits for point in best if point.base == base],
+            [max(point.cost, SMALLEST_COST) for point in best if point.base == base],
+            color="0.8",
+            linewidth=6,
+            solid_capstyle="round",
+            zorder=0,
+            label="front" if base == best[0].base else None,
+        )
     families = list(dict.fromkeys(point.family for point in shown))
     for i, family in enumerate(families):
         own = [point for point in shown if point.family == family]
@@ -208,6 +319,17 @@ def plot(
             color=COLOURS[i % len(COLOURS)],
             label=family,
         )
+        for point in own:
+            if point.last_bits is not None:
+                axes.plot(
+                    [point.bits, point.last_bits],
+                    [max(point.cost, SMALLEST_COST)] * 2,
+                    color=COLOURS[i % len(COLOURS)],
+                    linewidth=1,
+                    linestyle=":",
+                    marker="|",
+                    markevery=[1],
+                )
     for point in shown:
         if point.method in marked:
             axes.plot(
@@ -223,12 +345,20 @@ def plot(
                 (point.bits, max(point.cost, SMALLEST_COST)),
                 textcoords="offset points",
                 xytext=(10, -18),
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
             )
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:g}")
     axes.set_ylabel(f"{_axis(metric)}; {SMALLEST_COST:g} and less at the bottom")
-    axes.set_xlabel("bits an element (bf16: 16)")
-    axes.set_xlim(left=0)
+    dotted = "; dotted: to the last epoch's" if any(p.last_bits for p in shown) else ""
+    axes.set_xlabel(f"bits an element (bf16: 16){dotted}")
+    if scale == "log":
+        axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_locator(NullLocator())
+    else:
+        axes.set_xlim(left=0)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside right upper", frameon=False)

@@ -17,6 +17,7 @@ from recipes import (
     conef_study,
     gpt2_study,
     lm_inference,
+    rate_quality,
     replica_study,
     sorting_study,
     wikitext_study,
@@ -118,6 +119,10 @@ def test_the_others():
     check("multi_level.txt", "".join(f"{row}\n" for row in rows))
     rows = read_json_lines(RESULTS / "smollm2_inference.jsonl")
     check("smollm2_inference.txt", f"{lm_inference.table(rows)}\n\n{lm_inference.notes(rows)}\n")
+    names = ("smollm2_finetune", "smollm2_lora")
+    rows = [row for name in names for row in read_json_lines(RESULTS / f"{name}.jsonl")]
+    metric, points = rate_quality.points_of(rows)
+    check("smollm2_finetune_rate.txt", rate_quality.table(points, metric) + "\n")
 
 
 def drawn(figure: Figure) -> str:

@@ -3,8 +3,9 @@
 import pytest
 from matplotlib.image import imread
 
+from mpcomp.links.auto import AUTO
 from recipes import rate_quality
-from recipes.rate_quality import Point, front, points_of
+from recipes.rate_quality import Point, family_of, front, points_of
 from recipes.run_folder import append_json_line
 
 
@@ -17,11 +18,16 @@ def of_study(row, seed, ratio, accuracy):
     return {"row": row, "seed": seed, "wire_ratio": ratio, "accuracy_compressed": accuracy}
 
 
+def of_tuning(act, grad, seed, sent, perplexity, **also):
+    row = {"act": act, "grad": grad, "seed": seed, "perplexity_on": perplexity, **also}
+    return {**row, "bf16_bytes_an_epoch": 1600, "cut_bytes_by_epoch": sent}
+
+
 def test_rates_and_costs_of_inference():
     rows = [of_inference("none", 1.0, 1.0), of_inference("step:0.3", 3 / 32, 1.02)]
     metric, [point] = points_of(rows)
     assert metric.name == "perplexity"
-    assert point == Point("step:0.3", 3.0, pytest.approx(2.0), None, 1)
+    assert point == Point("step:0.3", "step", 3.0, pytest.approx(2.0), None, 1)
 
 
 def test_costs_of_a_study_are_taken_seed_by_seed():
@@ -47,24 +53,46 @@ def test_bytes_of_a_tie_are_not_those_of_cuts():
 def test_the_front():
     """Nothing is on it that another method surpasses in both."""
     rates = [(4.0, 1.0), (2.0, 5.0), (3.0, 5.0), (8.0, 1.0), (8.0, 0.5), (1.0, 9.0)]
-    points = [Point(str(i), *point, None, 1) for i, point in enumerate(rates)]
-    assert [point.method for point in front(points)] == ["5", "1", "0", "4"]
+    points = [Point(str(i), "", *point, None, 1) for i, point in enumerate(rates)]
+    other = Point("6", "", 5.0, 20.0, None, 1, base="of another model")
+    assert [point.method for point in front([*points, other])] == ["5", "1", "0", "6", "4"]
 
 
 def test_families():
-    names = [Point(m, 1.0, 1.0, None, 1).family for m in ("rotate+lloyd:3", "quant:4:scale=128")]
-    assert names == ["rotate+lloyd", "quant"]
+    names = ("rotate+lloyd:3", "quant:4:scale=128", "klt, step 0.1 / 0.5")
+    assert [family_of(name) for name in names] == ["rotate+lloyd", "quant", "klt"]
 
 
-def test_table_and_picture(tmp_path, capsys):
+def test_fine_tuning_by_epochs_and_its_defaults_by_their_word():
+    default = AUTO["auto:memory"]["act_comp"], AUTO["auto:memory"]["grad_comp"]
+    rows = [of_tuning("none", "none", seed, [3200, 3200], 20.0) for seed in range(2)]
+    rows += [of_tuning(*default, seed, [200, 100], 20.2) for seed in range(2)]
+    rows += [of_tuning("quant:4", "quant:8", 0, [600, 600], 22.0)]
+    rows += [of_tuning("none", "none", 0, [3200, 3200], 40.0, lora=8)]
+    rows += [of_tuning("auto:memory", "auto:memory", 0, [160, 80], 40.2, lora=8)]
+    _, [lora, memory, quant] = points_of(rows)
+    names = [(point.method, point.family) for point in (lora, memory, quant)]
+    assert names == [
+        ("LoRA, auto:memory", "LoRA"),
+        ("auto:memory", "aqsgd+step"),
+        ("quant:4 / quant:8", "quant"),
+    ]
+    assert (lora.bits, memory.bits, quant.bits) == pytest.approx((1.2, 1.5, 6.0))
+    assert memory.last_bits == pytest.approx(1.0)
+    costs = [point.cost for point in (lora, memory, quant)]
+    assert costs == pytest.approx([0.5, 1.0, 10.0])  # each below its own uncompressed one
+    assert memory.num_runs == 2 and lora.base == "LoRA, none"
+
+
+@pytest.mark.parametrize("log", [[], ["--log"]], ids=["linear", "logarithmic"])
+def test_table_and_picture(tmp_path, capsys, log):
     rows = [of_inference("none", 1.0, 1.0), of_inference("bf16", 0.5, 0.9999)]
     rows += [of_inference("step:0.3", 3 / 32, 1.02), of_inference("step:0.5", 2 / 32, 1.07)]
     for row in rows:
         append_json_line(tmp_path / "rows.jsonl", row)
     picture = tmp_path / "picture.png"
-    rate_quality.main(
-        [str(tmp_path / "rows.jsonl"), "--plot", str(picture), "--mark", "step:0.3", "--most", "8"]
-    )
+    path = str(tmp_path / "rows.jsonl")
+    rate_quality.main([path, "--plot", str(picture), "--mark", "step:0.3", "--most", "8", *log])
     said = capsys.readouterr().out
     assert "| step:0.5 | 2.00   | 8.0" in said
     assert said.count("yes") == 3
@@ -74,11 +102,13 @@ def test_table_and_picture(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([], "these are not results"),
+        ([], "no run that ended"),
         ([{"loss": 1.0}], "these are not results"),
         ([of_study("sign", 0, 0.1, 0.5)], "no row none"),
+        ([of_study("none", 0, 1.0, 0.5)] * 2, "two lines are of none, seed 0"),
+        ([of_study("none", 1, 1.0, 0.5), of_inference("none", 1.0, 1.0)], "accuracy and perpl"),
     ],
-    ids=["empty", "of something else", "nothing to compare with"],
+    ids=["empty", "of something else", "nothing to compare with", "twice", "two metrics"],
 )
 def test_files_that_cannot_be(rows, message, tmp_path):
     path = tmp_path / "rows.jsonl"
@@ -87,6 +117,12 @@ def test_files_that_cannot_be(rows, message, tmp_path):
         append_json_line(path, row)
     with pytest.raises(SystemExit, match=message):
         rate_quality.main([str(path)])
+
+
+def test_methods_to_mark_are_there(tmp_path):
+    append_json_line(tmp_path / "rows.jsonl", of_inference("none", 1.0, 1.0))
+    with pytest.raises(SystemExit, match="no method to mark is called step:0.3"):
+        rate_quality.main([str(tmp_path / "rows.jsonl"), "--mark", "step:0.3"])
 
 
 def test_no_file(tmp_path):
