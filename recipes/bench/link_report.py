@@ -157,6 +157,33 @@ def _bytes(figure: Record) -> tuple[str, ...]:
     return (figure["variant"], *shown, f"{100 * unexplained:.2f} %")
 
 
+def changes_of(steps: Sequence[Record]) -> list[dict[str, Any]]:
+    """Medians of the changes at each cut, for each number of stages and variant."""
+    groups = grouped(steps, lambda step: (step["num_stages"], step["variant"]))
+    return [
+        {
+            "num_stages": num_stages,
+            "variant": name,
+            "changes": [
+                statistics.median(at_cut)
+                for at_cut in zip(*(step["changes"] for step in own), strict=True)
+            ],
+        }
+        for (num_stages, name), own in groups.items()
+    ]
+
+
+def table_of_changes(changes: Sequence[Record]) -> str:
+    """Changes as per cent of the energy, one row for each number of stages and variant."""
+    rows = [
+        (row["num_stages"], row["variant"], *(f"{100 * change:.2f}" for change in row["changes"]))
+        for row in changes
+    ]
+    cuts = [f"cut {i}" for i in range(max(len(row["changes"]) for row in changes))]
+    title = "activations, change from one step to the next, median, % of their energy"
+    return f"{title}\n{tabulate(rows, ('stages', 'variant', *cuts), disable_numparse=True)}"
+
+
 def plot_steps(figures: Sequence[Record], path: Path) -> None:
     """Draws seconds a step against the rate, a panel for each number of stages, into a PNG file."""
     from matplotlib.figure import Figure  # without pyplot: no window, no global state

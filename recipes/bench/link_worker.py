@@ -44,6 +44,8 @@ METHODS: Final[dict[str, Setting]] = {
     ),
     "mpcomp ef21+topk:0.1+fp16": Setting("ef21+topk:0.1+fp16", "ef21+topk:0.1+fp16"),
     "mpcomp auto": Setting("auto", "auto"),
+    "mpcomp auto:scratch": Setting("auto:scratch", "auto:scratch"),
+    "mpcomp auto:memory": Setting("auto:memory", "auto:memory"),
 }
 TORCH_DTYPES: Final = {REFERENCE: torch.float32, "torch bf16": torch.bfloat16}
 VARIANTS: Final = (*TORCH_DTYPES, *METHODS)
@@ -60,6 +62,7 @@ class Job(workers.Job):
     context: int
     vocab: int
     seed: int
+    lr: float
     variants: Sequence[str]
 
     @property
@@ -68,14 +71,40 @@ class Job(workers.Job):
         return self.chunks * self.microbatch * self.context * self.width
 
 
+class Output:
+    """The last output of a module, and by how much it changes.
+
+    Args:
+        module: watched from here on.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._now: Tensor | None = None
+        self._earlier: Tensor | None = None
+        module.register_forward_hook(self._keep)
+
+    def _keep(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
+        self._now = output.detach()  # no copy: this is on the clock
+
+    def change(self) -> float | None:
+        """Energy of what changed since the last call ÷ that of the output; None at first."""
+        earlier, self._earlier = self._earlier, self._now
+        if earlier is None or self._now is None:
+            return None
+        return float((self._now - earlier).square().sum() / earlier.square().sum())
+
+
 @dataclass(frozen=True)
 class Variant:
     """A training step on this rank."""
 
     step: Callable[[], Tensor | None]
-    zero_grad: Callable[[], None]
+    #: Has the parameters of this rank.
+    module: nn.Module
     #: Bytes that all ranks sent over cuts so far, by the variant's own account.
     metered_bytes: Callable[[], int]
+    #: Of the stage, behind which the next cut lies.
+    output: Output
 
 
 class Part:
@@ -90,15 +119,17 @@ class Part:
         self._variants = _variants(job)
 
     def step(self, begin: workers.Begin, name: str) -> dict[str, Any]:
-        """One step of a variant; the clock is the machine's."""
+        """One step of a variant; the clock is the machine's, and stops before weights change."""
         variant = self._variants[name]
-        variant.zero_grad()
+        variant.module.zero_grad()
         before = variant.metered_bytes()
         start = begin()
         loss = variant.step()
         end = time.perf_counter()
+        descend(variant.module, self._job.lr)
         return {
             "seconds": end - start,
+            "change": variant.output.change(),  # of the last microbatch
             "metered_bytes": variant.metered_bytes() - before,
             "loss": None if loss is None else loss.item(),
         }
@@ -115,6 +146,19 @@ def _variants(job: Job) -> dict[str, Variant]:
     }
 
 
+def descend(module: nn.Module, lr: float) -> None:
+    """A step of SGD in which each tensor moves by ``lr`` times its own norm.
+
+    Where one batch repeats, the gradients' own lengths give no steady change: half-way through the
+    default model it is below 0.2 % of the energy at a rate of 1, and from 1.5 on soon above 20 %.
+    """
+    with torch.no_grad():
+        for parameter in module.parameters():
+            assert parameter.grad is not None
+            direction = parameter.grad / parameter.grad.norm().clamp(min=1e-12)
+            parameter.sub_(lr * parameter.norm() * direction)
+
+
 def _model(job: Job) -> nn.Sequential:
     return decoder(
         num_blocks=job.num_blocks,
@@ -125,10 +169,11 @@ def _model(job: Job) -> nn.Sequential:
     )
 
 
-def _own_stage(job: Job) -> nn.Sequential:
+def _stage_of(job: Job, model: nn.Sequential) -> nn.Sequential:
+    """This rank's children of the model."""
     counts = equal_stages(job.num_blocks, job.size)
     start = sum(counts[: job.rank])
-    return nn.Sequential(*list(_model(job))[start : start + counts[job.rank]])
+    return nn.Sequential(*list(model)[start : start + counts[job.rank]])
 
 
 def _batch(job: Job) -> tuple[Tensor, Tensor]:
@@ -153,7 +198,8 @@ class _CastAtCuts(nn.Module):
 def _torch_variant(name: str, job: Job) -> Variant:
     dtype = TORCH_DTYPES[name]
     last = job.rank == job.size - 1
-    module: nn.Module = _own_stage(job)
+    own = _stage_of(job, _model(job))
+    module: nn.Module = own
     if dtype != torch.float32:
         module = _CastAtCuts(module, dtype, last=last)
     stage = PipelineStage(module, job.rank, job.size, torch.device("cpu"))
@@ -174,14 +220,16 @@ def _torch_variant(name: str, job: Job) -> Variant:
         schedule.step(target=y, losses=losses, return_outputs=False)
         return torch.stack(losses).mean()
 
-    return Variant(step, module.zero_grad, lambda: num_steps * step_bytes)
+    return Variant(step, module, lambda: num_steps * step_bytes, Output(own[-1]))
 
 
 def _mpcomp_variant(name: str, job: Job) -> Variant:
     setting = METHODS[name]
     depth = setting.in_flight
+    model = _model(job)
+    output = Output(_stage_of(job, model)[-1])
     pipe = mpcomp.pipeline(
-        _model(job),
+        model,
         chunks=job.chunks,
         split=equal_stages(job.num_blocks, job.size),
         act_comp=setting.act,
@@ -192,12 +240,17 @@ def _mpcomp_variant(name: str, job: Job) -> Variant:
         seed=job.seed,
     )
     x, y = _batch(job)
-    return Variant(lambda: pipe.forward_backward(x, y), pipe.zero_grad, lambda: pipe.wire_bytes)
+    ids = torch.arange(len(x))
+
+    def step() -> Tensor:
+        return pipe.forward_backward(x, y, sample_ids=ids)
+
+    return Variant(step, pipe, lambda: pipe.wire_bytes, output)
 
 
 def _compute(job: Job) -> dict[str, float]:
     """Seconds of this stage's forward and backward of one microbatch, the fastest of a few."""
-    stage = _own_stage(job)
+    stage = _stage_of(job, _model(job))
     x, y = (each[: job.microbatch] for each in _batch(job))
     if job.rank:
         x = torch.randn(job.microbatch, job.context, job.width, requires_grad=True)
