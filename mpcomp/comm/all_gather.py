@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["LARGEST_RECORD", "AllGather"]
+__all__ = ["LARGEST_RECORD", "AllGather", "num_rounds"]
 
 #: Ranks that have each other's records after the first round.
 RADIX: Final = 16
@@ -109,6 +109,11 @@ class AllGather:
         """Lets go of the group."""
         self._posted = []
         del self._group
+
+
+def num_rounds(size: int) -> int:
+    """Latencies that the records of so many ranks take."""
+    return sum(1 for _ in _rounds(0, size))
 
 
 def _rounds(rank: int, size: int) -> Iterator[list[_Message]]:

@@ -2,15 +2,19 @@
 
 from mpcomp.plan.coding import Coding, measure_coding
 from mpcomp.plan.network import Network
+from mpcomp.plan.prediction import Compute, Prediction, predict
 from mpcomp.plan.timeline import Messages, Span, StageTimes, Timeline, timeline
 
 __all__ = [
     "Coding",
+    "Compute",
     "Messages",
     "Network",
+    "Prediction",
     "Span",
     "StageTimes",
     "Timeline",
     "measure_coding",
+    "predict",
     "timeline",
 ]

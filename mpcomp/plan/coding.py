@@ -21,21 +21,23 @@ _WARMUPS = 2
 
 
 class Coding(NamedTuple):
-    """Coding of one microbatch at one cut: medians in seconds, and the length of the messages.
+    """Seconds of coding one microbatch at one cut.
 
     Attributes:
         encode_act_s: at the earlier stage.
         decode_act_s: at the later one.
         encode_grad_s: at the later stage.
         decode_grad_s: at the earlier one.
-        messages: of the last microbatch.
     """
 
-    encode_act_s: float
-    decode_act_s: float
-    encode_grad_s: float
-    decode_grad_s: float
-    messages: Messages
+    encode_act_s: float = 0.0
+    decode_act_s: float = 0.0
+    encode_grad_s: float = 0.0
+    decode_grad_s: float = 0.0
+
+    def times(self, factor: float) -> Coding:
+        """The coding of so many times as many elements."""
+        return Coding(*(factor * seconds for seconds in self))
 
 
 def measure_coding(
@@ -45,7 +47,7 @@ def measure_coding(
     gradient: Tensor,
     *,
     repeats: int = 5,
-) -> Coding:
+) -> tuple[Coding, Messages]:
     """Codes one microbatch again and again, as the two ends of a cut do.
 
     Args:
@@ -55,6 +57,9 @@ def measure_coding(
             many methods depend on it.
         gradient: of the same shape.
         repeats: that are measured.
+
+    Returns:
+        Medians, and the messages of the last time.
 
     Raises:
         ValueError: no such method, or repeats below 1.
@@ -74,11 +79,8 @@ def measure_coding(
         _, decode_grad = _timed(boundary.receive_gradient, grad, grad_meta, step, 0)
         boundary.finish_step(finite=True)
         seconds.append((encode_act, decode_act, encode_grad, decode_grad))
-    encode_act, decode_act, encode_grad, decode_grad = (
-        statistics.median(times) for times in zip(*seconds[_WARMUPS:], strict=True)
-    )
-    sent = Messages(act.numel(), grad.numel())
-    return Coding(encode_act, decode_act, encode_grad, decode_grad, sent)
+    medians = [statistics.median(times) for times in zip(*seconds[_WARMUPS:], strict=True)]
+    return Coding(*medians), Messages(act.numel(), grad.numel())
 
 
 def _timed(code: Callable[..., Tensor], *arguments: Any) -> tuple[Tensor, float]:

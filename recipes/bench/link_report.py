@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,8 +11,9 @@ from typing import Any
 
 from tabulate import tabulate
 
+from mpcomp.plan import Coding, Compute, Messages, Network, predict
 from recipes.bench.link_bound import MESSAGE_HEADER_BYTES, PACKET_HEADER_BYTES, least_step_s
-from recipes.bench.link_worker import REFERENCE, TORCH_DTYPES
+from recipes.bench.link_worker import METHODS, REFERENCE, TORCH_DTYPES
 from recipes.bench.report import (
     Record,
     both,
@@ -40,12 +42,16 @@ TIME_HEADERS = (
     "quartiles",
     "over dense unlimited",
     "bound, ms",
+    "predicted, ms",
+    "error",
     "n",
 )
 TRAFFIC_HEADERS = ("variant", "MB a step, metered", "headers", "counted", "unexplained")
 LEGEND = f"""\
 ratios are of steps in the same repetition; dense unlimited: {REFERENCE} on unlimited links
 bound: the dense computation and the counted bytes, with fill and drain; see link_bound.py
+predicted: by mpcomp.plan, from computing and coding measured one rank at a time, and the metered \
+bytes; error: of that, against the median
 metered: messages at the cuts, all hosts; counted: by the interfaces that sent them
 headers: {PACKET_HEADER_BYTES} bytes a counted packet, acknowledgements too (Ethernet 14, IPv4 20, \
 TCP 32), and {MESSAGE_HEADER_BYTES} a message (gloo)
@@ -56,9 +62,11 @@ packets sent twice"""
 def summarise(
     steps: Sequence[Record],
     compute: Mapping[str, Sequence[Mapping[str, float]]],
+    coding: Mapping[str, Mapping[str, Sequence[float]]],
     *,
     chunks: int,
     num_cores: int,
+    latency_ms: float = 0.0,
 ) -> list[dict[str, Any]]:
     """One figure for each number of stages, rate and variant, in the order of measurement."""
     groups = grouped(steps, lambda step: (step["num_stages"], step["rate_mbps"], step["variant"]))
@@ -81,6 +89,16 @@ def summarise(
                 "bound_s": _bound(own, compute[str(num_stages)], chunks, num_cores),
             }
         )
+        # torch's own pipeline is another one, and of some earlier results no coding is known.
+        if times := coding.get(str(num_stages), {}).get(name):
+            figures[-1]["predicted_s"] = _predicted(
+                own,
+                compute[str(num_stages)],
+                Coding(*times),
+                latency_ms,
+                chunks=chunks,
+                num_cores=num_cores,
+            )
     return figures
 
 
@@ -120,6 +138,32 @@ def _bound(
     )
 
 
+def _predicted(
+    steps: Sequence[Record],
+    compute: Sequence[Mapping[str, float]],
+    coding: Coding,
+    latency_ms: float,
+    *,
+    chunks: int,
+    num_cores: int,
+) -> float:
+    """Seconds of a step of mpcomp's with the bytes that were metered."""
+    num_stages, rate, name = (steps[0][key] for key in ("num_stages", "rate_mbps", "variant"))
+    num_messages = 2 * (num_stages - 1) * chunks
+    metered = statistics.mean(step["metered_bytes"] for step in steps)
+    one = metered / num_messages + MESSAGE_HEADER_BYTES
+    depth = METHODS[name].in_flight
+    return predict(
+        [Compute(stage["forward_s"], stage["backward_s"]) for stage in compute],
+        coding,
+        Messages(one, one),
+        Network.alike(num_stages, math.inf if rate is None else rate, latency_ms / 1e3),
+        chunks=chunks,
+        in_flight=None if depth is None else depth(num_stages, chunks),
+        num_cores=num_cores,
+    ).step_s
+
+
 def tables(figures: Sequence[Record]) -> str:
     """Times and traffic for each number of stages and rate, and the ceiling of what can be won."""
     parts = []
@@ -145,8 +189,16 @@ def _times(figure: Record) -> tuple[str, ...]:
         *both(figure["speedup"], 1, ".2f"),
         text(figure["over_unlimited"], 1, ".2f"),
         f"{1e3 * figure['bound_s']:.0f}",
+        *_prediction(figure),
         str(figure["n"]),
     )
+
+
+def _prediction(figure: Record) -> tuple[str, str]:
+    predicted = figure.get("predicted_s")
+    if predicted is None:
+        return "–", "–"
+    return f"{1e3 * predicted:.0f}", f"{100 * (predicted / figure['seconds']['median'] - 1):+.0f} %"
 
 
 def _bytes(figure: Record) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import mpcomp
+from mpcomp.plan import Coding, measure_coding
 from recipes.bench import workers
 from recipes.decoder import decoder, equal_stages, token_batch, token_loss
 
@@ -137,6 +138,12 @@ class Part:
     def compute(self) -> dict[str, float]:
         """Seconds of the stage's forward and backward of a microbatch, the fastest of a few."""
         return _compute(self._job)
+
+    def coding(self, name: str) -> Coding:
+        """Seconds for which a variant of mpcomp's codes a microbatch."""
+        act, grad, _ = METHODS[name]
+        x = torch.randn(self._job.microbatch, self._job.context, self._job.width)
+        return measure_coding(act, grad, x, x.clone())[0]
 
 
 def _variants(job: Job) -> dict[str, Variant]:

@@ -33,7 +33,7 @@ from typing import Any, Final
 from tqdm import tqdm
 
 from recipes.bench.link_report import changes_of, plot_steps, summarise, table_of_changes, tables
-from recipes.bench.link_worker import REFERENCE, VARIANTS, Job, Part
+from recipes.bench.link_worker import METHODS, REFERENCE, VARIANTS, Job, Part
 from recipes.bench.workers import (
     Workers,
     bench_parser,
@@ -63,6 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     steps: list[dict[str, Any]] = []
     links: dict[str, Any] = {}
     compute: dict[str, list[dict[str, float]]] = {}
+    coding: dict[str, dict[str, list[float]]] = {}
     for num_stages in options.stages:
         with contextlib.ExitStack() as stack:
             hosts = choose_hosts(stack, num_stages, options)
@@ -70,8 +71,20 @@ def main(argv: Sequence[str] | None = None) -> None:
             workers = Workers(hosts, MODULE, options, _told(options))
             rates = options.rates if hosts.device != "lo" else [None]
             measured, compute[str(num_stages)] = _measure(workers, rates, options)
+            coding[str(num_stages)] = {
+                name: workers.ask_one(0, "coding", name=name)
+                for name in options.variants
+                if name in METHODS
+            }
             steps += measured
-    figures = summarise(steps, compute, chunks=options.chunks, num_cores=num_cores())
+    figures = summarise(
+        steps,
+        compute,
+        coding,
+        chunks=options.chunks,
+        num_cores=num_cores(),
+        latency_ms=options.latency_ms,
+    )
     changes = changes_of(steps)
     print(tables(figures), table_of_changes(changes), sep="\n\n")
     print("links:", json.dumps(links))
@@ -80,6 +93,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "machine": machine(),
         "links": links,
         "compute": compute,
+        "coding": coding,
         "figures": figures,
         "changes": changes,
         "steps": steps,

@@ -78,7 +78,12 @@ def shown(name, result):
         cores = result["machine"]["cores"]
         chunks = result["settings"]["chunks"]
         figures = link_report.summarise(
-            result["steps"], result["compute"], chunks=chunks, num_cores=cores
+            result["steps"],
+            result["compute"],
+            result.get("coding", {}),
+            chunks=chunks,
+            num_cores=cores,
+            latency_ms=result["settings"]["latency_ms"],
         )
         text = link_report.tables(result["figures"])
     elif name.startswith("slow_shards"):
