@@ -1,0 +1,326 @@
+"""A race to a loss: one small GPT, a block a stage, trained until its validation loss is reached.
+
+The rules are those of the Protocol NanoGPT benchmark: what counts is the number of steps until the
+loss on held-out text is at most a given one, and what each step sends. All entrants have the same
+text, order and rate, which is constant after its warm-up, so that an entrant which needs longer
+meets no schedule that has ended. The loss is read every few steps, with compression on and off, and
+the better of the two counts, as a user can have either. One reading is up to 0.03 nats off for no
+reason, so the mean of three is compared with the target, and interpolated between.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Final, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+import mpcomp
+from recipes.config import RunConfig, check_choice
+from recipes.decoder import decoder, equal_stages, token_loss
+from recipes.optimizers import make_optimizer
+from recipes.rivals.learned_basis import LearnedBasisDecoder
+from recipes.rivals.subspace import SubspaceDecoder
+from recipes.rivals.wire import NUMBER_BYTES
+from recipes.study import Line
+from recipes.text import load_text
+from recipes.tokens import TokenLoader, blocks_of, tokenizer_of
+
+#: Readings of the loss that are taken together.
+SMOOTHED: Final = 3
+#: Inputs and targets, both [batch, time].
+Batch: TypeAlias = tuple[Tensor, Tensor]
+
+
+class Size(NamedTuple):
+    """A decoder, and the batch of a step.
+
+    Attributes:
+        num_blocks: one to a stage.
+        width: of the residual stream.
+        num_heads: of attention.
+        vocab: tokens.
+        context: tokens of a sequence.
+        batch: sequences of a step.
+        chunks: microbatches of a step.
+    """
+
+    num_blocks: int
+    width: int
+    num_heads: int
+    vocab: int
+    context: int
+    batch: int
+    chunks: int
+
+    @property
+    def message_elements(self) -> int:
+        """Numbers of one microbatch that cross a cut, one way."""
+        return self.batch * self.context * self.width // self.chunks
+
+
+SIZES: Final[Mapping[str, Size]] = {
+    "small": Size(8, 128, 4, 1024, 128, 8, 2),
+    # Width, blocks, context and tokens of a step are that benchmark's.
+    "203M": Size(8, 1024, 8, 50304, 1024, 512, 64),
+}
+RIVALS: Final[Mapping[str, type[SubspaceDecoder | LearnedBasisDecoder]]] = {
+    "subspace": SubspaceDecoder,
+    "learned-basis": LearnedBasisDecoder,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RaceConfig(RunConfig):
+    """One entrant's race.
+
+    Raises:
+        ValueError: an option is out of range; the message names it, what is accepted, and the fix.
+    """
+
+    sample: ClassVar[str] = "sequence"
+    data_options: ClassVar[tuple[str, ...]] = ("data", "model")
+    at_least_1: ClassVar[tuple[str, ...]] = (
+        *(*RunConfig.at_least_1, "max_steps", "read_every", "eval_blocks"),
+    )
+
+    rival: str | None = None  # a name in RIVALS and its rank, as in subspace:20
+    model: str = "small"  # one of SIZES
+    split: str = "8"
+    epochs: int = 1
+    batch_size: int = SIZES["small"].batch
+    chunks: int = SIZES["small"].chunks
+    optimizer: str = "adamw"
+    lr: float = 2e-3
+    weight_decay: float = 0.0
+    clip: float | None = 1.0
+    precision: str = "fp32"
+    target: float  # loss in nats
+    max_steps: int
+    read_every: int = 25  # steps between two readings of the loss
+    eval_blocks: int = 32
+    rise: int = 50  # steps in which the rate rises
+
+    def __post_init__(self) -> None:
+        check_choice("model", self.model, tuple(SIZES))
+        super().__post_init__()
+
+    @property
+    def size(self) -> Size:
+        """Sizes of the model and of a step."""
+        return SIZES[self.model]
+
+
+class RaceText(NamedTuple):
+    """Text as batches: endless ones to train on, and those that the loss is read from."""
+
+    loader: TokenLoader
+    held_out: list[Batch]
+
+
+def load(config: RaceConfig) -> RaceText:
+    """The text of a race, in sequences of a token more than the context.
+
+    Raises:
+        ValueError: there is no such text.
+    """
+    size = config.size
+    text = load_text(config.data)
+    tokenizer = tokenizer_of(None, text.train, vocab_size=size.vocab)
+    train, held_out = (
+        blocks_of(articles, tokenizer, size.context + 1, keep_tail=False, limit=limit)
+        for articles, limit in ((text.train, None), (text.validation, config.eval_blocks))
+    )
+    shared = TokenLoader(blocks=held_out, batch_size=size.batch)
+    loader = TokenLoader(blocks=train, batch_size=size.batch)
+    return RaceText(loader, [_batch_of(one["input_ids"]) for one in shared])
+
+
+def _batch_of(tokens: Tensor) -> Batch:
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+class Entrant(ABC):
+    """A model in training, and the account of what its cuts carry.
+
+    Attributes:
+        module: whose parameters are trained.
+        act_bytes: that crossed all cuts forward so far, in training.
+        grad_bytes: and backward.
+    """
+
+    module: nn.Module
+    act_bytes: float
+    grad_bytes: float
+
+    @abstractmethod
+    def backward(self, x: Tensor, y: Tensor) -> None:
+        """Adds up the gradients of a step, and clips them to norm 1 or to what is configured."""
+
+    @abstractmethod
+    def losses(self, batches: Sequence[Batch]) -> dict[str, float]:
+        """The loss on held-out batches, with compression on and off where that can be."""
+
+    def after_step(self) -> None:  # noqa: B027  (most have nothing to do)
+        """When the optimizer has stepped."""
+
+
+class Piped(Entrant):
+    """The plain decoder in a pipeline of the library."""
+
+    def __init__(self, config: RaceConfig) -> None:
+        size = config.size
+        self._clip = config.clip
+        self.module = self._pipe = mpcomp.pipeline(
+            decoder(
+                num_blocks=size.num_blocks,
+                width=size.width,
+                num_heads=size.num_heads,
+                vocab=size.vocab,
+                context=size.context,
+                seed=config.seed,
+            ),
+            chunks=size.chunks,
+            split=equal_stages(size.num_blocks, size.num_blocks),
+            act_comp=config.act[0],
+            grad_comp=config.grad[0],
+            loss_fn=token_loss,
+            seed=config.seed,
+        )
+
+    def backward(self, x: Tensor, y: Tensor) -> None:
+        self._pipe.forward_backward(x, y)
+        if self._clip is not None:
+            mpcomp.clip_grad_norm_(self._pipe, self._clip)
+
+    def losses(self, batches: Sequence[Batch]) -> dict[str, float]:
+        self._pipe.eval()
+        found = {"on": float(self._pipe.evaluate(batches))}
+        with self._pipe.uncompressed():
+            found["off"] = float(self._pipe.evaluate(batches))
+        self._pipe.train()
+        return found
+
+    @property
+    def act_bytes(self) -> float:  # type: ignore[override]
+        return self._sent(0)
+
+    @property
+    def grad_bytes(self) -> float:  # type: ignore[override]
+        return self._sent(1)
+
+    def _sent(self, direction: int) -> float:
+        boundaries = self._pipe.boundaries
+        return float(sum(one.links[direction].meter.train.wire_bytes for one in boundaries))
+
+
+class Changed(Entrant):
+    """A rival, which changes the model."""
+
+    def __init__(self, config: RaceConfig) -> None:
+        assert config.rival is not None
+        size = config.size
+        name, rank = config.rival.split(":")
+        self._clip = config.clip
+        self.module = self._model = RIVALS[name](
+            num_blocks=size.num_blocks,
+            width=size.width,
+            rank=int(rank),
+            num_heads=size.num_heads,
+            vocab=size.vocab,
+            context=size.context,
+            seed=config.seed,
+        )
+        self.act_bytes = self.grad_bytes = 0.0
+
+    def backward(self, x: Tensor, y: Tensor) -> None:
+        token_loss(self._model(x), y).backward()  # type: ignore[no-untyped-call]
+        if self._clip is not None:
+            nn.utils.clip_grad_norm_(self._model.parameters(), self._clip)
+        num_cuts = len(self._model.blocks) - 1
+        sent = num_cuts * x.numel() * self._model.numbers_sent * NUMBER_BYTES
+        self.act_bytes += sent
+        self.grad_bytes += sent
+
+    @torch.no_grad()
+    def losses(self, batches: Sequence[Batch]) -> dict[str, float]:
+        return {"on": statistics.fmean(token_loss(self._model(x), y).item() for x, y in batches)}
+
+    def after_step(self) -> None:
+        self._model.after_step()
+
+
+def race(config: RaceConfig, text: RaceText) -> Line:
+    """Trains until the target is reached, or for the most steps.
+
+    Returns:
+        The line of a results file: ``steps`` to the target, None where it was not reached; the
+        readings; and bits that an element took, each way.
+    """
+    start = time.perf_counter()
+    entrant = Piped(config) if config.rival is None else Changed(config)
+    optimizer = make_optimizer(config, entrant.module.parameters())
+    rate = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1, (step + 1) / config.rise)
+    )
+    readings: list[dict[str, float]] = []
+    batches = _batches(text.loader, config.seed)
+    for step in tqdm(range(1, config.max_steps + 1), unit="step", leave=False, disable=None):
+        entrant.backward(*next(batches))
+        optimizer.step()
+        entrant.after_step()
+        rate.step()
+        optimizer.zero_grad()
+        if step % config.read_every == 0 or step == config.max_steps:
+            readings.append({"step": step, **entrant.losses(text.held_out)})
+            if smoothed(readings)[-1][1] <= config.target:
+                break
+    size = config.size
+    elements = step * (size.num_blocks - 1) * size.chunks * size.message_elements
+    return {
+        "steps": steps_to(config.target, readings),
+        "trained_steps": step,
+        "readings": readings,
+        "act_bits": 8 * entrant.act_bytes / elements,
+        "grad_bits": 8 * entrant.grad_bytes / elements,
+        "wire_bytes": entrant.act_bytes + entrant.grad_bytes,
+        "dense_bytes": 2 * 4 * elements,
+        "seconds": time.perf_counter() - start,
+        "rival": config.rival,
+        "act": config.act[0],
+        "grad": config.grad[0],
+    }
+
+
+def _batches(loader: TokenLoader, seed: int) -> Iterator[Batch]:
+    shuffled = TokenLoader(blocks=loader.blocks, batch_size=loader.batch_size, seed=seed)
+    for epoch in itertools.count():
+        for batch, _, _ in shuffled.epoch(epoch):
+            yield _batch_of(batch["input_ids"])
+
+
+def smoothed(readings: Sequence[Mapping[str, float]]) -> list[tuple[float, float]]:
+    """Steps and loss, on or off, whichever is less: means of up to `SMOOTHED` last readings."""
+    best = [min(reading["on"], reading.get("off", reading["on"])) for reading in readings]
+    return [
+        (reading["step"], statistics.fmean(best[max(0, i + 1 - SMOOTHED) : i + 1]))
+        for i, reading in enumerate(readings)
+    ]
+
+
+def steps_to(target: float, readings: Sequence[Mapping[str, float]]) -> float | None:
+    """Steps until the smoothed loss was at most ``target``; None if it never was."""
+    points = smoothed(readings)
+    if points and points[0][1] <= target:
+        return points[0][0]
+    for (before, high), (after, low) in itertools.pairwise(points):
+        if low <= target:
+            return before + (high - target) / (high - low) * (after - before)
+    return None

@@ -1,0 +1,137 @@
+"""The tables of `recipes.bench.time_to_loss`: steps, seconds, and their product."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from tabulate import tabulate
+
+from mpcomp.plan import Coding
+from recipes.bench.race import SIZES
+from recipes.bench.race_speed import Bits, Links, benchmark_step_s, step_s
+from recipes.study import Line
+from recipes.study_table import half_interval
+
+REFERENCE: Final = "bf16"
+#: Conditions of the first table, and of the second one.
+HEADLINES: Final = (Links(200, 50), Links(10, 20))
+RATES: Final = (10.0, 100.0, 200.0, 1000.0)
+LATENCIES_MS: Final = (0.0, 20.0, 50.0)
+
+LEGEND: Final = """\
+steps to the target, mean and interval of 95 % by t; bits an element of activations / gradients
+x: times less time to the target than bf16, seed by seed, on 8 hosts with such links (one way); \
+computing and coding as measured on one core
+benchmark's shape: the same steps, with the messages and the link rules of Protocol NanoGPT \
+(8 x 1024 wide, 64 microbatches of 8,192 tokens, 200 Mbit/s, 50 ms); computing hidden as there, \
+coding free or on one core of this machine"""
+
+
+def render(lines: Sequence[Line], speed: Mapping[str, Any] | None) -> str:
+    """The tables.
+
+    Args:
+        lines: of the results file.
+        speed: of `recipes.bench.race_speed.measure`; without it only steps are shown.
+    """
+    rows: dict[str, dict[int, Line]] = {}
+    for line in lines:
+        rows.setdefault(line["row"], {})[line["seed"]] = line
+    if speed is None:
+        return _steps(rows)
+    return "\n\n".join((_headlines(rows, speed), _grid(rows, speed), LEGEND))
+
+
+def _steps(rows: Mapping[str, Mapping[int, Line]]) -> str:
+    table = [(row, *_of_steps(list(runs.values()))) for row, runs in rows.items()]
+    return tabulate(table, ("row", "n", "steps", "bits"), disable_numparse=True)
+
+
+def _of_steps(runs: Sequence[Line]) -> tuple[str, str, str]:
+    """Runs that reached the target of all, their steps, and the bits of all."""
+    reached = [run["steps"] for run in runs if run.get("steps") is not None]
+    bits = _bits(runs)
+    most = max(run.get("trained_steps", 0) for run in runs)
+    steps = _interval(reached, ".0f") if reached else f"above {most}"
+    return f"{len(reached)}/{len(runs)}", steps, f"{bits.act:.2f} / {bits.grad:.2f}"
+
+
+def _bits(runs: Sequence[Line]) -> Bits:
+    counted = [run for run in runs if "act_bits" in run]
+    return Bits(
+        *(statistics.fmean(run[key] for run in counted) for key in ("act_bits", "grad_bits"))
+    )
+
+
+def _headlines(rows: Mapping[str, Mapping[int, Line]], speed: Mapping[str, Any]) -> str:
+    headers = ["row", "n", "steps", "bits"]
+    for links in HEADLINES:
+        headers += [f"s a step, {links}", "x"]
+    headers += ["s a step, benchmark's shape", "x", "coded on a core"]
+    table = []
+    for row, runs in rows.items():
+        cells = [row, *_of_steps(list(runs.values()))]
+        for links in HEADLINES:
+            seconds = _seconds(row, runs, links, speed)
+            base = _seconds(REFERENCE, rows[REFERENCE], links, speed)
+            cells += [f"{seconds:.3f}", _gain(rows, row, seconds, base)]
+        bits = _bits(list(runs.values()))
+        base = benchmark_step_s(_bits(list(rows[REFERENCE].values())), Coding())
+        of_element = _coding(row, speed).times(1 / SIZES["small"].message_elements)
+        free, coded = (benchmark_step_s(bits, each) for each in (Coding(), of_element))
+        cells += [f"{free:.1f}", _gain(rows, row, free, base), _gain(rows, row, coded, base)]
+        table.append(cells)
+    return tabulate(table, headers, disable_numparse=True)
+
+
+def _grid(rows: Mapping[str, Mapping[int, Line]], speed: Mapping[str, Any]) -> str:
+    conditions = [Links(rate, latency) for rate in RATES for latency in LATENCIES_MS]
+    table = []
+    for row, runs in rows.items():
+        cells = [row]
+        for links in conditions:
+            seconds = _seconds(row, runs, links, speed)
+            base = _seconds(REFERENCE, rows[REFERENCE], links, speed)
+            gains = _gains(rows, row, seconds, base)
+            cells.append(f"{statistics.fmean(gains):.2f}" if gains else "–")
+        table.append(cells)
+    headers = ("x", *(f"{each.mbps:g} / {each.latency_ms:g}" for each in conditions))
+    return f"Mbit/s / ms\n{tabulate(table, headers, disable_numparse=True)}"
+
+
+def _seconds(row: str, runs: Mapping[int, Line], links: Links, speed: Mapping[str, Any]) -> float:
+    bits = _bits(list(runs.values()))
+    return step_s(SIZES["small"], bits, links, speed["compute"], _coding(row, speed))
+
+
+def _coding(row: str, speed: Mapping[str, Any]) -> Coding:
+    """Of a microbatch; what a rival does at a cut is part of its stages, and of no account."""
+    return Coding(*speed["coding"].get(row, ()))
+
+
+def _gains(
+    rows: Mapping[str, Mapping[int, Line]], row: str, seconds: float, base_seconds: float
+) -> list[float]:
+    """Time to the target of the reference ÷ that of a row, of each seed in which both reached."""
+    base, own = rows[REFERENCE], rows[row]
+    return [
+        base[seed]["steps"] * base_seconds / (own[seed]["steps"] * seconds)
+        for seed in sorted(base.keys() & own.keys())
+        if base[seed].get("steps") is not None and own[seed].get("steps") is not None
+    ]
+
+
+def _gain(
+    rows: Mapping[str, Mapping[int, Line]], row: str, seconds: float, base_seconds: float
+) -> str:
+    gains = _gains(rows, row, seconds, base_seconds)
+    return _interval(gains, ".2f") if gains else "–"
+
+
+def _interval(values: Sequence[float], form: str) -> str:
+    mean = format(statistics.fmean(values), form)
+    if len(values) < 2:
+        return mean
+    return f"{mean} ± {half_interval(values, 95):{form}}"

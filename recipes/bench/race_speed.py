@@ -1,0 +1,140 @@
+"""Seconds a step of a race takes on given links: measured work, simulated messages.
+
+What a stage computes and what its messages take to code is measured on this machine, on one core
+and with nothing else running. The links are those of `mpcomp.plan`, so rates and latencies that are
+not here can be asked for. The bytes are those that the race itself has counted.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from mpcomp.plan import Coding, Compute, Messages, Network, measure_coding, predict
+from mpcomp.plan.network import PACKET_SHARE
+from recipes.bench.race import SIZES, Size
+from recipes.bench.workers import machine
+from recipes.decoder import decoder, equal_stages, token_batch, token_loss
+
+_REPEATS: Final = 9
+
+
+class Links(NamedTuple):
+    """Links between all neighbours: Mbit/s each way, and milliseconds one way."""
+
+    mbps: float
+    latency_ms: float
+
+    def __str__(self) -> str:
+        return f"{self.mbps:g} Mbit/s, {self.latency_ms:g} ms"
+
+
+class Bits(NamedTuple):
+    """Bits that an element of a cut took, each way."""
+
+    act: float
+    grad: float
+
+    def messages(self, size: Size) -> Messages:
+        """Of a microbatch of a model of some size."""
+        return Messages(*(each * size.message_elements / 8 for each in self))
+
+
+def measure(size: Size, methods: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
+    """Compute of every stage, and coding of every row, of one microbatch on one core.
+
+    Args:
+        size: of the decoder.
+        methods: of activations and gradients, by row.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        rows = size.batch // size.chunks
+        x = torch.randn(rows, size.context, size.width)
+        coding = {}
+        for row, (act, grad) in methods.items():
+            coding[row], _ = measure_coding(act, grad, x, x.clone(), repeats=_REPEATS)
+        return {"compute": _compute(size), "coding": coding, "machine": machine()}
+    finally:
+        torch.set_num_threads(before)
+
+
+def _compute(size: Size) -> list[list[float]]:
+    """Seconds of each stage's forward and backward, medians."""
+    model = decoder(
+        num_blocks=size.num_blocks,
+        width=size.width,
+        num_heads=size.num_heads,
+        vocab=size.vocab,
+        context=size.context,
+    )
+    blocks, stages = list(model), []
+    for count in equal_stages(size.num_blocks, size.num_blocks):
+        stages.append(torch.nn.Sequential(*blocks[:count]))
+        del blocks[:count]
+    rows = size.batch // size.chunks
+    tokens, targets = token_batch(batch=rows, context=size.context, vocab=size.vocab)
+    between = torch.randn(rows, size.context, size.width, requires_grad=True)
+    found = []
+    for i, stage in enumerate(stages):
+        times: list[tuple[float, float]] = []
+        for _ in range(_REPEATS):
+            begin = time.perf_counter()
+            out = stage(tokens if i == 0 else between)
+            if i == len(stages) - 1:
+                out = token_loss(out, targets)
+            middle = time.perf_counter()
+            out.backward(torch.ones_like(out))
+            times.append((middle - begin, time.perf_counter() - middle))
+        found.append([statistics.median(each) for each in zip(*times, strict=True)])
+    return found
+
+
+def step_s(
+    size: Size, bits: Bits, links: Links, compute: Sequence[Sequence[float]], coding: Coding
+) -> float:
+    """Seconds of a step with a stage on each host.
+
+    Args:
+        size: of the model and of a step.
+        bits: of an element.
+        links: between all neighbours.
+        compute: of each stage, forward and backward of a microbatch.
+        coding: of a microbatch at a cut.
+    """
+    return predict(
+        [Compute(*own) for own in compute],
+        coding,
+        bits.messages(size),
+        Network.alike(size.num_blocks, links.mbps, links.latency_ms / 1e3),
+        chunks=size.chunks,
+    ).step_s
+
+
+def benchmark_step_s(bits: Bits, coding: Coding) -> float:
+    """Seconds of a step of Protocol NanoGPT by its own rules: 200 Mbit/s, 50 ms a message.
+
+    Its latency occupies the wire, packets have no headers, and computing is hidden. That gives both
+    of its records within 1 %.
+
+    Args:
+        bits: of an element.
+        coding: of an element at a cut.
+    """
+    size = SIZES["203M"]
+    num_stages = size.num_blocks
+    sent = Messages(*(num_bytes * PACKET_SHARE for num_bytes in bits.messages(size)))
+    network = Network.alike(num_stages, 200.0, message_s=0.05)
+    return predict(
+        [Compute(0.0, 0.0)] * num_stages,
+        coding.times(size.message_elements),
+        sent,
+        network,
+        chunks=size.chunks,
+        in_flight=num_stages,
+    ).step_s

@@ -1,0 +1,98 @@
+"""The race: counts of steps, the account of bytes, and a table that multiplies the right things."""
+
+from __future__ import annotations
+
+import pytest
+
+from mpcomp.plan import Coding
+from recipes.bench import time_to_loss
+from recipes.bench.race import SIZES, RaceConfig, steps_to
+from recipes.bench.race_report import render
+from recipes.bench.race_speed import Bits, Links, benchmark_step_s, measure, step_s
+from recipes.run_folder import read_json_lines
+
+
+def readings(*losses: float) -> list[dict[str, float]]:
+    return [{"step": 10.0 * (i + 1), "on": loss, "off": loss + 1} for i, loss in enumerate(losses)]
+
+
+def test_steps_are_those_at_which_the_mean_of_three_readings_crosses() -> None:
+    falling = readings(6, 5, 4, 3, 2)  # means: 6, 5.5, 5, 4, 3
+    assert steps_to(4.25, falling) == pytest.approx(37.5)
+    assert steps_to(6.5, falling) == 10
+    assert steps_to(2.9, falling) is None
+    assert steps_to(2.9, []) is None
+
+
+def test_the_better_of_on_and_off_counts() -> None:
+    off = [{"step": 10.0, "on": 9.0, "off": 5.0}, {"step": 20.0, "on": 9.0, "off": 3.0}]
+    assert steps_to(4.5, off) == pytest.approx(15)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param("bf16", marks=pytest.mark.slow),
+        pytest.param("klt, step 0.2 / 1", marks=pytest.mark.slow),
+        "subspace, rank 5/32",
+    ],
+)
+def test_short_race(row: str, tmp_path, capsys) -> None:
+    speed = tmp_path / "speed.json"
+    arguments = ["--rows", row, "--seeds", "1", "--max-steps", "2", "--workers", "0"]
+    arguments += ["--out", str(tmp_path / "race.jsonl"), "--speed", str(speed)]
+    time_to_loss.main(arguments)
+    out = capsys.readouterr().out
+    assert row in out
+    assert "above 2" in out
+    (line,) = read_json_lines(tmp_path / "race.jsonl")
+    assert line["steps"] is None
+    assert line["trained_steps"] == 2
+    expected = {"bf16": (16.0, 16.1), "subspace, rank 5/32": (2.5, 2.5)}.get(row, (1.0, 8.0))
+    for key in ("act_bits", "grad_bits"):
+        assert expected[0] <= line[key] <= expected[1]
+    assert ("off" in line["readings"][-1]) == (line["rival"] is None)
+
+
+def test_seconds_of_a_step() -> None:
+    size = SIZES["small"]
+    compute, bits = [(0.01, 0.02)] * 8, Bits(16, 16)
+    dense = step_s(size, bits, Links(10, 20), compute, Coding())
+    assert step_s(size, Bits(2, 2), Links(10, 20), compute, Coding()) < dense
+    assert step_s(size, bits, Links(10, 20), compute, Coding(0.1, 0.1, 0.1, 0.1)) > dense
+    assert benchmark_step_s(Bits(16, 16), Coding()) == pytest.approx(100.475, rel=0.01)
+
+
+def test_measured_speed() -> None:
+    size = SIZES["small"]._replace(batch=1, chunks=1, context=8)
+    found = measure(size, {"bf16": ("bf16", "bf16")})
+    assert len(found["compute"]) == 8
+    assert all(forward > 0 and backward > 0 for forward, backward in found["compute"])
+    assert all(seconds > 0 for seconds in found["coding"]["bf16"])
+
+
+def line(row: str, seed: int, steps: float | None, bits: float) -> dict[str, object]:
+    counted = {"act_bits": bits, "grad_bits": bits, "trained_steps": 900}
+    return {"row": row, "seed": seed, "steps": steps, **counted}
+
+
+def test_table_multiplies_steps_and_seconds() -> None:
+    lines = [line("bf16", seed, 100.0, 16) for seed in range(3)]
+    lines += [line("half", seed, 200.0, 8) for seed in range(3)]
+    lines += [line("never", seed, None, 1) for seed in range(3)]
+    speed = {"compute": [[0.0, 0.0]] * 8, "coding": {}}
+    text = render(lines, speed)
+    base = benchmark_step_s(Bits(16, 16), Coding())
+    gain = 100 * base / (200 * benchmark_step_s(Bits(8, 8), Coding()))
+    (half,) = [row for row in text.splitlines() if row.startswith("half") and "3/3" in row]
+    assert f"{gain:.2f} ± 0.00" in half
+    (never,) = [row for row in text.splitlines() if row.startswith("never") and "0/3" in row]
+    assert "above 900" in never
+
+
+def test_bad_options(capsys) -> None:
+    with pytest.raises(ValueError, match="model is 'tiny'"):
+        RaceConfig(data="python-docs", model="tiny", target=4.0, max_steps=1)
+    with pytest.raises(SystemExit):
+        time_to_loss.main(["--rows", "nothing"])
+    assert "nothing" in capsys.readouterr().err
