@@ -3,12 +3,13 @@
     python -m recipes.rate_quality docs/results/smollm2_inference.jsonl --plot inference.png
     python -m recipes.rate_quality docs/results/cifar10_study.jsonl --dense-bits 16
 
-Reads results files of `recipes.lm_inference`, `recipes.cifar10_study`, `recipes.gpt2_study` or
-`recipes.wikitext_study`, and those of fine-tuning that have the bytes of each epoch; each is held
-to its own uncompressed runs. The rate is the mean over all cuts and both directions that were used
-(and all epochs), an element of bf16 has 16 bits. The cost is what the method's runs lose, seed by
-seed, against the uncompressed ones with compression on: per cent of perplexity, or points of
-accuracy. A method is on the *front* if none other has fewer bits at a smaller or equal cost.
+Reads the results file of `recipes.lm_inference`, `recipes.cifar10_study`, `recipes.gpt2_study` or
+`recipes.wikitext_study`, and those of fine-tuning that have the bytes of each epoch, with LoRA or
+without. The rate is the mean over all cuts, epochs and both directions that were used, an element
+of bf16 has 16 bits. The cost is what the method's runs lose, seed by seed, against the uncompressed
+ones with compression on (LoRA's against LoRA's): per cent of perplexity, or points of accuracy. A
+method is on the *front* if none other held to the same runs has fewer bits at a smaller or equal
+cost.
 """
 
 from __future__ import annotations
