@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from typing import Final
 
 from recipes.cifar10 import load_data, run
-from recipes.cut_grid import Row, chosen_options, grid_parser, order_of_runs, shared_settings
+from recipes.cut_grid import Row, chosen_options, grid_parser, run_grid
 from recipes.image_config import MODELS, ImageConfig
 from recipes.metric import ACCURACY
 from recipes.ranks import Ranks
-from recipes.study import Line, Runs, Study, data_of, run_study
+from recipes.study import Line, data_of
 from recipes.study_table import Claim, Column, Results, Table, render
 
 # Quantization fwA-bwB: A bits forward, B bits backward. As in the paper, methods with memory start
@@ -57,15 +57,13 @@ NEAR_POINTS: Final = 1.0
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs what is missing, then prints the table; `--table` prints only."""
-    study = Study(
+    run_grid(
+        argv,
         parse=parse_args,
-        runs=runs,
+        configuration=configuration,
         train=train,
-        settings=shared_settings,
-        same_settings=True,
         render=lambda lines: render(Results.of(lines, order=list(ROWS)), TABLE),
     )
-    run_study(study, argv)
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -86,12 +84,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--train-limit", type=int, help="images; default: all")
     add("--test-limit", type=int, help="images; default: all")
     return parser.parse_args(argv)
-
-
-def runs(options: argparse.Namespace, num_processes: int) -> Runs[ImageConfig]:
-    """All rows of a seed before the next."""
-    order = order_of_runs(options.rows, (), options.seeds)
-    return {(row, seed): configuration(options, row, seed) for row, seed in order}
 
 
 def configuration(options: argparse.Namespace, row: str, seed: int) -> ImageConfig:

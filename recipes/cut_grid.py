@@ -1,18 +1,19 @@
 """A grid of methods at the cuts of a pipeline, which a study trains seed by seed.
 
 `recipes.cifar10_study`, `recipes.wikitext_study`, `recipes.gpt2_study` and `recipes.sorting_study`
-have the rows.
+have the rows, what else differs between models and data, and the tables.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from recipes.config import RunConfig
-from recipes.study import Line, given, study_parser
+from recipes.config import AnyConfig, RunConfig
+from recipes.ranks import Ranks
+from recipes.study import Line, Runs, Study, given, run_study, study_parser
 
 # What may differ between the runs of one results file: the row and the seed, and what does not
 # change what is trained; and what only several processes have.
@@ -83,3 +84,32 @@ def order_of_runs(
     early = [row for row in rows if row in first]
     late = [row for row in rows if row not in first]
     return [(row, seed) for part in (early, late) for seed in range(num_seeds) for row in part]
+
+
+def run_grid(
+    argv: Sequence[str] | None,
+    *,
+    parse: Callable[[Sequence[str] | None], argparse.Namespace],
+    configuration: Callable[[argparse.Namespace, str, int], AnyConfig],
+    first: Sequence[str] = (),
+    train: Callable[[AnyConfig, Line, Ranks], Line],
+    settings: Callable[[AnyConfig, argparse.Namespace], Line] = shared_settings,
+    render: Callable[[Sequence[Line]], str],
+) -> None:
+    """Runs what is missing of a grid, then prints the tables; `--table` prints only.
+
+    Args:
+        configuration: of a row and seed.
+        first: rows that the findings rest on; see `order_of_runs`.
+
+    Other arguments as for `Study`, in which all runs of one results file share settings.
+    """
+
+    def runs(options: argparse.Namespace, num_processes: int) -> Runs[AnyConfig]:
+        order = order_of_runs(options.rows, first, options.seeds)
+        return {(row, seed): configuration(options, row, seed) for row, seed in order}
+
+    study = Study(
+        parse=parse, runs=runs, train=train, settings=settings, same_settings=True, render=render
+    )
+    run_study(study, argv)

@@ -16,11 +16,11 @@ import statistics
 from collections.abc import Sequence
 from typing import Final
 
-from recipes.cut_grid import Row, chosen_options, grid_parser, order_of_runs, shared_settings
+from recipes.cut_grid import Row, chosen_options, grid_parser, run_grid
 from recipes.metric import PERPLEXITY
 from recipes.ranks import Ranks
 from recipes.rate_quality import UNCOMPRESSED, points_of, table
-from recipes.study import Line, Runs, Study, data_of, run_study
+from recipes.study import Line, data_of
 from recipes.text_config import TextConfig
 from recipes.wikitext import load_data
 from recipes.wikitext_study import StudyTrainer, outcome_of
@@ -44,32 +44,18 @@ ROWS: Final[dict[str, Row]] = {
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs what is missing, then prints the table; `--table` prints only."""
-    study = Study(
-        parse=parse_args,
-        runs=runs,
-        train=train,
-        settings=shared_settings,
-        same_settings=True,
-        render=render,
-    )
-    run_study(study, argv)
+    run_grid(argv, parse=parse_args, configuration=configuration, train=train, render=render)
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of the study."""
     parser = grid_parser("gpt2_study", __doc__, ROWS)
-    parser.set_defaults(epochs=3, batch_size=8, chunks=4, lr=1e-3, workers=2, threads=1)
+    parser.set_defaults(epochs=3, batch_size=8, chunks=4, lr=1e-3, workers=2)
     parser.add_argument("--data", default="python-docs", help="folder, text file or python-docs")
     options = parser.parse_args(argv)
     if UNCOMPRESSED not in options.rows:
         parser.error(f"--rows without {UNCOMPRESSED}, which is what the others are held to")
     return options
-
-
-def runs(options: argparse.Namespace, num_processes: int) -> Runs[TextConfig]:
-    """All rows of a seed before the next."""
-    order = order_of_runs(options.rows, (), options.seeds)
-    return {(row, seed): configuration(options, row, seed) for row, seed in order}
 
 
 def configuration(options: argparse.Namespace, row: str, seed: int) -> TextConfig:

@@ -22,10 +22,10 @@ import torch
 from tabulate import tabulate
 
 from recipes.config import seeded
-from recipes.cut_grid import Row, chosen_options, grid_parser, order_of_runs, shared_settings
+from recipes.cut_grid import Row, chosen_options, grid_parser, run_grid, shared_settings
 from recipes.metric import Metric
 from recipes.ranks import Ranks
-from recipes.study import Line, Runs, Study, run_study
+from recipes.study import Line
 from recipes.study_runs import reached
 from recipes.study_table import Results, Run, spread
 from recipes.text_config import TextConfig
@@ -60,15 +60,14 @@ SEPARATOR: Final = "="
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs what is missing, then prints the table; `--table` prints only."""
-    study = Study(
+    run_grid(
+        argv,
         parse=parse_args,
-        runs=runs,
+        configuration=configuration,
         train=train,
         settings=settings,
-        same_settings=True,
         render=render,
     )
-    run_study(study, argv)
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -81,12 +80,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--train-lines", type=int, default=4_096, help="(default %(default)s)")
     add("--eval-lines", type=int, default=512, help="(default %(default)s)")
     return parser.parse_args(argv)
-
-
-def runs(options: argparse.Namespace, num_processes: int) -> Runs[TextConfig]:
-    """All rows of a seed before the next."""
-    order = order_of_runs(options.rows, (), options.seeds)
-    return {(row, seed): configuration(options, row, seed) for row, seed in order}
 
 
 def configuration(options: argparse.Namespace, row: str, seed: int) -> TextConfig:

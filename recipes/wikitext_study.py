@@ -24,9 +24,9 @@ from typing import Any, Final
 
 import torch
 
-from recipes.cut_grid import Row, chosen_options, grid_parser, order_of_runs, shared_settings
+from recipes.cut_grid import Row, chosen_options, grid_parser, run_grid, shared_settings
 from recipes.ranks import Ranks
-from recipes.study import Line, Runs, Study, data_of, run_study
+from recipes.study import Line, data_of
 from recipes.study_table import Results, render
 from recipes.summary import History
 from recipes.text_config import TextConfig
@@ -84,15 +84,15 @@ COUNTS: Final = ("cut_bytes", "cut_dense_bytes", "tie_bytes", "tie_dense_bytes")
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs what is missing, then prints the tables; `--table` prints only."""
-    study = Study(
+    run_grid(
+        argv,
         parse=parse_args,
-        runs=runs,
+        configuration=configuration,
+        first=FIRST,
         train=train,
         settings=settings,
-        same_settings=True,
         render=lambda lines: render(Results.of(lines, order=list(ROWS)), TABLE),
     )
-    run_study(study, argv)
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -110,12 +110,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--lr-warmup-steps", type=int, default=0, help="in which the learning rate rises")
     add("--split", default=TextConfig.split, help="paper, a number of stages, or block counts")
     return parser.parse_args(argv)
-
-
-def runs(options: argparse.Namespace, num_processes: int) -> Runs[TextConfig]:
-    """Rows that the findings rest on, then all rows of a seed before the next."""
-    order = order_of_runs(options.rows, FIRST, options.seeds)
-    return {(row, seed): configuration(options, row, seed) for row, seed in order}
 
 
 def configuration(options: argparse.Namespace, row: str, seed: int) -> TextConfig:
