@@ -232,7 +232,7 @@ def table_of_changes(changes: Sequence[Record]) -> str:
         for row in changes
     ]
     cuts = [f"cut {i}" for i in range(max(len(row["changes"]) for row in changes))]
-    title = "activations, change from one step to the next, median, % of their energy"
+    title = "change from one step to the next (last microbatch, median), % of activations' energy"
     return f"{title}\n{tabulate(rows, ('stages', 'variant', *cuts), disable_numparse=True)}"
 
 
