@@ -115,7 +115,7 @@ class ImageTrainer(Trainer[ImageConfig]):
         self.cut(_model(config, dataset.num_classes), len(train_loader), loss_fn=self.loss)
         self.train_loader, self.test_loader = train_loader.of(self.pipe), test_loader.of(self.pipe)
         self.optimizer = make_optimizer(config, self.pipe.parameters(), decay_all=True)
-        self.pipe.follow_lr(self.optimizer)
+        self.pipe.follow(self.optimizer)
         schedules = torch.optim.lr_scheduler
         self.scheduler = (
             schedules.LambdaLR(self.optimizer, self._rate)

@@ -184,7 +184,7 @@ class TextTrainer(Trainer[TextConfig]):
         next(iter(held_out))  # refuses here what replicas cannot share
         self.eval_loader = held_out.of(self.pipe)
         self.optimizer = make_optimizer(config, self.pipe.parameters())
-        self.pipe.follow_lr(self.optimizer)
+        self.pipe.follow(self.optimizer)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._rate)
 
     def batches(self, epoch: int) -> Iterator[Batch]:

@@ -574,8 +574,10 @@ class Pipeline(OriginalNames):
 
     # -- persistence --------------------------------------------------------------------------
 
-    def follow_lr(self, optimizer: torch.optim.Optimizer) -> None:
-        """Lets methods with ``lr_scaled=True`` follow this optimizer's (first group's) rate.
+    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Names the optimizer that steps by the gradients, for the methods that must know it.
+
+        Those with ``lr_scaled=True`` follow its (first group's) rate.
 
         Raises:
             ValueError: the optimizer has momentum, and so has the method between replicas.

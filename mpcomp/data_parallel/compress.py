@@ -97,7 +97,7 @@ def compress_gradients(
             or Inf on any replica gives NaN on all, which it skips, and leaves no trace here.
 
     Returns:
-        A handle with `report`, `history`, `state_dict` and `follow_lr`; of FSDP2 also
+        A handle with `report`, `history`, `state_dict` and `follow`; of FSDP2 also
         ``uncompressed()``, a context in which nothing is compressed.
 
     Raises:

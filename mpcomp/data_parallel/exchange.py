@@ -133,7 +133,7 @@ class Exchange:
         if self.method.lr_scaled and not lr:
             raise ValueError(
                 f"{self.method} keeps its state in units of the learning rate: tell it the "
-                "optimizer with follow_lr(optimizer), whose rate must be above 0"
+                "optimizer with follow(optimizer), whose rate must be above 0"
             )
 
     def check_finite(self, step: int, *, scaled: bool) -> None:

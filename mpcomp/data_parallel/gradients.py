@@ -37,8 +37,8 @@ class CompressedGradients:
         lr = float(self._lr_of.param_groups[0]["lr"]) if self._lr_of is not None else None
         self.exchange.begin(loss_scale=scale, lr=lr, compress=compress)
 
-    def follow_lr(self, optimizer: torch.optim.Optimizer) -> None:
-        """Lets methods follow this optimizer's (first group's) learning rate.
+    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Names the optimizer that steps by the results, whose (first group's) rate methods follow.
 
         Raises:
             ValueError: the optimizer has momentum, and so has the method.

@@ -31,7 +31,7 @@ class ErrorFeedback(ErrorMemory, Feedback):
         location: "device", "cpu", or a folder for files.
         lr_scaled: keep the residual in units of learning rate times gradient, as the theory does,
             so that it follows a change of the learning rate (gradients only; the pipeline must
-            know it: ``pipe.follow_lr(optimizer)``).
+            know it: ``pipe.follow(optimizer)``).
         eval: "compressed" or "raw".
 
     Raises:

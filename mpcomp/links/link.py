@@ -448,7 +448,7 @@ class Link:
             if not step.lr:
                 raise ValueError(
                     f"{self.method} keeps its residual in units of the learning rate, which this "
-                    f"pipeline does not know (lr={step.lr}): call pipe.follow_lr(optimizer)"
+                    f"pipeline does not know (lr={step.lr}): call pipe.follow(optimizer)"
                 )
             unit /= step.lr
         return MessageContext(

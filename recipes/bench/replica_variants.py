@@ -225,7 +225,7 @@ def _mpcomp_variant(
     time_by(method, watch)
     optimizer = _sgd(ddp, job, momentum=momentum_beside(method, job.momentum))
     handle = mpcomp.compress_gradients(ddp, method, network=network, seed=seed)
-    handle.follow_lr(optimizer)
+    handle.follow(optimizer)
     return Variant(ddp, optimizer, batches, handle.report, watch)
 
 

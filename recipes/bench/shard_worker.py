@@ -150,7 +150,7 @@ def open_variant(
             handle = made
     optimizer = torch.optim.AdamW(model.parameters(), lr=job.lr)
     if handle is not None:
-        handle.follow_lr(optimizer)
+        handle.follow(optimizer)
         report, exact = _reporting(handle), handle.uncompressed
     return ShardVariant(
         model, optimizer, batches, report, loss=token_loss, totals=TOTALS, exact=exact

@@ -321,13 +321,13 @@ def test_a_learning_rate_that_is_not_known_changes_nothing(lr):
     """Found before the step, not in the middle of its backward."""
     watch = Watch(grad_comp=[None, "ef:lr_scaled=true+topk:0.3"])
     optimizer = torch.optim.SGD(watch.pipe.parameters(), lr=0.1)
-    watch.pipe.follow_lr(optimizer)
+    watch.pipe.follow(optimizer)
     watch.warm()
     if lr is None:
-        watch.pipe.follow_lr(None)
+        watch.pipe.follow(None)
     else:
         optimizer.param_groups[0]["lr"] = lr
-    with pytest.raises(ValueError, match=r"call pipe.follow_lr\(optimizer\)"):
+    with pytest.raises(ValueError, match=r"call pipe.follow\(optimizer\)"):
         watch.pipe.forward_backward(*images(4, 9))
     watch.assert_untouched()
 

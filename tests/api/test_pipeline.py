@@ -552,13 +552,13 @@ def test_aqsgd_with_augmentation_seeds_and_batch_indices():
     assert batches.boundaries[0].act.meter.train.ratio < 1
 
 
-def test_follow_lr_rescales_the_residual():
+def test_following_rescales_the_residual():
     """lr_scaled through the pipeline: after a change of the rate, other gradients than without."""
 
     def run(lr_scaled, rates):
         pipe = pipe_of(grad_comp=ErrorFeedback(TopK(0.2), lr_scaled=lr_scaled), chunks=1)
         optimizer = torch.optim.SGD(pipe.parameters(), lr=rates[0])
-        pipe.follow_lr(optimizer)
+        pipe.follow(optimizer)
         grads = []
         for step, lr in enumerate(rates):
             optimizer.param_groups[0]["lr"] = lr

@@ -160,7 +160,7 @@ def test_lr_scaled_residuals_go_on(tmp_path):
     def parts():
         pipe = pipe_of(grad_comp="ef:lr_scaled=true+topk:0.3")
         optimizer = sgd(pipe)
-        pipe.follow_lr(optimizer)
+        pipe.follow(optimizer)
         return pipe, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.3)
 
     one = parts()

@@ -151,7 +151,7 @@ class Training:
         self.handle: CompressedGradients | None = None
         if run.spec is not None:
             self.handle = mpcomp.compress_gradients(self.ddp, run.spec, network=run.network)
-            self.handle.follow_lr(self.optimizer)
+            self.handle.follow(self.optimizer)
             add = self.handle.exchange.add
 
             def noted(gradients: Any) -> None:

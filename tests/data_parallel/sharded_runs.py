@@ -128,7 +128,7 @@ class Training:
         trained = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=0.01)
         if self.handle is not None and "momentum" not in str(run.spec):
-            self.handle.follow_lr(self.optimizer)
+            self.handle.follow(self.optimizer)
 
     def loss(self, step: int, part: int = 0) -> Tensor:
         """On random rows of this rank, which one rule labels."""

@@ -143,7 +143,7 @@ def late() -> list[str]:
 def test_what_is_refused_in_backward(ranks):
     for divide, lr in ranks(late, 2):
         assert "leave set_gradient_divide_factor out" in divide
-        assert "follow_lr(optimizer)" in lr
+        assert "follow(optimizer)" in lr
 
 
 def looked_at_first() -> bool:

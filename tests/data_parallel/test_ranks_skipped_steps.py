@@ -92,7 +92,7 @@ def scaled(specs: list[str], scales: list[float | None]) -> list[Any]:
         scaler = torch.amp.GradScaler("cpu", init_scale=1.0) if scales[0] else None
         handle = mpcomp.compress_gradients(ddp, spec, network=NETWORK, scaler=scaler)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-        handle.follow_lr(optimizer)
+        handle.follow(optimizer)
         helper = Training.__new__(Training)
         helper.run, helper.ddp = Run(spec), ddp
         losses = []
@@ -193,7 +193,7 @@ def not_followed(lr: float | None) -> str:
     ddp = DistributedDataParallel(nn.Linear(16, 16))
     handle = mpcomp.compress_gradients(ddp, "ef:lr_scaled=true+topk:0.1", network=NETWORK)
     if lr is not None:
-        handle.follow_lr(torch.optim.SGD(ddp.parameters(), lr=lr))
+        handle.follow(torch.optim.SGD(ddp.parameters(), lr=lr))
     ddp(torch.randn(2, 16)).sum().backward()
     return "done"
 
@@ -201,4 +201,4 @@ def not_followed(lr: float | None) -> str:
 @pytest.mark.parametrize("lr", [None, 0.0])
 def test_a_rate_that_is_not_known(ranks, lr):
     for kind, said in ranks(not_followed, 2, lr, may_fail=True):
-        assert kind in ("ValueError", "RuntimeError") and "follow_lr(optimizer)" in said
+        assert kind in ("ValueError", "RuntimeError") and "follow(optimizer)" in said

@@ -545,7 +545,7 @@ def followed():
         train(pipe, 1, optimizer)
     except ValueError as error:
         message = str(error)
-    pipe.follow_lr(optimizer)
+    pipe.follow(optimizer)
     for step in range(3):
         optimizer.param_groups[0]["lr"] = 0.1 / 2**step
         train(pipe, 1, optimizer, first=step)
@@ -555,7 +555,7 @@ def followed():
 def test_methods_follow_the_learning_rate(ranks):
     results = ranks(followed, 4)
     for message, state, memories in results:
-        assert "tell it the optimizer with follow_lr(optimizer)" in message
+        assert "tell it the optimizer with follow(optimizer)" in message
         assert_same_tensors(state, results[0][1])
         assert memories
 

@@ -537,7 +537,7 @@ def _replica_steps(model: Any, handle: Any, scaler: Any, listening: Any) -> None
     from golden_parts import SCRIPT
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
-    handle.follow_lr(optimizer)
+    handle.follow(optimizer)
     with listening(SCRIPT.tape):
         for number in range(6):
             SCRIPT.step = SCRIPT.tape.call = number

@@ -192,7 +192,7 @@ class GoingWithDDP:
         network = mpcomp.ReplicaNetwork(smallest=64)
         self.handle = mpcomp.compress_gradients(self.model, case.method, network=network, seed=5)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.125)
-        self.handle.follow_lr(self.optimizer)
+        self.handle.follow(self.optimizer)
 
     def save(self, folder: Path) -> None:
         from safetensors.torch import save_file

@@ -379,7 +379,7 @@ def test_lr_scaled_residuals_follow_the_rate():
 @pytest.mark.parametrize("lr", [None, 0.0])
 def test_lr_scaled_needs_the_rate(lr):
     link = link_of(ErrorFeedback(TopK(0.1), lr_scaled=True), "grad")
-    with pytest.raises(ValueError, match=rf"lr={lr}.*call pipe.follow_lr\(optimizer\)"):
+    with pytest.raises(ValueError, match=rf"lr={lr}.*call pipe.follow\(optimizer\)"):
         link.encode(torch.randn(SHAPE), step_of(lr=lr), 0)
     assert carry(link, torch.randn(SHAPE), step_of(train=False)).isfinite().all()
 
