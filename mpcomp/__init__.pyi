@@ -36,6 +36,7 @@ from .data_parallel.compress import compress_gradients as compress_gradients
 from .data_parallel.dgc import DGC as DGC
 from .data_parallel.dgc import RedSync as RedSync
 from .data_parallel.gravac import GraVAC as GraVAC
+from .data_parallel.local_sgd import LocalSGD as LocalSGD
 from .data_parallel.network import ReplicaNetwork as ReplicaNetwork
 from .data_parallel.onebit import OneBit as OneBit
 from .data_parallel.powersgd import PowerSGD as PowerSGD

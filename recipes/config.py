@@ -222,7 +222,7 @@ class RunConfig:
     @property
     def replica_momentum(self) -> float:
         """The momentum of a method that has it on each replica; 0 of others."""
-        return float(getattr(replica_method_of(self.dp_comp), "momentum", 0.0))
+        return replica_method_of(self.dp_comp).own_momentum
 
     @property
     def optimizer_decay(self) -> float:

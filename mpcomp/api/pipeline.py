@@ -170,6 +170,8 @@ class Pipeline(OriginalNames):
     def gather_scalars(self, values: Mapping[str, Tensor]) -> Tensor:
         """One number for a parameter, from all ranks of a replica, in the model's order: [n].
 
+        Replicas are given the mean of theirs, unless they train apart from each other.
+
         Args:
             values: 0-d tensors by the names of this rank's parameters; some may be left out.
         """
@@ -181,11 +183,15 @@ class Pipeline(OriginalNames):
             return torch.stack([value.to(self.mesh.device) for value in found])
         own = [values[name].item() if name in values else 0.0 for name in names]
         there = [float(name in values) for name in names]
-        sums = self.mesh.all_reduce_sum([*own, *there])
-        replicas = self.mesh.num_replicas
+        apart = self.exchange is not None and self.exchange.method.rhythm is not None
+        places, place = (self.num_replicas, self.replica) if apart else (1, 0)
+        mine = slice(place * len(names), (place + 1) * len(names))
+        placed = [0.0] * (places * len(names))
+        placed[mine] = own
+        sums = self.mesh.all_reduce_sum([*placed, *there])
         kept = [
-            total / replicas
-            for total, count in zip(sums[: len(names)], sums[len(names) :], strict=True)
+            total / (self.num_replicas // places)
+            for total, count in zip(sums[mine], sums[len(placed) :], strict=True)
             if count
         ]
         dtype = next((value.dtype for value in values.values()), torch.float32)
@@ -583,7 +589,7 @@ class Pipeline(OriginalNames):
             ValueError: the optimizer has momentum, and so has the method between replicas.
         """
         if self.exchange is not None:
-            self.exchange.method.check_optimizer(optimizer)
+            self.exchange.follow(optimizer)
         self._lr_of = optimizer
 
     def save(

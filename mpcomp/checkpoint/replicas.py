@@ -7,6 +7,7 @@ mean over those that were saved::
 
     residual, momentum, sum      the mean: an update is one too, so nothing is lost or counted twice
     of a piece (two phases)      one for all, so it is added to what every replica has
+    anchor, outer velocity       as they are: all replicas have the same
     EF21                         every replica's own estimate becomes their common mean, less what
                                  the second phase still owes: that is what it was
 """
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from mpcomp.checkpoint.files import Part, Saved
 from mpcomp.checkpoint.run_state import RunState
+from mpcomp.feedback.anchor import ANCHOR, OUTER_VELOCITY
 
 __all__ = [
     "check_replicas",
@@ -33,6 +35,8 @@ __all__ = [
 _PREFIX = "replicas."
 #: What is left of a mean that one replica formed for all belongs to these fields of its own.
 _OWED = ("residual", "sum")
+#: The same on all replicas, as they follow from means alone.
+_ALIKE = ("mean", ANCHOR, OUTER_VELOCITY)
 #: An error that is kept compressed. The mean of sketches of the same kind is that of the mean.
 _COMPRESSED = ("error", "second_error")
 
@@ -174,8 +178,8 @@ def _averaged(replicas: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
                 owed[name] = torch.cat(values)  # pieces, in the order of replicas
         elif ":" in field:
             continue  # bits that stand for another field
-        elif kind == "factor" or field == "mean":
-            result[key] = values[0]  # the same on all
+        elif kind == "factor" or field in _ALIKE:
+            result[key] = values[0]
         else:
             result[key] = torch.stack(values).mean(dim=0)
     for name, value in owed.items():

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mpcomp.comm.mesh import ProcessMesh
 from mpcomp.core.step import Step
 from mpcomp.data_parallel.exchange import Exchange
-from mpcomp.data_parallel.replica_sync import ReplicaSync, check_unchanged, parameter_ids
+from mpcomp.data_parallel.groups import in_groups
+from mpcomp.data_parallel.replica_sync import (
+    ReplicaSync,
+    check_unchanged,
+    parameter_ids,
+    trained_in,
+)
 
-__all__ = ["GROUP_BYTES", "CompressedAverage"]
-
-#: Gradients are exchanged in groups of about so many bytes, one on its way while the next is
-#: encoded.
-GROUP_BYTES = 25_000_000
+__all__ = ["CompressedAverage"]
 
 
 class CompressedAverage(ReplicaSync):
@@ -30,8 +31,7 @@ class CompressedAverage(ReplicaSync):
         stages: of this rank.
         mesh: the connected ranks.
         exchange: of their parameters.
-        tied: names of parameters that another rank may have a copy of. Each goes by itself, so that
-            no figure of it depends on what else a rank has.
+        tied: names of parameters that another rank may have a copy of.
     """
 
     def __init__(
@@ -55,26 +55,12 @@ class CompressedAverage(ReplicaSync):
         exchange = self.exchange
         assert exchange is not None
         exchange.begin(loss_scale=step.loss_scale, lr=step.lr, compress=step.compress_dp)
-        group: dict[str, Any] = {}
-        num_bytes = 0
-        for name, parameter in self._trained():
-            if parameter.grad is None:  # it may have one on other replicas
-                parameter.grad = torch.zeros_like(parameter)
-            if name in self._tied:
-                exchange.add({name: parameter.grad})
-                continue
-            group[name] = parameter.grad
-            num_bytes += parameter.grad.nbytes
-            if num_bytes >= GROUP_BYTES:
-                exchange.add(group)
-                group, num_bytes = {}, 0
-        exchange.add(group)
+        for group in in_groups(self._gradients(), alone=self._tied):
+            exchange.add(group)
         exchange.finish()
 
-    def _trained(self) -> list[tuple[str, nn.Parameter]]:
-        return [
-            (name, parameter)
-            for stage in self._stages
-            for name, parameter in stage.named_parameters()
-            if parameter.requires_grad
-        ]
+    def _gradients(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in trained_in(self._stages).items():
+            if parameter.grad is None:  # it may have one on other replicas
+                parameter.grad = torch.zeros_like(parameter)
+            yield name, parameter.grad

@@ -25,6 +25,7 @@ from mpcomp.compressors import Compressor
 from mpcomp.compressors.coding import Coding, Encoded
 from mpcomp.core.spec import SpecValue
 from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.data_parallel.rhythm import Rhythm
 from mpcomp.feedback.kept import Draw
 from mpcomp.feedback.memory import Memory
 
@@ -177,6 +178,11 @@ class ReplicaMethod(SpecValue, ABC):
     clip: float | None = None
     #: Whether state is kept in units of learning rate times gradient.
     lr_scaled: bool = False
+    #: Momentum that it has on each replica, in place of the optimizer's.
+    own_momentum: float = 0.0
+    #: When it averages which parameters, and gradients stay each replica's own; None for gradients,
+    #: in every step.
+    rhythm: Rhythm | None = None
 
     def check(self, setting: Setting) -> None:
         """Raises ValueError where the method does not suit a run."""

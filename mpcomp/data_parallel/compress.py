@@ -15,6 +15,7 @@ from mpcomp.core.spec import shown
 from mpcomp.data_parallel.exchange import Exchange
 from mpcomp.data_parallel.fsdp import compress_sharded
 from mpcomp.data_parallel.gradients import CompressedGradients, check_same_arguments
+from mpcomp.data_parallel.local_exchange import LocalExchange
 from mpcomp.data_parallel.methods import param_comp_of, replica_method_of
 from mpcomp.data_parallel.network import ReplicaNetwork
 
@@ -129,21 +130,25 @@ def compress_gradients(
     else:
         assert isinstance(model, DistributedDataParallel)
         parameters = {n: p for n, p in model.module.named_parameters() if p.requires_grad}
+        scaled = scaler is not None and scaler.is_enabled()
         words = [
-            f"{method}, {network or ReplicaNetwork()}, seed {seed}",
+            f"{method}, {network or ReplicaNetwork()}, seed {seed}, scaled {scaled}",
             *(f"{name} {tuple(p.shape)} {p.dtype}" for name, p in parameters.items()),
         ]
         device = next(iter(parameters.values())).device
         check_same_arguments(words, model.process_group, device)
         _check_unhooked(model)
-        exchange = Exchange(
-            parameters,
-            method,
-            model.process_group,
-            network=network,
-            seed=seed,
-            unused=model.find_unused_parameters,
-        )
+        group = model.process_group
+        exchange: Exchange
+        if method.rhythm is not None:
+            exchange = LocalExchange(
+                parameters, method, group, network=network, seed=seed, agrees=scaled
+            )
+        else:
+            unused = model.find_unused_parameters
+            exchange = Exchange(
+                parameters, method, group, network=network, seed=seed, unused=unused
+            )
         handle = _ReplicatedGradients(model, exchange, scaler)
     _hooked.add(model)
     return handle

@@ -11,9 +11,11 @@ from torch.distributed.utils import _sync_module_states
 
 import stages as staging
 from mpcomp.comm.mesh import ProcessMesh
-from mpcomp.data_parallel.average import GROUP_BYTES, CompressedAverage
+from mpcomp.data_parallel.average import CompressedAverage
 from mpcomp.data_parallel.base import ReplicaMethod
 from mpcomp.data_parallel.exchange import Exchange
+from mpcomp.data_parallel.groups import GROUP_BYTES
+from mpcomp.data_parallel.local_exchange import LocalExchange
 from mpcomp.data_parallel.methods import replica_method_of
 from mpcomp.data_parallel.network import ReplicaNetwork
 from mpcomp.data_parallel.replica_sync import ReplicaSync, trained_in
@@ -48,7 +50,8 @@ def connect_replicas(
     """
     if method is None and sharding is None:
         return GradientAverage(own, mesh)
-    purpose = "gradients of other replicas"
+    apart = method is not None and method.rhythm is not None
+    purpose = f"{'parameters' if apart else 'gradients'} of other replicas"
 
     def over_all_ranks(numbers: Sequence[float]) -> list[float]:
         return mesh.all_reduce_sum(numbers, purpose)
@@ -85,7 +88,7 @@ def connect_replicas(
                 **connections,
             )
     assert method is not None
-    exchange = Exchange(
+    exchange = (LocalExchange if apart else Exchange)(
         trained_in(own),
         method,
         group,

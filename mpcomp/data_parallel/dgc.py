@@ -57,6 +57,10 @@ class _Momentum(ReplicaMethod):
         if self.clip is not None and not (self.clip > 0 and math.isfinite(self.clip)):
             raise ValueError(f"clip={self.clip}: expected a norm above 0, or None")
 
+    @property
+    def own_momentum(self) -> float:  # type: ignore[override]
+        return self.momentum
+
     @abstractmethod
     def codec(self, step: int, name: str, setting: Setting) -> Codec:
         """The codec of a parameter in a step."""

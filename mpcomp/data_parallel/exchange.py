@@ -34,9 +34,6 @@ from mpcomp.data_parallel.selection import check_run, matrices
 
 __all__ = ["Exchange"]
 
-#: Steps between counts of the zeros in a result.
-DENSITY_EVERY = 50
-
 
 class Exchange:
     """Averages the gradients of named parameters over replicas, compressed.
@@ -67,6 +64,8 @@ class Exchange:
 
     #: How many times a ring of uncompressed gradients puts them on each link, but for own ones.
     rounds = 2.0
+    #: Steps between counts of the zeros in a result; None counts none.
+    density_every: int | None = 50
 
     def __init__(
         self,
@@ -124,8 +123,16 @@ class Exchange:
 
     # -- a step ---------------------------------------------------------------------------------
 
-    def check_lr(self, lr: float | None) -> None:
-        """Whether a step can begin with a learning rate.
+    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Looks at the optimizer that steps by the results.
+
+        Raises:
+            ValueError: it does what the method itself does.
+        """
+        self.method.check_optimizer(optimizer)
+
+    def check_begin(self, lr: float | None) -> None:
+        """Whether a step can begin, with a learning rate.
 
         Raises:
             ValueError: the method follows it, and it is not known.
@@ -163,7 +170,7 @@ class Exchange:
         Raises:
             ValueError: the method follows the learning rate, and it is not known.
         """
-        self.check_lr(lr)
+        self.check_begin(lr)
         unit = loss_scale / lr if self.method.lr_scaled and lr else loss_scale
         self.controller.begin(self.step, lr)
         self._open = Averaging(self._run(), self.step, unit, compress=compress)
@@ -186,11 +193,9 @@ class Exchange:
         averaging = self._under_way
         averaging.finish()
         self.nonfinite = not averaging.finite
-        if self.step % DENSITY_EVERY == 0:
+        if self.density_every is not None and self.step % self.density_every == 0:
             self.density = math.nan if self.nonfinite else _density(averaging.items)
-        traffic, others = averaging.context.traffic, (self.num_replicas - 1) / self.num_replicas
-        traffic.dense_traffic_bytes = self.rounds * others * traffic.dense_bytes
-        self.totals.add(traffic)
+        self._count(averaging.context.traffic)
 
     def finish_step(self, finite: bool) -> None:
         """Ends the step: what memories noted is kept if it was finite everywhere, else forgotten.
@@ -209,6 +214,12 @@ class Exchange:
             self.controller.end(averaging.sums, finite=finite, traffic_bytes=traffic_bytes)
             self.history.append(averaging.entry(finite))
         self.step += 1
+
+    def _count(self, traffic: ReplicaTraffic) -> None:
+        """Adds a step's traffic to the totals."""
+        others = (self.num_replicas - 1) / self.num_replicas
+        traffic.dense_traffic_bytes = self.rounds * others * traffic.dense_bytes
+        self.totals.add(traffic)
 
     @property
     def _under_way(self) -> Averaging:

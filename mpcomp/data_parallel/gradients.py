@@ -43,7 +43,7 @@ class CompressedGradients:
         Raises:
             ValueError: the optimizer has momentum, and so has the method.
         """
-        self.exchange.method.check_optimizer(optimizer)
+        self.exchange.follow(optimizer)
         self._lr_of = optimizer
 
     @property

@@ -139,6 +139,10 @@ class GraVAC(ReplicaMethod):
         check_contractive(self.inner, "with a residual")
         self.inner.with_cf(self.cf[0])  # a TypeError says which compressors have a CF
 
+    @property
+    def own_momentum(self) -> float:  # type: ignore[override]
+        return self.momentum
+
     @classmethod
     def paper(cls, name: str, inner: Compressor, **changes: Any) -> GraVAC:
         """A setting of the paper's evaluation (32 workers).

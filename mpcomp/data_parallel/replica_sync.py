@@ -59,7 +59,7 @@ class ReplicaSync(ABC):
     def check_begin(self, step: Step) -> None:
         """Raises ValueError, on all ranks alike, if the step cannot be exchanged."""
         if self.enabled and self.exchange is not None:
-            self.exchange.check_lr(step.lr)
+            self.exchange.check_begin(step.lr)
 
     def begin(self, step: Step) -> None:  # noqa: B027  (most have nothing to do)
         """Before the first microbatch of a step, or of a pass of evaluation."""

@@ -268,6 +268,11 @@ def _check_method(
     method: ReplicaMethod, network: ReplicaNetwork, pieces: Mapping[str, Tensor], num_ranks: int
 ) -> None:
     """Raises ValueError for what sharded gradients cannot be sent with."""
+    if method.rhythm is not None:
+        raise ValueError(
+            f"{method} with sharded parameters: replicas that train alone need all of them each; "
+            "use DDP, or a pipeline without shard=True, or another method such as conef+topk:0.1"
+        )
     metas = matrices(pieces, network)
     controller = method.controller(Setting(num_ranks, metas))
     controller.begin(0, None)

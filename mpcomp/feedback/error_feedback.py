@@ -19,11 +19,11 @@ __all__ = ["EFMixed", "ErrorFeedback"]
 
 @dataclass(frozen=True)
 class ErrorFeedback(ErrorMemory, Feedback):
-    """m = C(x + e), e <- x + e - m. Spec ``ef+topk:0.1``.
+    """m = C(x + d e), e <- x + d e - m. Spec ``ef+topk:0.1``.
 
-    Nothing is lost: over any number of steps the sum of what was sent plus the residual is the sum
-    of what was to be sent. Seide et al. 2014; Stich et al. 2018; Rudakov et al. for cuts. The
-    residual belongs to a row of a microbatch, between replicas to a parameter.
+    With d = 1 nothing is lost: over any number of steps the sum of what was sent plus the residual
+    is the sum of what was to be sent. Seide et al. 2014; Stich et al. 2018; Rudakov et al. for
+    cuts. The residual belongs to a row of a microbatch, between replicas to a parameter.
 
     Args:
         inner: compressor of x + e.
@@ -33,6 +33,7 @@ class ErrorFeedback(ErrorMemory, Feedback):
             so that it follows a change of the learning rate (gradients only; the pipeline must
             know it: ``pipe.follow(optimizer)``).
         eval: "compressed" or "raw".
+        decay: d, in (0, 1]: what waits longer counts less, as in SparseLoCo (0.95).
 
     Raises:
         TypeError: inner is not a compressor.
@@ -44,7 +45,15 @@ class ErrorFeedback(ErrorMemory, Feedback):
     location: str = "device"
     lr_scaled: bool = False
     eval: EvalChoice = "compressed"
+    decay: float = 1.0
     spec: ClassVar[str] = "ef"
+
+    def check(self) -> None:
+        super().check()
+        if not 0 < self.decay <= 1:
+            raise ValueError(
+                f"decay={self.decay}: expected a part of the residual in (0, 1]; 1 keeps it whole"
+            )
 
 
 @dataclass(frozen=True)
@@ -89,5 +98,5 @@ class EFMixed(ErrorFeedback):
     ) -> Tensor:
         if index == 0:
             return x
-        error = state["residual"]
+        error = self.due(state)
         return error if self.second == "residual" else error + (x - said[0])

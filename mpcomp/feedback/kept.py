@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -25,7 +25,7 @@ from mpcomp.core.wire import Payload
 from mpcomp.feedback.sketch import VectorSketch
 from mpcomp.feedback.slots import SlotStore, StoragePlan
 
-__all__ = ["ONLY", "Draw", "FieldState", "Kept", "Payloads", "Sketched", "as_rows"]
+__all__ = ["ONLY", "Draw", "Exact", "FieldState", "Kept", "Payloads", "Sketched", "as_rows"]
 
 #: Makes a fresh generator; ``alike`` says whether all senders draw the same from it.
 Draw: TypeAlias = Callable[[bool], torch.Generator]
@@ -180,6 +180,20 @@ class _Rows(FieldState):
             self.store.load_state_dict({**rows, "keys": torch.tensor(ONLY)})
         else:
             self.store.write(ONLY, state[name].to(torch.float32)[None])
+
+
+@dataclass(frozen=True)
+class Exact(Kept):
+    """As it is, in fp32, whatever precision other fields of the memory are stored in.
+
+    Attributes:
+        numel: of a slot.
+    """
+
+    numel: int
+
+    def state(self, plan: StoragePlan, device: torch.device) -> FieldState:
+        return as_rows(self.numel, replace(plan, storage="fp32"), device)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from mpcomp.feedback.memory import Field, Memory, Sent, Side, State
 __all__ = [
     "LocalMomentum",
     "MomentumCorrection",
+    "advanced",
     "check_momentum",
     "momentum_memory",
     "refuse_momentum",
@@ -48,7 +49,7 @@ class MomentumCorrection(Memory):
         return {"velocity": Field(Side.SENDER), "sum": Field(Side.SENDER)}
 
     def compensate(self, x: Tensor, state: State) -> Tensor:
-        velocity, step = _advanced(state["velocity"], x, self.momentum, self.nesterov)
+        velocity, step = advanced(state["velocity"], x, self.momentum, self.nesterov)
         state["velocity"] = velocity
         return state["sum"] + step
 
@@ -83,15 +84,18 @@ class LocalMomentum(Memory):
         return {"velocity": Field(Side.RECEIVER)}
 
     def received(self, mean: Tensor, state: State) -> Tensor:
-        velocity, step = _advanced(state["velocity"], mean, self.momentum, self.nesterov)
+        velocity, step = advanced(state["velocity"], mean, self.momentum, self.nesterov)
         state["velocity"] = velocity
         return step
 
 
-def _advanced(
+def advanced(
     velocity: Tensor, gradient: Tensor, momentum: float, nesterov: bool
 ) -> tuple[Tensor, Tensor]:
-    """The new velocity, and what an optimizer would step by."""
+    """The new velocity, and what an optimizer would step by, as `torch.optim.SGD` has them.
+
+    With Nesterov's momentum the velocity is kept times ``momentum``, as it is used.
+    """
     if nesterov:
         velocity = momentum * (velocity + gradient)
         return velocity, velocity + gradient

@@ -15,13 +15,24 @@ __all__ = ["ErrorMemory", "Residual"]
 
 
 class ErrorMemory(Memory):
-    """w = x + e; e <- w - sent. Seide et al. 2014; Stich et al. 2018."""
+    """w = x + d e; e <- w - sent. Seide et al. 2014; Stich et al. 2018, d = 1 in both.
+
+    Attributes:
+        decay: d, the part of the residual that is still due when the next message is.
+    """
+
+    decay: float = 1.0
 
     def fields(self, slot: TensorMeta) -> Mapping[str, Field]:
         return {"residual": Field(Side.SENDER)}
 
     def compensate(self, x: Tensor, state: State) -> Tensor:
-        return x + state["residual"] if "residual" in state else x
+        return x + self.due(state) if "residual" in state else x
+
+    def due(self, state: State) -> Tensor:
+        """The part of the residual that goes into the next message."""
+        residual = state["residual"]
+        return residual if self.decay == 1 else self.decay * residual
 
     def sent(self, sent: Sent, state: State) -> None:
         state["residual"] = sent.left

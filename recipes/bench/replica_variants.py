@@ -246,7 +246,7 @@ def time_by(method: ReplicaMethod, watch: Stopwatch) -> None:
 
 def momentum_beside(method: ReplicaMethod, momentum: float) -> float:
     """The optimizer's momentum: none beside a method that has it on each replica."""
-    return 0.0 if getattr(method, "momentum", 0.0) else momentum
+    return 0.0 if method.own_momentum else momentum
 
 
 def _train_loader(config: ImageConfig, dataset: data.Dataset, rank: int) -> Loader:

@@ -1,0 +1,195 @@
+"""One rank's part in local SGD: the exchange of an optimizer's steps, not of gradients.
+
+The calls for gradients are those of every `Exchange`, and leave them as they are. What replicas
+average are parameters, after the optimizer's step, in the same calls of the class above::
+
+    begin, add, finish, finish_step     of a backward: gradients stay each replica's own
+    optimizer.step()
+        └─ take_step                    nothing is sent, or, where a part of the model has its turn,
+                                        begin, add, finish, finish_step of its parameters
+
+Which of the two it is follows from the number of steps, so replicas have to skip the same ones:
+those of a pipeline do in any case, and those that have a loss scaler each agree in every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.data_parallel.averaging import Averaging
+from mpcomp.data_parallel.base import ReplicaMethod
+from mpcomp.data_parallel.exchange import Exchange
+from mpcomp.data_parallel.groups import in_groups
+from mpcomp.feedback.anchor import ANCHOR
+
+__all__ = ["LocalExchange"]
+
+
+class LocalExchange(Exchange):
+    """Averages what replicas have moved by, each part of the model once a period.
+
+    Args:
+        parameters: as for `Exchange`; they are read and replaced in place.
+        method: one with a rhythm.
+        group: the ranks that have these parameters.
+        whole: as for `Exchange`.
+        copy_of: as for `Exchange`.
+        agrees: whether replicas find out in each step if gradients are finite on all of them, in a
+            sum of one number: where each has a loss scaler that skips steps.
+        options: of `Exchange`.
+
+    Raises:
+        ValueError, TypeError: as for `Exchange`.
+    """
+
+    density_every = None  # results are parameters, which are not sparse
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        method: ReplicaMethod,
+        group: dist.ProcessGroup,
+        *,
+        whole: Mapping[str, Tensor] | None = None,
+        copy_of: Mapping[str, str] | None = None,
+        agrees: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(parameters, method, group, whole=whole, copy_of=copy_of, **options)
+        assert method.rhythm is not None
+        self._rhythm = method.rhythm
+        self._trained = dict(parameters)
+        self._dense_bytes = sum(p.nbytes for p in parameters.values())
+        shares = self._rhythm.shares({name: p.numel() for name, p in (whole or parameters).items()})
+        #: Copies of a tied weight have the turn of the first one, on whatever rank.
+        self._part_of = {name: shares[self._copy_of.get(name, name)] for name in shares}
+        self._agrees = agrees
+        self._gradients: list[Tensor] = []
+        self._compress = True
+        #: Whether a step of the optimizer would be the first one since a backward that counts.
+        self._expecting = False
+        self._hook: RemovableHandle | None = None
+
+    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Takes a part in the steps of this optimizer, and of no other.
+
+        Raises:
+            ValueError: it has none of these parameters.
+        """
+        super().follow(optimizer)
+        own = {id(p) for p in self._trained.values()}
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if own and not own & stepped:
+            raise ValueError(
+                f"{self.method}: the optimizer has none of the parameters that replicas train; "
+                "name the one that steps them"
+            )
+        self._unfollow()
+        self._hook = optimizer.register_step_post_hook(lambda *_: self.take_step())
+
+    def close(self) -> None:
+        self._unfollow()
+        super().close()
+
+    def _unfollow(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+        self._hook = None
+
+    # -- gradients ------------------------------------------------------------------------------
+
+    def check_begin(self, lr: float | None) -> None:
+        """Raises ValueError if no optimizer was named: replicas would never meet."""
+        super().check_begin(lr)
+        if self._hook is None:
+            raise ValueError(
+                f"{self.method} acts after the optimizer's step, and none was named: call "
+                "follow(optimizer) before training"
+            )
+
+    def begin(
+        self, *, loss_scale: float = 1.0, lr: float | None = None, compress: bool = True
+    ) -> None:
+        """Begins a step; where the first one does, all replicas are at their first anchor."""
+        self.check_begin(lr)
+        self._compress = compress
+        self._gradients.clear()
+        self._expecting = False
+        unknown = [name for name, end in self._state.ends.items() if not end.known]
+        self._state.load({f"own/{name}/{ANCHOR}": _flat(self._trained[name]) for name in unknown})
+
+    def add(self, gradients: Mapping[str, Tensor]) -> None:
+        """Takes gradients, and leaves them as they are if they are finite on all replicas."""
+        if self._agrees:
+            self._gradients += gradients.values()
+
+    def finish(self) -> None:
+        """Makes all gradients NaN, so that all replicas skip, if those of one are not finite."""
+        self.nonfinite = False
+        if self._agrees:
+            bad = [~g.sum(dtype=torch.float32).isfinite() for g in self._gradients]
+            (total,) = self._connections.sum([float(any(bad))])
+            self.nonfinite = bool(total)
+        if self.nonfinite:
+            for gradient in self._gradients:
+                gradient.fill_(torch.nan)
+        self._gradients.clear()
+
+    def finish_step(self, finite: bool) -> None:
+        """Ends the backward; if it was finite everywhere, the optimizer's next step counts."""
+        self._expecting = finite
+
+    # -- parameters -----------------------------------------------------------------------------
+
+    def take_step(self) -> None:
+        """Counts a step that the optimizer has taken, and averages what has its turn then.
+
+        Raises:
+            FloatingPointError: NaN or Inf in a parameter of some replica; on all of them.
+        """
+        if not self._expecting:
+            return
+        self._expecting = False
+        part = self._rhythm.due(self.step)
+        if part in self._part_of.values():
+            self._meet({n: p for n, p in self._trained.items() if self._part_of[n] == part})
+        else:
+            self._pass()
+
+    def _meet(self, due: Mapping[str, Tensor]) -> None:
+        """Moves all replicas to the next anchor of some parameters."""
+        super().begin(compress=self._compress)
+        named = ((name, parameter.detach()) for name, parameter in due.items())
+        for group in in_groups(named, alone=self._copy_of):
+            super().add(group)
+        # Compared with gradients, all of which would be sent.
+        self._under_way.context.traffic.dense_bytes = self._dense_bytes
+        super().finish()
+        super().finish_step(finite=not self.nonfinite)
+        if self.nonfinite:
+            raise FloatingPointError(
+                f"NaN or Inf in a parameter of a replica after step {self.step}: the model has "
+                "diverged. All replicas have NaN now, and remember what they did before; go on "
+                "from a checkpoint"
+            )
+
+    def _pass(self) -> None:
+        """Counts a step in which nothing is sent."""
+        averaging = Averaging(self._run(), self.step, 1.0, compress=True)
+        averaging.context.traffic.messages = 1
+        averaging.context.traffic.dense_bytes = self._dense_bytes
+        self._count(averaging.context.traffic)
+        self.history.append(averaging.entry(finite=True))
+        self.step += 1
+
+
+def _flat(parameter: Tensor) -> Tensor:
+    """The elements in memory order, as an exchange has them."""
+    return TensorMeta.of(parameter).flatten(parameter.detach()).reshape(-1)

@@ -1,0 +1,97 @@
+"""Local SGD: replicas train alone for many steps, and then average what they have moved by."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from mpcomp.compressors import Compressor
+from mpcomp.core.spec import shown
+from mpcomp.data_parallel.base import Controller, ReplicaMethod, Setting
+from mpcomp.data_parallel.methods import Compressed, replica_method_of
+from mpcomp.data_parallel.rhythm import Rhythm
+from mpcomp.feedback.anchor import Anchored
+from mpcomp.feedback.base import Feedback
+from mpcomp.feedback.memory import Memory
+from mpcomp.feedback.momentum import check_momentum
+
+__all__ = ["LocalSGD"]
+
+
+@dataclass(frozen=True)
+class LocalSGD(ReplicaMethod):
+    """DiLoCo: an exchange every ``period`` steps. Spec ``diloco:30+ef+topk:0.02+quant:2``.
+
+    Each replica takes ``period`` steps of its own optimizer, by its own gradients. Then their
+    distances from the anchor, where all of them last were, are averaged, as compressed as is
+    wanted, and are the gradient of an outer step of SGD with Nesterov's momentum; the result is the
+    next anchor, from which all go on::
+
+        delta = anchor - parameters
+        v <- momentum v + mean(delta)
+        anchor <- anchor - lr (momentum v + mean(delta));  parameters <- anchor
+
+    Douillard et al. 2023, algorithm 1, with its lr and momentum as defaults; ``parts`` are those of
+    Streaming DiLoCo (Douillard et al. 2025), without its overlap of messages and steps. What little
+    is lost by compressing deltas: 2 bits with error feedback in MuLoCo (Therien et al. 2025), Top-1
+    to 3 % in 2 bits, ``decay`` of the residual and plain SGD outside (``lr=1:momentum=0``) in
+    SparseLoCo (Sarfi et al. 2025).
+
+    It acts after the optimizer's step, so it has to be named: ``handle.follow(optimizer)`` or
+    ``pipe.follow(optimizer)``. Steps that a loss scaler skips do not count, and replicas that are
+    given one all skip the same. Between two exchanges replicas differ; evaluate and keep models
+    after a multiple of ``period`` steps.
+
+    Args:
+        period: steps between two exchanges of a parameter, 1 or more.
+        inner: what sends deltas: a compressor, alone or in `ErrorFeedback`, `EF21` or `ConEF`; None
+            sends them as they are.
+        lr: rate of the outer step.
+        momentum: of the outer step, in [0, 1).
+        parts: so many parts of the model take turns within a period.
+
+    Raises:
+        ValueError: a setting outside those, or an ``inner`` that goes by gradients of every step.
+        TypeError: an ``inner`` that sends nothing.
+    """
+
+    period: int
+    inner: Compressor | Feedback | None = None
+    lr: float = 0.7
+    momentum: float = 0.9
+    parts: int = 1
+    spec: ClassVar[str] = "diloco"
+    spec_inner: ClassVar[str | None] = "inner"
+
+    def __post_init__(self) -> None:
+        self.rhythm  # noqa: B018  (raises for a bad period)
+        if not (self.lr > 0 and math.isfinite(self.lr)):
+            raise ValueError(f"lr={self.lr}: expected a rate of the outer step above 0; 0.7, say")
+        check_momentum(self.momentum)
+        method = replica_method_of(self.inner)
+        if not isinstance(method, Compressed):
+            raise ValueError(
+                f"inner={shown(self.inner)}: it goes by the gradients of every step, of which "
+                "replicas that train alone send none; use a compressor, ef+..., ef21+... or "
+                "conef+..., as in diloco:30+ef+topk:0.02+quant:2"
+            )
+        if method.lr_scaled:
+            raise ValueError(
+                f"inner={shown(self.inner)}: a distance has the learning rate in it already; leave "
+                "lr_scaled out"
+            )
+
+    @property
+    def rhythm(self) -> Rhythm:  # type: ignore[override]
+        return Rhythm(self.period, self.parts)
+
+    @property
+    def _deltas(self) -> ReplicaMethod:
+        return replica_method_of(self.inner)
+
+    def controller(self, setting: Setting) -> Controller:
+        return self._deltas.controller(setting)
+
+    def memory(self, *, compressed: bool) -> Memory:
+        return Anchored(self._deltas.memory(compressed=compressed), self.lr, self.momentum)
