@@ -26,6 +26,7 @@ from mpcomp import (
     GraVAC,
     Identity,
     LloydMax,
+    LocalSGD,
     LowRank,
     MeanValue,
     MultiLevel,
@@ -188,6 +189,10 @@ BETWEEN_REPLICAS: dict[type[SpecValue], list[SpecValue]] = {
     RedSync: [RedSync(0.001), RedSync(0.01, same_sign=True)],
     OneBit: [OneBit(), OneBit(storage="fp16")],
     PowerSGD: [PowerSGD(2), PowerSGD(4, feedback=False)],
+    LocalSGD: [
+        LocalSGD(30),
+        LocalSGD(30, ErrorFeedback(TopK(0.02, values=Quantize(2)), decay=0.95), parts=3),
+    ],
 }
 
 ALL = [

@@ -73,9 +73,12 @@ class LocalExchange(Exchange):
         self._agrees = agrees
         self._gradients: list[Tensor] = []
         self._compress = True
+        self._hook: RemovableHandle | None = None
+
+    def reset(self) -> None:
+        super().reset()
         #: Whether a step of the optimizer would be the first one since a backward that counts.
         self._expecting = False
-        self._hook: RemovableHandle | None = None
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Takes a part in the steps of this optimizer, and of no other.

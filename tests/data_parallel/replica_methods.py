@@ -26,7 +26,19 @@ BY_CLASS: dict[str, list[str]] = {
     "RedSync": ["redsync:0.1", "redsync:0.1:same_sign=true:search=binary"],
     "OneBit": ["onebitsgd"],
     "PowerSGD": ["powersgd:1", "powersgd:2:min_saving=1:storage=bf16"],
+    "LocalSGD": [
+        "diloco:5",
+        "diloco:5+ef+topk:0.1+quant:2",
+        "diloco:4:parts=2+ef:decay=0.95+topk:0.2+quant:2",
+        "diloco:5:lr=1:momentum=0+ef21+topk:0.2",
+        "diloco:5+conef:0.4+randomblock:0.2",
+        "diloco:5+ef:storage=8+quant:4",
+    ],
 }
+
+#: They leave gradients to each replica, so that others' laws are not theirs but those of
+#: `test_ranks_local_sgd.py`.
+APART = BY_CLASS["LocalSGD"]
 
 #: Compressors, alone and in feedback.
 COMPRESSED: list[str] = [
@@ -50,11 +62,14 @@ COMPRESSED: list[str] = [
     "conef:0.3:improved=v2:beta=0.8+topk:0.2",
 ]
 
-SPECS = [*(spec for specs in BY_CLASS.values() for spec in specs), *COMPRESSED]
+SPECS = [
+    *(spec for specs in BY_CLASS.values() for spec in specs if spec not in APART),
+    *COMPRESSED,
+]
 
 #: One of each class, and of each kind of compressor: for what takes long.
 MAIN = [
-    *(specs[0] for specs in BY_CLASS.values()),
+    *(specs[0] for specs in BY_CLASS.values() if specs is not APART),
     "topk:0.2",
     "randomblock:0.2:unbiased=true",
     "qsgd:4",

@@ -196,6 +196,30 @@ def test_first_the_sum_over_the_tie_then_the_mean_over_replicas(ranks):
             torch.testing.assert_close(results[0][i][2][name], value, rtol=0, atol=bound)
 
 
+def train_apart(dp):
+    """Five steps, with everything compressed; the embedding after each."""
+    run = lm_run("gpt2", 2, act="quant:8", grad="quant:8", pipeline={"tie_comp": "ef+topk:0.3"})
+    pipe = make_lm(run, replicas=2, dp_comp=dp, network=mpcomp.ReplicaNetwork(smallest=32))
+    optimizer = adamw(pipe)
+    pipe.follow(optimizer)
+    own, copies = slice(6 * pipe.replica, 6 * pipe.replica + 6), []
+    for number in range(5):
+        batch, labels = text(12, number)
+        step(pipe, optimizer, {name: value[own] for name, value in batch.items()}, labels[own])
+        copies += [v.clone() for n, v in pipe.state_dict().items() if n in (EMBEDDING, HEAD)]
+    return copies
+
+
+@pytest.mark.parametrize("dp", [slow("diloco:2"), "diloco:2:parts=2+ef+topk:0.2+quant:2"])
+def test_copies_stay_alike_where_replicas_train_alone(ranks, dp):
+    """In each replica after every step; over the replicas after their turn."""
+    met = []
+    for first, last, other_first, other_last in zip(*ranks(train_apart, 4, dp), strict=True):
+        assert same_bits(first, last) and same_bits(other_first, other_last)
+        met.append(same_bits(first, other_first))
+    assert met in ([False, True, False, True, False], [True, False, True, False, True])
+
+
 # -- checkpoints ----------------------------------------------------------------------------------
 
 
