@@ -111,10 +111,14 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
 
 
 def plot_steps(steps: Sequence[Mapping[str, Any]], path: Path, method: str) -> None:
-    """Draws the compression of each step, and the gain where a method knows it, into a PNG file."""
+    """Draws the compression of each step, and the gain where a method knows it, into a PNG file.
+
+    Steps in which nothing is sent count with the next message.
+    """
     from matplotlib.figure import Figure  # without pyplot: no window, no global state
 
     gains = any("gain" in step for step in steps)
+    steps = _messages(steps)
     figure = Figure(figsize=(8, 6 if gains else 3.5), dpi=100, layout="constrained")
     axes = figure.subplots(2 if gains else 1, 1, sharex=True, squeeze=False)[:, 0]
     numbers = [step["step"] for step in steps]
@@ -138,3 +142,15 @@ def plot_steps(steps: Sequence[Mapping[str, Any]], path: Path, method: str) -> N
         each.grid(alpha=0.3)
         each.spines[["top", "right"]].set_visible(False)
     figure.savefig(path)
+
+
+def _messages(steps: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The steps that have sent something, each with what all since the last would send dense."""
+    found: list[Mapping[str, Any]] = []
+    dense_bytes = 0
+    for step in steps:
+        dense_bytes += step["dense_bytes"]
+        if step["wire_bytes"]:
+            found.append({**step, "dense_bytes": dense_bytes})
+            dense_bytes = 0
+    return found

@@ -148,11 +148,14 @@ def test_steps_of_a_resumed_run_replace_those_that_were_lost(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("more", [{}, {"gain": 0.5}])
+@pytest.mark.parametrize("more", [{}, {"gain": 0.5}, {"quiet": 4}])
 def test_a_picture_of_steps(tmp_path, more):
+    """Also of a method that sends nothing in most of them."""
     steps = [
         {"step": i, "dense_bytes": 4000, "wire_bytes": 100 + i, "floats": 20.0, **more}
         for i in range(10)
     ]
+    for step in steps[: more.get("quiet", 0)]:
+        step |= {"wire_bytes": 0, "floats": 0.0}
     plot_steps(steps, tmp_path / "steps.png", "topk:0.1")
     assert (tmp_path / "steps.png").read_bytes().startswith(b"\x89PNG")

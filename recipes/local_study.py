@@ -1,0 +1,131 @@
+"""Local SGD against an exchange in every step: a language model at equal tokens, and its bytes.
+
+    torchrun --nproc-per-node 4 -m recipes.local_study --data python-docs --seeds 3
+    torchrun --nproc-per-node 2 -m recipes.local_study --data FOLDER --out runs/two.jsonl
+    python -m recipes.local_study --table
+
+Every process is a replica; `recipes.study` runs it. Rows differ in what they send between replicas,
+and in when; of each seed all have the same text, order and first weights, and AdamW inside. The
+learning rate falls to 0, so that replicas hardly differ where a run ends within a period.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from tabulate import tabulate
+
+from recipes.metric import PERPLEXITY
+from recipes.study import Line, Runs, Study, given, run_study, study_parser
+from recipes.study_runs import own_settings, train_on_replicas
+from recipes.study_table import Results, Run, spread
+from recipes.text_config import SIZES, TextConfig
+
+DDP: Final = "DDP"
+
+#: Row -> what compresses between replicas.
+METHODS: Final[Mapping[str, str]] = {
+    DDP: "none",
+    "DDP, EF Top-10 %": "ef+topk:0.1+quant:4",
+    "DiLoCo": "diloco:30",
+    "DiLoCo, 4 bits": "diloco:30+ef+quant:4",
+    "DiLoCo, 4 bits, 3 parts": "diloco:30:parts=3+ef+quant:4",
+    "DiLoCo, Top-2 %": "diloco:30+ef+topk:0.02+quant:2",
+    # The outer step of SparseLoCo: no momentum, and a residual that fades.
+    "SparseLoCo": "diloco:30:lr=1:momentum=0+ef:decay=0.95+topk:0.02+quant:2",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs what is missing, then prints the table; `--table` prints only."""
+    study = Study(
+        parse=_parse,
+        runs=runs,
+        train=train_on_replicas,
+        settings=own_settings,
+        on_replicas=True,
+        render=render,
+    )
+    run_study(study, argv)
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = study_parser("local_study", __doc__, METHODS, seeds=3)
+    add = parser.add_argument
+    add("--data", default=TextConfig.data, help="hub name, folder, text files, or python-docs")
+    add("--model", choices=SIZES, default="tiny")
+    add("--epochs", type=int)
+    add("--batch-size", type=int, default=16, help="blocks, of all replicas together")
+    add("--lr", type=float)
+    add("--lr-warmup-steps", type=int, default=30)
+    add("--seq-len", type=int, metavar="TOKENS", help="of a block")
+    add("--vocab-size", type=int, metavar="TOKENS")
+    add("--train-limit", type=int, metavar="ARTICLES")
+    add("--eval-limit", type=int, metavar="BLOCKS")
+    return parser.parse_args(argv)
+
+
+def runs(options: argparse.Namespace, num_replicas: int) -> Runs[TextConfig]:
+    """All rows of a seed before the next."""
+    return {
+        (row, seed): configuration(options, row, seed, num_replicas)
+        for seed in range(options.seeds)
+        for row in options.rows
+    }
+
+
+def configuration(options: argparse.Namespace, row: str, seed: int, replicas: int) -> TextConfig:
+    """The run of one row and seed."""
+    chosen = given(options, TextConfig)
+    if options.precision == "auto":
+        del chosen["precision"]  # each model has its own
+    chosen |= {"split": "1", "chunks": 1, "act": ("none",), "grad": ("none",)}
+    chosen |= {"replicas": replicas, "dp_comp": METHODS[row], "seed": seed}
+    config = TextConfig.for_model(**chosen)
+    return TextConfig.for_model(**{**chosen, "eval_every": config.epochs})
+
+
+def render(lines: Sequence[Line]) -> str:
+    """The table: quality, what a replica has sent, and what it keeps for that."""
+    results = Results.of(lines, order=list(METHODS))
+    rows = {row: row for row in results.runs if row in METHODS}
+
+    def cells(row: str, of_row: Sequence[Run]) -> list[Any]:
+        less = "" if row == DDP else results.paired(row, DDP, PERPLEXITY, percent=90)
+        sent = [run["replicas"] for run in of_row]
+        return [
+            spread([run[PERPLEXITY.name] for run in of_row], between="+-"),
+            less,
+            statistics.mean(one["wire_bytes"] / 1e6 for one in sent),
+            statistics.mean(_times(one["dense_bytes"], one["wire_bytes"]) for one in sent),
+            statistics.mean(
+                _times(one["dense_traffic_bytes"], one["traffic_bytes"]) for one in sent
+            ),
+            statistics.mean(run["memory_bytes"] / 1e6 for run in of_row),
+            METHODS[row],
+        ]
+
+    headers = (
+        *("row", "n", PERPLEXITY.name, "less DDP", "MB sent", "bytes x", "on the link x"),
+        *("kept MB", "method"),
+    )
+    formats = ("", "d", "", "", ".2f", ".1f", ".1f", ".1f")
+    table = results.table(rows, cells)
+    notes = (
+        "Differences are paired by seed, +- half the interval of 90 %. Bytes and memory are those "
+        "of one replica."
+    )
+    return f"{tabulate(table, headers, floatfmt=formats, disable_numparse=[2, 3])}\n{notes}"
+
+
+def _times(dense: float, sent: float) -> float:
+    """Factor by which less was sent; a run that is shorter than a period sends nothing."""
+    return dense / sent if sent else math.inf
+
+
+if __name__ == "__main__":
+    main()
