@@ -75,7 +75,8 @@ def pipeline(
             (others: none).
         grad_comp: method for gradients, likewise.
         dp_comp: what compresses gradients between replicas: `GraVAC`, `DGC`, `PowerSGD` ..., a
-            compressor, `ErrorFeedback`, `EF21` or `ConEF` round one, or a spec string.
+            compressor, `ErrorFeedback`, `EF21` or `ConEF` round one, or a spec string; or
+            `LocalSGD`, which exchanges what parameters have moved by, once a period.
         tie_comp: method for the gradient of a parameter that two stages share (a language model's
             embedding and head), which they exchange once a step.
         network: how replicas are connected, which decides about the way of their gradients.

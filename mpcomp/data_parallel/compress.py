@@ -89,7 +89,8 @@ def compress_gradients(
     Args:
         model: of DDP, with all parameters on one device; or the root of FSDP2's modules.
         dp_comp: a method such as ``GraVAC(TopK(0.1))``, ``DGC(0.001)`` or ``PowerSGD(2)``, a
-            compressor, `ErrorFeedback`, `EF21` or `ConEF` round one, or a spec string.
+            compressor, `ErrorFeedback`, `EF21` or `ConEF` round one, or a spec string. With
+            `LocalSGD` gradients stay each rank's own, and parameters are averaged once a period.
         param_comp: of FSDP2, compressor of the matrices that are gathered, such as
             ``Quantize(8, scale=128)``; None for none.
         network: how replicas are connected.

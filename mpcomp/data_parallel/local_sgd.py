@@ -33,10 +33,10 @@ class LocalSGD(ReplicaMethod):
         anchor <- anchor - lr (momentum v + mean(delta));  parameters <- anchor
 
     Douillard et al. 2023, algorithm 1, with its lr and momentum as defaults; ``parts`` are those of
-    Streaming DiLoCo (Douillard et al. 2025), without its overlap of messages and steps. What little
-    is lost by compressing deltas: 2 bits with error feedback in MuLoCo (Therien et al. 2025), Top-1
-    to 3 % in 2 bits, ``decay`` of the residual and plain SGD outside (``lr=1:momentum=0``) in
-    SparseLoCo (Sarfi et al. 2025).
+    Streaming DiLoCo (Douillard et al. 2025), without its overlap of messages and steps. Deltas can
+    do with little: 2 bits and error feedback in MuLoCo (Thérien et al. 2025), Top-1 to 3 % in 2
+    bits in SparseLoCo (Sarfi et al. 2025), where a residual with ``decay`` is in the place of the
+    outer momentum.
 
     It acts after the optimizer's step, so it has to be named: ``handle.follow(optimizer)`` or
     ``pipe.follow(optimizer)``. Steps that a loss scaler skips do not count, and replicas that are

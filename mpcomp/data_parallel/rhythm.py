@@ -12,8 +12,8 @@ __all__ = ["Rhythm"]
 class Rhythm:
     """A period, in which each part of a model has its turn once, at equal distances.
 
-    With several parts a message is that much smaller and as many times more frequent: Douillard et
-    al. 2025 (Streaming DiLoCo), section 2.2.
+    With several parts a message is that much smaller and as many times more frequent: Streaming
+    DiLoCo, Douillard et al. 2025.
 
     Args:
         period: steps between two turns of the same part.

@@ -82,3 +82,13 @@ def test_configuration_of_another_version():
 def test_uncompressed_changes_nothing_else():
     config = ImageConfig(act=("topk:0.1",), grad=("quant:4",), warmup_steps=3, seed=5)
     assert config.uncompressed() == ImageConfig(act=("none",), grad=("none",), seed=5)
+
+
+def test_momentum_on_replicas_is_not_that_of_an_outer_step():
+    """Beside the first the optimizer has none and more decay; beside the second all is as ever."""
+    options = {"replicas": 2, "optimizer": "sgd", "weight_decay": 1e-3}
+    with pytest.raises(ValueError, match="this method has the momentum itself"):
+        ImageConfig(dp_comp="dgc:0.001", momentum=0.9, **options)
+    beside = ImageConfig(dp_comp="dgc:0.001", momentum=0.0, **options)
+    apart = ImageConfig(dp_comp="diloco:30", momentum=0.9, **options)
+    assert beside.optimizer_decay == pytest.approx(1e-2) and apart.optimizer_decay == 1e-3
