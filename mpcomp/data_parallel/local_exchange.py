@@ -77,6 +77,7 @@ class LocalExchange(Exchange):
 
     def reset(self) -> None:
         super().reset()
+        self._in_backward = False
         #: Whether a step of the optimizer would be the first one since a backward that counts.
         self._expecting = False
 
@@ -124,7 +125,7 @@ class LocalExchange(Exchange):
         self.check_begin(lr)
         self._compress = compress
         self._gradients.clear()
-        self._expecting = False
+        self._in_backward, self._expecting = True, False
         unknown = [name for name, end in self._state.ends.items() if not end.known]
         self._state.load({f"own/{name}/{ANCHOR}": _flat(self._trained[name]) for name in unknown})
 
@@ -137,9 +138,10 @@ class LocalExchange(Exchange):
         """Makes all gradients NaN, so that all replicas skip, if those of one are not finite."""
         self.nonfinite = False
         if self._agrees:
-            bad = [~g.sum(dtype=torch.float32).isfinite() for g in self._gradients]
-            (total,) = self._connections.sum([float(any(bad))])
-            self.nonfinite = bool(total)
+            sums = [gradient.sum(dtype=torch.float32) for gradient in self._gradients]
+            finite = bool(torch.stack(sums).isfinite().all()) if sums else True
+            (bad,) = self._connections.sum([float(not finite)])
+            self.nonfinite = bool(bad)
         if self.nonfinite:
             for gradient in self._gradients:
                 gradient.fill_(torch.nan)
@@ -147,7 +149,9 @@ class LocalExchange(Exchange):
 
     def finish_step(self, finite: bool) -> None:
         """Ends the backward; if it was finite everywhere, the optimizer's next step counts."""
-        self._expecting = finite
+        if self._in_backward:
+            self._expecting = finite
+        self._in_backward = False
 
     # -- parameters -----------------------------------------------------------------------------
 

@@ -175,6 +175,14 @@ def test_an_overflow_anywhere_is_no_step_of_any(ranks):
 def accumulated():
     """Calls within `no_sync` are no steps, nor are those that no step of the optimizer follows."""
     pipe, optimizer = followed("diloco:2")
+    with pipe.no_sync():
+        pipe.forward_backward(*share_of(pipe, 0))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert pipe.exchange.step == 0 and not memories_of(pipe)
+    with torch.no_grad():  # so that they have one anchor
+        for parameter in pipe.parameters():
+            dist.broadcast(parameter.detach(), 0)
     for step in range(4):
         with pipe.no_sync():
             pipe.forward_backward(*share_of(pipe, 2 * step))
