@@ -583,10 +583,12 @@ class Pipeline(OriginalNames):
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Names the optimizer that steps by the gradients, for the methods that must know it.
 
-        Those with ``lr_scaled=True`` follow its (first group's) rate.
+        Those with ``lr_scaled=True`` follow its (first group's) rate; `LocalSGD` between replicas
+        acts after its steps.
 
         Raises:
-            ValueError: the optimizer has momentum, and so has the method between replicas.
+            ValueError: the optimizer has momentum, and so has the method between replicas; or it
+                has none of the parameters that `LocalSGD` is to average.
         """
         if self.exchange is not None:
             self.exchange.follow(optimizer)

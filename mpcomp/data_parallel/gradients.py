@@ -38,10 +38,13 @@ class CompressedGradients:
         self.exchange.begin(loss_scale=scale, lr=lr, compress=compress)
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Names the optimizer that steps by the results, whose (first group's) rate methods follow.
+        """Names the optimizer that steps by the gradients, for the methods that must know it.
+
+        Some follow its (first group's) rate; `LocalSGD` acts after its steps.
 
         Raises:
-            ValueError: the optimizer has momentum, and so has the method.
+            ValueError: the optimizer has momentum, and so has the method; or it has none of the
+                parameters that `LocalSGD` is to average.
         """
         self.exchange.follow(optimizer)
         self._lr_of = optimizer
