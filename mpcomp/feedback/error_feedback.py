@@ -26,7 +26,7 @@ class ErrorFeedback(ErrorMemory, Feedback):
     cuts. The residual belongs to a row of a microbatch, between replicas to a parameter.
 
     Args:
-        inner: compressor of x + e.
+        inner: compressor of x + d e.
         storage: "fp32", "fp16", "bf16" or bits (1-8) of the stored residual.
         location: "device", "cpu", or a folder for files.
         lr_scaled: keep the residual in units of learning rate times gradient, as the theory does,

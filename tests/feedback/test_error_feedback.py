@@ -56,6 +56,20 @@ def test_no_mass_is_lost(method, dtype):
     assert (sent + residual - given).abs().max() < 1e-5 * (1 + residual.abs().max())
 
 
+@pytest.mark.parametrize(
+    "method",
+    [ErrorFeedback(TopK(0.1), decay=0.5), EFMixed(TopK(0.2), decay=0.5)],
+    ids=str,
+)
+def test_what_waits_counts_less_with_a_decay(method):
+    wire = Wire(method, TensorMeta(SHAPE))
+    wire.step(torch.randn(SHAPE), context(0))
+    waiting = wire.residual(3)
+    arrived = wire.step(torch.zeros(SHAPE), context(1))
+    assert waiting.any() and arrived.any()
+    torch.testing.assert_close(arrived + wire.residual(3), 0.5 * waiting, rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_sum_of_what_arrives_follows_a_fixed_input(dtype):
     """Σ sent → t · x: the residual stays bounded, so the mean of what arrives tends to x."""
