@@ -33,6 +33,7 @@ METHODS: Final[Mapping[str, str]] = {
     "DDP, EF Top-10 %": "ef+topk:0.1+quant:4",
     "DiLoCo": "diloco:30",
     "DiLoCo, 4 bits": "diloco:30+ef+quant:4",
+    "DiLoCo, 2 bits": "diloco:30+ef+quant:2",
     "DiLoCo, 4 bits, 3 parts": "diloco:30:parts=3+ef+quant:4",
     "DiLoCo, Top-2 %": "diloco:30+ef+topk:0.02+quant:2",
     # The outer step of SparseLoCo: no momentum, and a residual that fades.
