@@ -15,8 +15,8 @@ import scipy.stats
 
 from recipes.metric import Metric
 
-#: The verdict's rule: a mean is beyond a bound if it is so by this many standard errors.
-NUM_ERRORS: Final = 2.0
+#: Of the intervals that verdicts go by: a mean is beyond a bound if its whole interval is.
+PERCENT: Final = 95
 
 # How a row is judged, and how a formula says so; most are with compression on at inference.
 AT: Final = {"on": "", "off": ", off at inference", "training": ", in training"}
@@ -174,10 +174,10 @@ class Table:
     def rule(self) -> str:
         """Rules of verdicts."""
         return (
-            f"Differences are taken seed by seed, in {self.unit}, as mean ± standard "
-            "deviation (n). A claim is confirmed where the mean lies on the claimed side of its "
-            f"bound by more than {NUM_ERRORS:g} standard errors, not confirmed where it lies on "
-            "the other side by as much, and undecided in between or with fewer than two seeds. "
+            f"Differences are taken seed by seed, in {self.unit}, as mean ± half of Student's "
+            f"interval of {PERCENT} % (n). A claim is confirmed where that interval lies on the "
+            "claimed side of its bound, not confirmed where it lies on the other side, and "
+            "undecided in between or with fewer than two seeds. "
             f"Severe harm is more than {self.severe:g} {self.short_unit}, nearly as good is "
             f"within {self.near:g}."
         )
@@ -187,13 +187,13 @@ def verdict(differences: Sequence[float], *, above: bool, bound: float) -> str:
     """``confirmed``, ``not confirmed`` or ``undecided``, by `Table.rule`."""
     if len(differences) < 2:
         return "undecided"
-    error = standard_error(differences)
+    half_width = half_interval(differences, PERCENT)
     excess = statistics.mean(differences) - bound
     if not above:
         excess = -excess
-    if excess > NUM_ERRORS * error:
+    if excess > half_width:
         return "confirmed"
-    return "not confirmed" if excess < -NUM_ERRORS * error else "undecided"
+    return "not confirmed" if excess < -half_width else "undecided"
 
 
 def render(results: Results, table: Table) -> str:
@@ -232,7 +232,7 @@ def render_claims(results: Results, table: Table) -> str:
     for claim in table.claims:
         if differences := claim.differences(results, table):
             found = verdict(differences, above=claim.above, bound=claim.bound)
-            effect = f"{spread(differences, sign=True)} ({len(differences)})"
+            effect = f"{interval(differences)} ({len(differences)})"
             lines.append(_cells([str(claim.number), claim.text, claim.formula, effect, found]))
     return "\n".join([*lines, "", table.rule])
 
@@ -241,6 +241,12 @@ def spread(values: Sequence[float], *, sign: bool = False, between: str = "±") 
     """Mean ± standard deviation; the mean alone of one value."""
     mean = f"{statistics.mean(values):{'+' if sign else ''}.2f}"
     return f"{mean} {between} {statistics.stdev(values):.2f}" if len(values) > 1 else mean
+
+
+def interval(values: Sequence[float]) -> str:
+    """Mean ± half of its interval; the mean alone of one value."""
+    mean = f"{statistics.mean(values):+.2f}"
+    return f"{mean} ± {half_interval(values, PERCENT):.2f}" if len(values) > 1 else mean
 
 
 def standard_error(values: Sequence[float]) -> float:

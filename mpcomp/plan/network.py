@@ -8,6 +8,11 @@ A host has one wire, which carries both directions of both of its cuts; ways out
 disturb each other. A message's last byte has arrived when it has passed both hosts' wires, which
 it does at once and not one after the other, and the latency. A link's own rate, where it is slower
 than its hosts', holds back the messages of that link alone.
+
+Long links have a second limit. After a pause TCP sends no more than a small window before the first
+acknowledgement, and doubles it with each round trip (slow start, RFC 5681, 3.1 and 4.1), so the
+first messages of a step take several round trips however fast the link is. Linux does so by default
+(``net.ipv4.tcp_slow_start_after_idle``).
 """
 
 from __future__ import annotations
@@ -17,6 +22,8 @@ from dataclasses import dataclass
 
 __all__ = ["Network"]
 
+#: Bytes of Linux' first window: ten packets (RFC 6928).
+FIRST_WINDOW = 14_480
 #: Of 1514 bytes of a packet on Ethernet, 1448 are payload: headers of Ethernet, IPv4 and TCP.
 PACKET_SHARE = 1448 / 1514
 
@@ -31,16 +38,19 @@ class Network:
         link_mbps: of every link, each way; None for those of its hosts.
         message_s: for which each message occupies a wire beyond its bytes, such as a latency that
             a benchmark charges to the wire.
+        window_bytes: of each connection at the beginning of a step, `FIRST_WINDOW` with Linux as it
+            comes; infinite where connections keep theirs over a pause.
 
     Raises:
-        ValueError: numbers of hosts and links that do not fit, a rate that is not above 0, or a
-            time below 0.
+        ValueError: numbers of hosts and links that do not fit, a rate or window that is not above
+            0, or a time below 0.
     """
 
     host_mbps: tuple[float, ...]
     latency_s: tuple[float, ...]
     link_mbps: tuple[float, ...] | None = None
     message_s: float = 0.0
+    window_bytes: float = math.inf
 
     def __post_init__(self) -> None:
         num_links = len(self.host_mbps) - 1
@@ -54,41 +64,81 @@ class Network:
         rates = (*self.host_mbps, *(self.link_mbps or ()))
         if not all(rate > 0 for rate in rates):
             raise ValueError(f"rates are {rates} Mbit/s: pass numbers above 0, or inf for no limit")
+        if not self.window_bytes > 0:
+            raise ValueError(f"window_bytes={self.window_bytes}: pass a number above 0")
         times = (*self.latency_s, self.message_s)
         if not all(0 <= seconds < math.inf for seconds in times):
             raise ValueError(f"latencies are {times} s: pass numbers from 0 up")
 
     @classmethod
     def alike(
-        cls, num_hosts: int, mbps: float, latency_s: float = 0.0, *, message_s: float = 0.0
+        cls,
+        num_hosts: int,
+        mbps: float,
+        latency_s: float = 0.0,
+        *,
+        message_s: float = 0.0,
+        window_bytes: float = math.inf,
     ) -> Network:
-        """So many hosts of one rate, with links of one latency."""
-        latencies = (latency_s,) * (num_hosts - 1)
-        return cls((mbps,) * num_hosts, latencies, message_s=message_s)
+        """So many hosts of one rate, with links of one latency; other arguments as above."""
+        return cls(
+            (mbps,) * num_hosts,
+            (latency_s,) * (num_hosts - 1),
+            message_s=message_s,
+            window_bytes=window_bytes,
+        )
+
+    def rate_of(self, host: int, link: int) -> float:
+        """Mbit/s at which a host can use one of its links."""
+        own = math.inf if self.link_mbps is None else self.link_mbps[link]
+        return min(self.host_mbps[host], own)
 
     def occupied_s(self, host: int, link: int, num_bytes: float) -> float:
         """Seconds for which a message of so many bytes over a link occupies a host's wire."""
-        own = math.inf if self.link_mbps is None else self.link_mbps[link]
-        rate = min(self.host_mbps[host], own)
+        rate = self.rate_of(host, link)
         return self.message_s + num_bytes / PACKET_SHARE * 8e-6 / rate
 
 
 class Traffic:
-    """The wires of a network in use: what is on its way when."""
+    """The wires and connections of a network in use: what is on its way when.
+
+    A direction of a cut has a connection of its own, so a sender and its neighbour name one.
+    """
 
     def __init__(self, network: Network) -> None:
         self._network = network
         num_hosts = len(network.host_mbps)
         self._out_free = [0.0] * num_hosts
         self._in_free = [0.0] * num_hosts
+        #: By sender and receiver: when the last message had left, and the window.
+        self._left: dict[tuple[int, int], float] = {}
+        self._windows: dict[tuple[int, int], float] = {}
 
     def arrival(self, source: int, target: int, num_bytes: float, now: float) -> float:
         """The moment at which a message that is handed over now has arrived at a neighbour."""
-        network, link = self._network, min(source, target)
-        leaves = max(now, self._out_free[source])
-        gone = leaves + network.occupied_s(source, link, num_bytes)
+        network, link, way = self._network, min(source, target), (source, target)
         latency = network.latency_s[link]
+        waits = self._waits_for_window(way, num_bytes)
+        leaves = max(now, self._out_free[source], self._left.get(way, 0.0))
+        taken = network.occupied_s(source, link, num_bytes)
         begins = max(leaves + latency, self._in_free[target])
-        there = max(gone + latency, begins + network.occupied_s(target, link, num_bytes))
-        self._out_free[source], self._in_free[target] = gone, there
-        return there
+        ends = begins + network.occupied_s(target, link, num_bytes)
+        # While a connection waits for acknowledgements its wire is free for others.
+        self._out_free[source] = leaves + taken
+        self._left[way] = leaves + taken + waits
+        self._in_free[target] = max(leaves + taken + latency, ends)
+        return self._in_free[target] + waits
+
+    def _waits_for_window(self, way: tuple[int, int], num_bytes: float) -> float:
+        """Seconds in which the sender may send nothing, as all of its window is on its way."""
+        network, link = self._network, min(way)
+        window = self._windows.get(way, network.window_bytes)
+        self._windows[way] = window + num_bytes  # of what arrives, all is acknowledged
+        round_trip = 2 * network.latency_s[link]
+        bytes_per_s = min(network.rate_of(host, link) for host in way) * 1e6 / 8
+        waits, left = 0.0, num_bytes
+        while left > window and window < bytes_per_s * round_trip:
+            waits += round_trip - window / bytes_per_s
+            left -= window
+            window *= 2
+        return waits

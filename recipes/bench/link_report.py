@@ -12,6 +12,7 @@ from typing import Any
 from tabulate import tabulate
 
 from mpcomp.plan import Coding, Compute, Messages, Network, predict
+from mpcomp.plan.network import FIRST_WINDOW
 from recipes.bench.link_bound import MESSAGE_HEADER_BYTES, PACKET_HEADER_BYTES, least_step_s
 from recipes.bench.link_worker import METHODS, REFERENCE, TORCH_DTYPES
 from recipes.bench.report import (
@@ -154,10 +155,15 @@ def _predicted(
     one = metered / num_messages + MESSAGE_HEADER_BYTES
     depth = METHODS[name].in_flight
     return predict(
-        [Compute(stage["forward_s"], stage["backward_s"]) for stage in compute],
+        [Compute(one["median_forward_s"], one["median_backward_s"]) for one in compute],
         coding,
         Messages(one, one),
-        Network.alike(num_stages, math.inf if rate is None else rate, latency_ms / 1e3),
+        Network.alike(
+            num_stages,
+            math.inf if rate is None else rate,
+            latency_ms / 1e3,
+            window_bytes=FIRST_WINDOW,
+        ),
         chunks=chunks,
         in_flight=None if depth is None else depth(num_stages, chunks),
         num_cores=num_cores,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
@@ -135,8 +136,8 @@ class Part:
             "loss": None if loss is None else loss.item(),
         }
 
-    def compute(self) -> dict[str, float]:
-        """Seconds of the stage's forward and backward of a microbatch, the fastest of a few."""
+    def compute(self) -> dict[str, list[float]]:
+        """Seconds of the stage's forwards and backwards of a microbatch, of a few."""
         return _compute(self._job)
 
     def coding(self, name: str) -> Coding:
@@ -255,20 +256,30 @@ def _mpcomp_variant(name: str, job: Job) -> Variant:
     return Variant(step, pipe, lambda: pipe.wire_bytes, output)
 
 
-def _compute(job: Job) -> dict[str, float]:
-    """Seconds of this stage's forward and backward of one microbatch, the fastest of a few."""
+def _compute(job: Job) -> dict[str, list[float]]:
+    """Seconds of this stage's forwards and backwards, in the order of a step's end of 1F1B."""
     stage = _stage_of(job, _model(job))
     x, y = (each[: job.microbatch] for each in _batch(job))
     if job.rank:
         x = torch.randn(job.microbatch, job.context, job.width, requires_grad=True)
-    forward, backward = [], []
-    for _ in range(job.chunks):
+    times: dict[str, list[float]] = {"forward_s": [], "backward_s": []}
+    under_way: deque[Tensor] = deque()
+
+    def forward() -> None:
         start = time.perf_counter()
         out = stage(x)
-        if job.rank == job.size - 1:
-            out = token_loss(out, y)
-        middle = time.perf_counter()
-        out.backward(torch.ones_like(out))
-        forward.append(middle - start)
-        backward.append(time.perf_counter() - middle)
-    return {"forward_s": min(forward), "backward_s": min(backward)}
+        under_way.append(token_loss(out, y) if job.rank == job.size - 1 else out)
+        times["forward_s"].append(time.perf_counter() - start)
+
+    def backward() -> None:
+        start = time.perf_counter()
+        out = under_way.popleft()
+        torch.autograd.backward(out, torch.ones_like(out))
+        times["backward_s"].append(time.perf_counter() - start)
+
+    forward()
+    for _ in range(job.chunks - 1):
+        forward()  # one more than backwards: what they read has left the caches by then
+        backward()
+    backward()
+    return times

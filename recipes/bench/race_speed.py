@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from mpcomp.plan import Coding, Compute, Messages, Network, measure_coding, predict
-from mpcomp.plan.network import PACKET_SHARE
+from mpcomp.plan.network import FIRST_WINDOW, PACKET_SHARE
 from recipes.bench.race import SIZES, Size
 from recipes.bench.workers import machine
 from recipes.decoder import decoder, equal_stages, token_batch, token_loss
@@ -111,7 +111,9 @@ def step_s(
         [Compute(*own) for own in compute],
         coding,
         bits.messages(size),
-        Network.alike(size.num_blocks, links.mbps, links.latency_ms / 1e3),
+        Network.alike(
+            size.num_blocks, links.mbps, links.latency_ms / 1e3, window_bytes=FIRST_WINDOW
+        ),
         chunks=size.chunks,
     ).step_s
 

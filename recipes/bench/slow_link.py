@@ -28,6 +28,7 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any, Final
 
 from tqdm import tqdm
@@ -172,7 +173,7 @@ def _told(options: argparse.Namespace) -> dict[str, Any]:
 def _measure(
     workers: Workers, rates: Sequence[float | None], options: argparse.Namespace
 ) -> tuple[list[dict[str, Any]], list[dict[str, float]]]:
-    """Every step of every variant at every rate, and what each stage computes at the fastest."""
+    """Every step of every variant at every rate, and what each stage computes: least and median."""
     names: list[str] = options.variants
     hosts, num_stages = workers.hosts, workers.hosts.num_hosts
     for name in names * options.warmups:
@@ -189,11 +190,12 @@ def _measure(
                     where = {"num_stages": num_stages, "rate_mbps": rate, "variant": name}
                     steps.append({**where, "repeat": repeat, **_step(workers, name)})
                     bar.update()
-    fastest = [
-        {name: min(one[name] for one in of_stage) for name in of_stage[0]}
-        for of_stage in zip(*compute, strict=True)
-    ]
-    return steps, fastest
+    found = []
+    for of_stage in zip(*compute, strict=True):
+        times = {name: [s for one in of_stage for s in one[name]] for name in of_stage[0]}
+        found.append({name: min(seconds) for name, seconds in times.items()})
+        found[-1] |= {f"median_{name}": median(seconds) for name, seconds in times.items()}
+    return steps, found
 
 
 def _step(workers: Workers, name: str) -> dict[str, Any]:

@@ -50,18 +50,17 @@ def test_second_may_be_off_at_inference():
     assert claim.differences(results, TABLE) == pytest.approx([30.0])
 
 
-# Standard error of these three: 1/√3 = 0.577.
+# Half of the interval of these three: t of two degrees of freedom 4.303 × 1/√3 = 2.484.
 @pytest.mark.parametrize(
     ("bound", "above", "expected"),
     [
-        (0.0, True, "confirmed"),
-        (0.84, True, "confirmed"),  # 2 − 0.84 > 2 × 0.577
-        (0.85, True, "undecided"),
-        (3.15, True, "undecided"),
-        (3.16, True, "not confirmed"),
-        (3.16, False, "confirmed"),
+        (-0.49, True, "confirmed"),
+        (-0.48, True, "undecided"),
+        (4.48, True, "undecided"),
+        (4.49, True, "not confirmed"),
+        (4.49, False, "confirmed"),
         (2.0, False, "undecided"),
-        (0.84, False, "not confirmed"),
+        (-0.49, False, "not confirmed"),
     ],
 )
 def test_verdict(bound, above, expected):
