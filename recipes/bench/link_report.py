@@ -155,7 +155,7 @@ def _predicted(
     one = metered / num_messages + MESSAGE_HEADER_BYTES
     depth = METHODS[name].in_flight
     return predict(
-        [Compute(one["median_forward_s"], one["median_backward_s"]) for one in compute],
+        [Compute(one["mean_forward_s"], one["mean_backward_s"]) for one in compute],
         coding,
         Messages(one, one),
         Network.alike(

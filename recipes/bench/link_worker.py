@@ -257,7 +257,7 @@ def _mpcomp_variant(name: str, job: Job) -> Variant:
 
 
 def _compute(job: Job) -> dict[str, list[float]]:
-    """Seconds of this stage's forwards and backwards, in the order of a step's end of 1F1B."""
+    """Seconds of this stage's forwards and backwards of a step, two microbatches under way."""
     stage = _stage_of(job, _model(job))
     x, y = (each[: job.microbatch] for each in _batch(job))
     if job.rank:
@@ -277,9 +277,13 @@ def _compute(job: Job) -> dict[str, list[float]]:
         torch.autograd.backward(out, torch.ones_like(out))
         times["backward_s"].append(time.perf_counter() - start)
 
-    forward()
-    for _ in range(job.chunks - 1):
-        forward()  # one more than backwards: what they read has left the caches by then
+    for _ in range(2):  # the first time everything is new; gradients are in every step
+        stage.zero_grad()
+        times["forward_s"].clear()
+        times["backward_s"].clear()
+        forward()
+        for _ in range(job.chunks - 1):
+            forward()  # one more than backwards: what they read has left the caches by then
+            backward()
         backward()
-    backward()
     return times

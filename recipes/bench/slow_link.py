@@ -28,7 +28,7 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any, Final
 
 from tqdm import tqdm
@@ -173,7 +173,7 @@ def _told(options: argparse.Namespace) -> dict[str, Any]:
 def _measure(
     workers: Workers, rates: Sequence[float | None], options: argparse.Namespace
 ) -> tuple[list[dict[str, Any]], list[dict[str, float]]]:
-    """Every step of every variant at every rate, and what each stage computes: least and median."""
+    """Every step of every variant at every rate, and what each stage computes, least and mean."""
     names: list[str] = options.variants
     hosts, num_stages = workers.hosts, workers.hosts.num_hosts
     for name in names * options.warmups:
@@ -192,9 +192,10 @@ def _measure(
                     bar.update()
     found = []
     for of_stage in zip(*compute, strict=True):
-        times = {name: [s for one in of_stage for s in one[name]] for name in of_stage[0]}
-        found.append({name: min(seconds) for name, seconds in times.items()})
-        found[-1] |= {f"median_{name}": median(seconds) for name, seconds in times.items()}
+        names = list(of_stage[0])
+        least = {name: min(min(one[name]) for one in of_stage) for name in names}
+        means = {f"mean_{name}": median(fmean(one[name]) for one in of_stage) for name in names}
+        found.append({**least, **means})
     return steps, found
 
 
