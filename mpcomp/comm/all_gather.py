@@ -75,6 +75,8 @@ class AllGather:
         Raises:
             RuntimeError: a rank is gone, or has not come within the timeout.
         """
+        if not record.numel():  # on no rank
+            return record.new_empty(self._size, 0)
         own = record.view(torch.uint8)
         assert own.numel() <= LARGEST_RECORD, "longer records are for other collectives"
         held = torch.empty(self._size, own.numel(), dtype=torch.uint8)

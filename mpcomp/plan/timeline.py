@@ -68,7 +68,7 @@ class Timeline:
 
     Attributes:
         step_s: its seconds.
-        spans: all work, in the order in which it ended.
+        spans: all work, in the order in which it began.
         num_stages: of the pipeline.
     """
 
@@ -161,6 +161,7 @@ class _Simulation:
         self._free_cores = len(stages) if num_cores is None else num_cores
         #: Stages that could go on, in the order in which they could.
         self._ready: deque[int] = deque()
+        #: Whether a stage is at work, or needs nothing but a core for it.
         self._busy = [False] * len(stages)
         self._arrived: list[set[_Work]] = [set() for _ in stages]
         #: (when, a number that keeps ties in order, stage, the work that ended or may begin, ended)
@@ -185,19 +186,19 @@ class _Simulation:
 
     def _consider(self, stage: int) -> None:
         """Notes a stage as ready if it is idle and what its next work needs is there."""
-        if self._busy[stage] or not self._todo[stage] or stage in self._ready:
+        if self._busy[stage] or not self._todo[stage]:
             return
         work = self._todo[stage][0]
         # The first stage's inputs are there, and so is the last one's gradient after its forward.
         at_hand = stage == (0 if work.kind == FORWARD else self._last)
         if at_hand or work in self._arrived[stage]:
+            self._busy[stage] = True
             self._ready.append(stage)
 
     def _start(self, now: float) -> None:
         while self._ready and self._free_cores:
             stage = self._ready.popleft()
             work = self._todo[stage].popleft()
-            self._busy[stage] = True
             self._free_cores -= 1
             end = now + self._seconds(stage, work)
             self._spans.append(Span(stage, *work, now, end))

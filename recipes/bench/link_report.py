@@ -68,6 +68,7 @@ def summarise(
     chunks: int,
     num_cores: int,
     latency_ms: float = 0.0,
+    steps_before: int = 0,
 ) -> list[dict[str, Any]]:
     """One figure for each number of stages, rate and variant, in the order of measurement."""
     groups = grouped(steps, lambda step: (step["num_stages"], step["rate_mbps"], step["variant"]))
@@ -97,6 +98,8 @@ def summarise(
                 compute[str(num_stages)],
                 Coding(*times),
                 latency_ms,
+                # After a pause windows are small again.
+                math.inf if steps_before else FIRST_WINDOW,
                 chunks=chunks,
                 num_cores=num_cores,
             )
@@ -144,6 +147,7 @@ def _predicted(
     compute: Sequence[Mapping[str, float]],
     coding: Coding,
     latency_ms: float,
+    window_bytes: float,
     *,
     chunks: int,
     num_cores: int,
@@ -162,7 +166,7 @@ def _predicted(
             num_stages,
             math.inf if rate is None else rate,
             latency_ms / 1e3,
-            window_bytes=FIRST_WINDOW,
+            window_bytes=window_bytes,
         ),
         chunks=chunks,
         in_flight=None if depth is None else depth(num_stages, chunks),

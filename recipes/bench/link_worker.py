@@ -120,19 +120,29 @@ class Part:
         self._job = job
         self._variants = _variants(job)
 
-    def step(self, begin: workers.Begin, name: str) -> dict[str, Any]:
-        """One step of a variant; the clock is the machine's, and stops before weights change."""
+    def step(self, begin: workers.Begin, name: str, before: int) -> dict[str, Any]:
+        """One step of a variant; the clock is the machine's, and stops before weights change.
+
+        Args:
+            begin: the moment for all ranks.
+            name: of the variant.
+            before: steps right before the clock.
+        """
         variant = self._variants[name]
         variant.module.zero_grad()
-        before = variant.metered_bytes()
         start = begin()
+        for _ in range(before):
+            variant.step()
+            variant.module.zero_grad()
+            start = time.perf_counter()
+        sent_before = variant.metered_bytes()
         loss = variant.step()
         end = time.perf_counter()
         descend(variant.module, self._job.lr)
         return {
             "seconds": end - start,
             "change": variant.output.change(),  # of the last microbatch
-            "metered_bytes": variant.metered_bytes() - before,
+            "metered_bytes": variant.metered_bytes() - sent_before,
             "loss": None if loss is None else loss.item(),
         }
 

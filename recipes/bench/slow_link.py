@@ -7,7 +7,8 @@ Makes the hosts itself (`recipes.bench.hosts`; needs root), one for each stage o
 language model, with real TCP between them. Within each repetition all links go through all rates,
 and at each rate all variants take turns, in rotating order, so that a slow moment of the machine
 meets all of them. A step is forward, loss and backward of all microbatches; it begins on all hosts
-at one moment and ends when the last host is done. Gradients are zeroed outside of the clock.
+at one moment, or right after another one (``--before``), and ends when the last host is done.
+Gradients are zeroed outside of the clock.
 
 Every step is of the same batch, of which a memory of samples (``auto:memory``) would have nothing
 more to send. So the weights change after each step, outside of the clock, in all variants at one
@@ -85,6 +86,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         chunks=options.chunks,
         num_cores=num_cores(),
         latency_ms=options.latency_ms,
+        steps_before=options.before,
     )
     changes = changes_of(steps)
     print(tables(figures), table_of_changes(changes), sep="\n\n")
@@ -119,6 +121,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--repeats", type=int, default=5)
     # Until about the fifteenth step activations change by a tenth of what they do later.
     add("--warmups", type=int, default=20, help="unlimited steps of each variant before the clock")
+    add("--before", type=int, default=0, metavar="N", help="steps right before each one that is "
+        "timed, as in training: without any, caches are cold and TCP's windows small (default 0)")  # fmt: skip
     add("--lr", type=float, default=0.01, help="of the weights between steps: what each tensor "
         "changes by, as a part of its norm (default %(default)s)")  # fmt: skip
     add("--chunks", type=int, default=8, help="microbatches in a step")
@@ -146,6 +150,8 @@ def _problem(options: argparse.Namespace) -> str | None:
         return problem
     if options.warmups < 1:
         return f"warmups is {options.warmups}; pass at least 1: the first step connects the hosts"
+    if options.before < 0:
+        return f"before is {options.before}; pass 0 or more"
     if not 0 < options.lr < 1:
         return (
             f"lr is {options.lr}; pass a number between 0 and 1: without a change of the "
@@ -177,7 +183,7 @@ def _measure(
     names: list[str] = options.variants
     hosts, num_stages = workers.hosts, workers.hosts.num_hosts
     for name in names * options.warmups:
-        _step(workers, name)
+        _step(workers, name, 0)
     steps, compute = [], []
     total = options.repeats * len(rates) * len(names)
     with tqdm(total=total, unit="step", desc=f"{num_stages} stages") as bar:
@@ -188,7 +194,9 @@ def _measure(
                 hosts.set_rate(rate)
                 for name in rotated(names, repeat):
                     where = {"num_stages": num_stages, "rate_mbps": rate, "variant": name}
-                    steps.append({**where, "repeat": repeat, **_step(workers, name)})
+                    steps.append(
+                        {**where, "repeat": repeat, **_step(workers, name, options.before)}
+                    )
                     bar.update()
     found = []
     for of_stage in zip(*compute, strict=True):
@@ -199,9 +207,11 @@ def _measure(
     return steps, found
 
 
-def _step(workers: Workers, name: str) -> dict[str, Any]:
+def _step(workers: Workers, name: str, before: int) -> dict[str, Any]:
     """One step: how long until the last host was done, and what each sent and received."""
-    answers, interfaces = workers.turn("step", name=name)
+    answers, counted = workers.turn("step", name=name, before=before)
+    # Of all steps of the turn, which send alike.
+    interfaces = [{key: n / (before + 1) for key, n in host.items()} for host in counted]
     return {
         "seconds": max(answer["seconds"] for answer in answers),
         "loss": answers[-1]["loss"],

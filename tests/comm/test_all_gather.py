@@ -13,14 +13,18 @@ from mpcomp.comm import all_gather
 from mpcomp.comm.all_gather import LARGEST_RECORD, AllGather
 
 
+#: Of pairs of numbers.
+LENGTHS = (1, 3, 0, 2, LARGEST_RECORD // 16, 1)
+
+
 def gather(radix: int) -> tuple[list[list[list[int]]], int]:
     """Records of several lengths in turn, one right after the other; rounds of each."""
     all_gather.RADIX = radix  # of this process, which ends with the test
     rank = dist.get_rank()
     records = AllGather(dist.new_group(backend="gloo"), timeout_s=20)
     found = [
-        records(torch.tensor([rank, call] * length)).tolist()
-        for call, length in enumerate((1, 3, 2, LARGEST_RECORD // 16, 1))
+        records(torch.tensor([rank, call] * length, dtype=torch.int64)).tolist()
+        for call, length in enumerate(LENGTHS)
     ]
     records.close()
     return found, len(records._rounds)
@@ -33,8 +37,7 @@ def test_every_rank_has_all_records(
     ranks: Callable[..., Any], size: int, radix: int, rounds: int
 ) -> None:
     expected = [
-        [[rank, call] * length for rank in range(size)]
-        for call, length in enumerate((1, 3, 2, LARGEST_RECORD // 16, 1))
+        [[rank, call] * length for rank in range(size)] for call, length in enumerate(LENGTHS)
     ]
     for found, num_rounds in ranks(gather, size, radix):
         assert found == expected

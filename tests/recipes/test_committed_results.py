@@ -84,6 +84,7 @@ def shown(name, result):
             chunks=chunks,
             num_cores=cores,
             latency_ms=result["settings"]["latency_ms"],
+            steps_before=result["settings"].get("before", 0),
         )
         text = link_report.tables(result["figures"])
     elif name.startswith("slow_shards"):
