@@ -121,8 +121,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--repeats", type=int, default=5)
     # Until about the fifteenth step activations change by a tenth of what they do later.
     add("--warmups", type=int, default=20, help="unlimited steps of each variant before the clock")
-    add("--before", type=int, default=0, metavar="N", help="steps right before each one that is "
-        "timed, as in training: without any, caches are cold and TCP's windows small (default 0)")  # fmt: skip
+    add("--before", type=int, default=0, metavar="N", help="steps right before each timed one, as "
+        "in training: with 0 caches are cold and TCP's windows small (default 0)")  # fmt: skip
     add("--lr", type=float, default=0.01, help="of the weights between steps: what each tensor "
         "changes by, as a part of its norm (default %(default)s)")  # fmt: skip
     add("--chunks", type=int, default=8, help="microbatches in a step")

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from mpcomp.comm import all_gather
 from mpcomp.comm.all_gather import LARGEST_RECORD, AllGather
 
-
 #: Of pairs of numbers.
 LENGTHS = (1, 3, 0, 2, LARGEST_RECORD // 16, 1)
 
