@@ -24,14 +24,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["LARGEST_RECORD", "AllGather", "num_rounds"]
+__all__ = ["LARGEST_RECORD", "TAG", "AllGather", "num_rounds"]
 
 #: Ranks that have each other's records after the first round.
 RADIX: Final = 16
 #: Bytes of a record that receives are posted for; a message may be shorter.
 LARGEST_RECORD: Final = 4096
-#: Of these messages: others of the group have none.
-_TAG: Final = 1
+#: Of these messages; no message of a cut has it.
+TAG: Final = 1 << 21
 
 
 class _Message(NamedTuple):
@@ -86,7 +86,7 @@ class AllGather:
         for messages, arriving in zip(self._rounds, posted, strict=True):
             sent: list[Any] = [
                 dist.isend(
-                    held[: each.length].reshape(-1), dst=each.target, group=self._group, tag=_TAG
+                    held[: each.length].reshape(-1), dst=each.target, group=self._group, tag=TAG
                 )
                 for each in messages
             ]
@@ -104,7 +104,7 @@ class AllGather:
 
     def _receive(self, message: _Message) -> tuple[Tensor, Any]:
         buffer = torch.empty(message.length * LARGEST_RECORD, dtype=torch.uint8)
-        work = dist.irecv(buffer, src=message.source, group=self._group, tag=_TAG)
+        work = dist.irecv(buffer, src=message.source, group=self._group, tag=TAG)
         return buffer, work
 
     def close(self) -> None:

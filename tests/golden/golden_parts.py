@@ -1,6 +1,6 @@
 """Parts of the golden programs: exact patterns in place of a model's numbers, and a tape of hashes.
 
-Nothing here looks into mpcomp. What is noted passes through torch: messages where
+Nothing here looks into mpcomp, but for the tag of what ranks agree on. What is noted passes through torch: messages where
 `torch.distributed` takes them, tensors where a stage or a parameter gets them. Stages compute
 nothing, so that no method's loss spoils what the next cut is given, and no processor's arithmetic
 anything: they hand on fixed numbers, forward and backward.
@@ -25,6 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+
+from mpcomp.comm.all_gather import TAG
 
 #: Set before torch is loaded: the kernels that every x86 processor has, and sums in one order.
 ENVIRONMENT = {
@@ -136,6 +138,8 @@ def listening(tape: Tape, otherwise: str = "exchanged") -> Iterator[None]:
     originals = {name: getattr(dist, name) for name in collectives}
 
     def isend(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("tag") == TAG:  # what ranks agree on is no method's message
+            return sends(tensor, *args, **kwargs)
         key, tape.following = tape.following or otherwise, None
         tape.note(key, tensor)
         return sends(tensor, *args, **kwargs)
