@@ -1,9 +1,9 @@
 """Parts of the golden programs: exact patterns in place of a model's numbers, and a tape of hashes.
 
-Nothing here looks into mpcomp, but for the tag of what ranks agree on. What is noted passes through torch: messages where
-`torch.distributed` takes them, tensors where a stage or a parameter gets them. Stages compute
-nothing, so that no method's loss spoils what the next cut is given, and no processor's arithmetic
-anything: they hand on fixed numbers, forward and backward.
+Nothing here looks into mpcomp, but for the tag of what ranks agree on. What is noted passes through
+torch: messages where `torch.distributed` takes them, tensors where a stage or a parameter gets
+them. Stages compute nothing, so that no method's loss spoils what the next cut is given, and no
+processor's arithmetic anything: they hand on fixed numbers, forward and backward.
 """
 
 import contextlib
