@@ -29,6 +29,7 @@ from recipes.bench import (
     multi_level,
     replica_report,
     shard_report,
+    time_to_loss,
 )
 from recipes.run_folder import read_json_lines
 
@@ -66,6 +67,12 @@ def test_tables_of_studies(path, capsys):
     (main,) = {main for name, main in STUDIES.items() if path.name.startswith(name)}
     main(["--table", "--out", str(path)])
     check(f"{path.stem}.txt", capsys.readouterr().out)
+
+
+def test_tables_of_the_race(capsys):
+    race, speed = RESULTS / "time_to_loss.jsonl", RESULTS / "time_to_loss_speed.json"
+    time_to_loss.main(["--table", "--out", str(race), "--speed", str(speed)])
+    check("time_to_loss.txt", capsys.readouterr().out)
 
 
 def as_json(value):
