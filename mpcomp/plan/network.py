@@ -99,7 +99,7 @@ class Network:
         return self.message_s + num_bytes / PACKET_SHARE * 8e-6 / rate
 
 
-class Traffic:
+class Wires:
     """The wires and connections of a network in use: what is on its way when.
 
     A direction of a cut has a connection of its own, so a sender and its neighbour name one.

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from mpcomp.engines.schedules import warmup_of
-from mpcomp.plan.network import Network, Traffic
+from mpcomp.plan.network import Network, Wires
 
 __all__ = ["BACKWARD", "FORWARD", "Messages", "Span", "StageTimes", "Timeline", "timeline"]
 
@@ -154,7 +154,7 @@ class _Simulation:
         num_cores: int | None,
     ) -> None:
         self._stages, self._messages = stages, messages
-        self._traffic = Traffic(network)
+        self._wires = Wires(network)
         depth = min(chunks, in_flight or 2 * len(stages) - 1)
         self._todo = [deque(_order(i, len(stages), chunks, depth)) for i in range(len(stages))]
         self._last = len(stages) - 1
@@ -212,7 +212,7 @@ class _Simulation:
             return
         sent = self._messages[min(stage, target)]
         num_bytes = sent.act_bytes if work.kind == FORWARD else sent.grad_bytes
-        there = self._traffic.arrival(stage, target, num_bytes, now)
+        there = self._wires.arrival(stage, target, num_bytes, now)
         heapq.heappush(self._events, (there, next(self._numbers), target, work, False))
 
     def _seconds(self, stage: int, work: _Work) -> float:

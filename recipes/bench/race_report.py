@@ -12,7 +12,7 @@ from mpcomp.plan import Coding
 from recipes.bench.race import SIZES
 from recipes.bench.race_speed import Bits, Links, benchmark_step_s, step_s
 from recipes.study import Line
-from recipes.study_table import half_interval
+from recipes.study_table import Results, Run, half_interval
 
 REFERENCE: Final = "bf16"
 #: Conditions of the first table, and of the second one.
@@ -34,38 +34,41 @@ def render(lines: Sequence[Line], speed: Mapping[str, Any] | None) -> str:
 
     Args:
         lines: of the results file.
-        speed: of `recipes.bench.race_speed.measure`; without it only steps are shown.
+        speed: of `recipes.bench.race_speed.measure`; without it, or without a run of the
+            reference, only steps are shown.
     """
-    rows: dict[str, dict[int, Line]] = {}
-    for line in lines:
-        rows.setdefault(line["row"], {})[line["seed"]] = line
-    if speed is None:
+    results = Results.of(lines)
+    rows = {row: runs for row, runs in results.runs.items() if runs}
+    diverged = [results.label(row) for row in results.runs if results.diverged[row]]
+    tables = _tables(rows, speed)
+    return f"{tables}\n\n{', '.join(diverged)}" if diverged else tables
+
+
+def _tables(rows: Mapping[str, Mapping[int, Run]], speed: Mapping[str, Any] | None) -> str:
+    if speed is None or REFERENCE not in rows:
         return _steps(rows)
     return "\n\n".join((_headlines(rows, speed), _grid(rows, speed), LEGEND))
 
 
-def _steps(rows: Mapping[str, Mapping[int, Line]]) -> str:
+def _steps(rows: Mapping[str, Mapping[int, Run]]) -> str:
     table = [(row, *_of_steps(list(runs.values()))) for row, runs in rows.items()]
     return tabulate(table, ("row", "n", "steps", "bits"), disable_numparse=True)
 
 
-def _of_steps(runs: Sequence[Line]) -> tuple[str, str, str]:
+def _of_steps(runs: Sequence[Run]) -> tuple[str, str, str]:
     """Runs that reached the target of all, their steps, and the bits of all."""
-    reached = [run["steps"] for run in runs if run.get("steps") is not None]
+    reached = [run["steps"] for run in runs if run["steps"] is not None]
     bits = _bits(runs)
-    most = max(run.get("trained_steps", 0) for run in runs)
+    most = max(run["trained_steps"] for run in runs)
     steps = _interval(reached, ".0f") if reached else f"above {most}"
     return f"{len(reached)}/{len(runs)}", steps, f"{bits.act:.2f} / {bits.grad:.2f}"
 
 
-def _bits(runs: Sequence[Line]) -> Bits:
-    counted = [run for run in runs if "act_bits" in run]
-    return Bits(
-        *(statistics.fmean(run[key] for run in counted) for key in ("act_bits", "grad_bits"))
-    )
+def _bits(runs: Sequence[Run]) -> Bits:
+    return Bits(*(statistics.fmean(run[key] for run in runs) for key in ("act_bits", "grad_bits")))
 
 
-def _headlines(rows: Mapping[str, Mapping[int, Line]], speed: Mapping[str, Any]) -> str:
+def _headlines(rows: Mapping[str, Mapping[int, Run]], speed: Mapping[str, Any]) -> str:
     headers = ["row", "n", "steps", "bits"]
     for links in HEADLINES:
         headers += [f"s a step, {links}", "x"]
@@ -86,7 +89,7 @@ def _headlines(rows: Mapping[str, Mapping[int, Line]], speed: Mapping[str, Any])
     return tabulate(table, headers, disable_numparse=True)
 
 
-def _grid(rows: Mapping[str, Mapping[int, Line]], speed: Mapping[str, Any]) -> str:
+def _grid(rows: Mapping[str, Mapping[int, Run]], speed: Mapping[str, Any]) -> str:
     conditions = [Links(rate, latency) for rate in RATES for latency in LATENCIES_MS]
     table = []
     for row, runs in rows.items():
@@ -101,7 +104,7 @@ def _grid(rows: Mapping[str, Mapping[int, Line]], speed: Mapping[str, Any]) -> s
     return f"Mbit/s / ms\n{tabulate(table, headers, disable_numparse=True)}"
 
 
-def _seconds(row: str, runs: Mapping[int, Line], links: Links, speed: Mapping[str, Any]) -> float:
+def _seconds(row: str, runs: Mapping[int, Run], links: Links, speed: Mapping[str, Any]) -> float:
     bits = _bits(list(runs.values()))
     return step_s(SIZES["small"], bits, links, speed["compute"], _coding(row, speed))
 
@@ -112,19 +115,19 @@ def _coding(row: str, speed: Mapping[str, Any]) -> Coding:
 
 
 def _gains(
-    rows: Mapping[str, Mapping[int, Line]], row: str, seconds: float, base_seconds: float
+    rows: Mapping[str, Mapping[int, Run]], row: str, seconds: float, base_seconds: float
 ) -> list[float]:
     """Time to the target of the reference ÷ that of a row, of each seed in which both reached."""
     base, own = rows[REFERENCE], rows[row]
     return [
         base[seed]["steps"] * base_seconds / (own[seed]["steps"] * seconds)
         for seed in sorted(base.keys() & own.keys())
-        if base[seed].get("steps") is not None and own[seed].get("steps") is not None
+        if base[seed]["steps"] is not None and own[seed]["steps"] is not None
     ]
 
 
 def _gain(
-    rows: Mapping[str, Mapping[int, Line]], row: str, seconds: float, base_seconds: float
+    rows: Mapping[str, Mapping[int, Run]], row: str, seconds: float, base_seconds: float
 ) -> str:
     gains = _gains(rows, row, seconds, base_seconds)
     return _interval(gains, ".2f") if gains else "–"

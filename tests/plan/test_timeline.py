@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from mpcomp.plan import Messages, Network, StageTimes, Timeline, timeline
-from mpcomp.plan.network import FIRST_WINDOW, PACKET_SHARE, Traffic
+from mpcomp.plan.network import FIRST_WINDOW, PACKET_SHARE, Wires
 from mpcomp.plan.timeline import BACKWARD, FORWARD
 from recipes.bench.link_bound import least_step_s
 
@@ -189,23 +189,23 @@ def test_numbers_that_do_not_fit_are_refused() -> None:
 def test_a_window_is_doubled_with_each_round_trip(num_bytes: int, round_trips: int) -> None:
     """Of 14,480 bytes, 28,960 and so on, until all are sent; without a limit of the rate."""
     network = Network.alike(2, math.inf, 0.05, window_bytes=FIRST_WINDOW)
-    arrived = Traffic(network).arrival(0, 1, num_bytes, 1.0)
+    arrived = Wires(network).arrival(0, 1, num_bytes, 1.0)
     assert arrived == pytest.approx(1.05 + 0.1 * round_trips)
 
 
 def test_a_window_is_as_large_as_what_it_has_carried() -> None:
     network = Network.alike(2, math.inf, 0.05, window_bytes=10_000)
-    traffic = Traffic(network)
-    first, second, third = (traffic.arrival(0, 1, 20_000, now) for now in (0.0, 10.0, 20.0))
+    wires = Wires(network)
+    first, second, third = (wires.arrival(0, 1, 20_000, now) for now in (0.0, 10.0, 20.0))
     assert first == pytest.approx(0.15)
     assert second == pytest.approx(10.05)  # 30,000 by now
     assert third == pytest.approx(20.05)
-    assert traffic.arrival(1, 0, 20_000, 30.0) == pytest.approx(30.15)  # another connection
+    assert wires.arrival(1, 0, 20_000, 30.0) == pytest.approx(30.15)  # another connection
 
 
 def test_where_the_rate_is_the_limit_no_window_is() -> None:
     slow, free = (
-        Traffic(Network.alike(2, 1.0, 0.01, window_bytes=window)).arrival(0, 1, 1e6, 0.0)
+        Wires(Network.alike(2, 1.0, 0.01, window_bytes=window)).arrival(0, 1, 1e6, 0.0)
         for window in (FIRST_WINDOW, math.inf)
     )
     assert slow == free  # a round trip's worth of 1 Mbit/s is 2,500 bytes

@@ -90,6 +90,14 @@ def test_table_multiplies_steps_and_seconds() -> None:
     assert "above 900" in never
 
 
+def test_table_of_runs_that_diverged_or_have_no_reference() -> None:
+    speed = {"compute": [[0.0, 0.0]] * 8, "coding": {}}
+    gone = {"row": "gone", "seed": 0, "diverged": "NaN"}
+    text = render([line("half", 0, 200.0, 8), gone], speed)
+    assert "half" in text
+    assert text.endswith("gone (1 diverged)")
+
+
 def test_bad_options(capsys) -> None:
     with pytest.raises(ValueError, match="model is 'tiny'"):
         RaceConfig(data="python-docs", model="tiny", target=4.0, max_steps=1)
