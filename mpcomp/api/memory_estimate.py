@@ -1,12 +1,11 @@
 """The memory that the links' state will need, known before the run.
 
-Shapes at the cuts come from fake tensors (`mpcomp.engines.shape_inference`); what a method keeps
-of a row comes from an end that is made for it and never written to.
+Shapes at the cuts come from fake tensors (`mpcomp.engines.shape_inference`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,11 +15,8 @@ from mpcomp.core.microbatch import num_rows, rows_of_chunks, scatter
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.engines.shape_inference import Planner
 from mpcomp.engines.stage_runner import Autocast
-from mpcomp.feedback.base import Feedback
-from mpcomp.feedback.ends import end_of
-from mpcomp.feedback.memory import Side
 from mpcomp.links.boundary import Boundary
-from mpcomp.links.link import Link
+from mpcomp.links.state_size import state_of_link
 from mpcomp.links.tied_weights import TiedWeights
 
 __all__ = ["state_bytes"]
@@ -87,53 +83,6 @@ def state_bytes(
         entry
         for links, meta in sent
         for link in links
-        for entry in _of_link(link, meta, num_samples, here)
+        for entry in state_of_link(link, meta, num_samples, here)
     ]
     return {"total": sum(entry["bytes"] for entry in entries), "per_link": entries}
-
-
-def _of_link(
-    link: Link, meta: TensorMeta, num_samples: int | None, here: Collection[int]
-) -> Iterator[dict[str, Any]]:
-    """The entries of a link's ends that are here."""
-    for side, stage in ((Side.SENDER, link.sender_stage), (Side.RECEIVER, link.receiver_stage)):
-        if stage not in here:
-            continue
-        kept = None
-        if link.feedback is not None:
-            kept = _rows_of(link, link.feedback, side, meta, num_samples)
-        elif link.bases is not None:
-            num_bytes = link.bases.num_bytes(side, meta)
-            kept = {"rows": 1, "row_bytes": num_bytes, "capped": False, "location": "device"}
-        if kept is not None:
-            yield {
-                "boundary": link.boundary,
-                "direction": link.direction,
-                "method": str(link.method),
-                "role": side.value,
-                "bytes": kept["rows"] * kept["row_bytes"],
-                **kept,
-            }
-
-
-def _rows_of(
-    link: Link, method: Feedback, side: Side, meta: TensorMeta, num_samples: int | None
-) -> dict[str, Any] | None:
-    """The rows that a feedback method keeps at an end; None if there are none."""
-    # Without rows an end is the same on any device.
-    end = end_of(method, side, meta, torch.device("cpu"))
-    if not end.fields:
-        return None
-    if method.by_sample and num_samples is None:
-        raise ValueError(
-            f"{link.name}: {method} keeps a row for every training sample; "
-            "pass num_samples=<size of the training set>"
-        )
-    wanted = num_samples if method.by_sample and num_samples is not None else meta.num_rows
-    rows = wanted if end.max_rows is None else min(wanted, end.max_rows)
-    return {
-        "rows": rows,
-        "row_bytes": end.row_bytes,
-        "capped": rows < wanted,
-        "location": end.location,
-    }

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from tabulate import tabulate
 
-from mpcomp.api.cost_model import CostModel, RankTimes
+from mpcomp.api.payoff import CutTimes, PayOff, RankTimes
 from mpcomp.core.traffic import Traffic
 from mpcomp.data_parallel.exchange import Exchange
 from mpcomp.engines.base import Engine
 from mpcomp.links.adaptation import Adaptation
 from mpcomp.links.link import Link
+from mpcomp.plan import Coding, Messages
 
 __all__ = ["print_report", "report_of"]
 
@@ -84,7 +85,7 @@ def report_of(
         "wire_ratio": wire_bytes / dense_bytes if dense_bytes else None,
         "boundaries": boundaries,
         "replicas": _replicas([rank["replicas"] for rank in found]),
-        "payoff": _cost(engine, boundaries, [rank["times"] for rank in found], num_steps),
+        "payoff": _payoff(engine, boundaries, found, num_steps),
     }
 
 
@@ -141,27 +142,71 @@ def _times_of(
     return [step, step - busy, coding / num_steps]
 
 
-def _cost(
+def _payoff(
     engine: Engine,
-    boundaries: list[dict[str, Any]],
-    times: list[list[float] | None],
+    boundaries: Sequence[dict[str, Any]],
+    found: Sequence[dict[str, Any]],
     num_steps: int,
 ) -> dict[str, Any] | None:
-    """Whether compression pays; None for one process, which has no links to be slow."""
-    known = [RankTimes(*each) for each in times if each]
-    sent = [entry["train"] for entry in boundaries if entry["train"]["wire_bytes"]]
-    if engine.mesh.num_ranks == 1 or not known or not sent:
+    """Whether compression pays; None where there is nothing to say.
+
+    That is in one process, which has no links to be slow, before anything has been sent, and with
+    several stages a rank, as such steps are not simulated.
+    """
+    num_ranks = engine.mesh.num_in_pipeline
+    directions = [i for i, entry in enumerate(boundaries) if entry["direction"] in ("act", "grad")]
+    if num_ranks == 1 or len(directions) != 2 * (num_ranks - 1):
         return None
-    steps = num_steps * engine.mesh.num_replicas
-    busiest = max(sent, key=lambda traffic: traffic["dense_bytes"])
-    rates = [link[0] for link in engine.probe() if link is not None]
-    model = CostModel.of(
-        known,
-        busiest["wire_bytes"] / steps,
-        busiest["dense_bytes"] / steps,
-        min(rates) if rates else None,
+    ways = [_Way.of([rank["links"][i]["train"] for rank in found]) for i in directions]
+    if not (all(ways) and all(rank["times"] for rank in found)):
+        return None
+    probed = engine.probe()
+    known = [way for way in ways if way is not None]
+    cuts = [
+        CutTimes(
+            Coding(act.encode_s, act.decode_s, grad.encode_s, grad.decode_s),
+            Messages(act.wire_bytes, grad.wire_bytes),
+            Messages(act.dense_bytes, grad.dense_bytes),
+            link,
+        )
+        for act, grad, link in zip(known[::2], known[1::2], probed, strict=True)
+    ]
+    ranks = [
+        # Of replicas the one whose step takes longest.
+        RankTimes(*max(rank["times"] for rank in found[place::num_ranks]))
+        for place in range(num_ranks)
+    ]
+    model = PayOff.of(
+        ranks, cuts, chunks=round(known[0].messages / num_steps), in_flight=engine.in_flight
     )
     return {**model.to_dict(), "says": model.sentences()}
+
+
+class _Way(NamedTuple):
+    """One direction of a cut, for one message."""
+
+    messages: int
+    wire_bytes: float
+    dense_bytes: float
+    encode_s: float
+    decode_s: float
+
+    @classmethod
+    def of(cls, states: Sequence[Mapping[str, Any]]) -> _Way | None:
+        """The figures of what all ranks have counted; None if nothing was sent."""
+        senders = [state for state in states if state["messages"]]
+        if not senders:
+            return None
+        messages = senders[0]["messages"]
+        total = sum(state["messages"] for state in senders)
+        others = (state["seconds"] for state in states if not state["messages"])
+        return cls(
+            messages,
+            sum(state["wire_bytes"] for state in senders) / total,
+            sum(state["dense_bytes"] for state in senders) / total,
+            max(state["seconds"] for state in senders) / messages,
+            max(others, default=0.0) / messages,
+        )
 
 
 def print_report(report: dict[str, Any]) -> None:

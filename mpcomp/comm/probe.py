@@ -1,4 +1,4 @@
-"""The speed of a link, measured between its two ends."""
+"""The speed of links, measured between their two ends."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import time
 
 import torch
 
-from mpcomp.comm.channels import Channel
+from mpcomp.comm.channels import Channel, WireChannel
+from mpcomp.comm.mesh import ProcessMesh
 
-__all__ = ["measure_link"]
+__all__ = ["measure_chain", "measure_link"]
 
 #: Messages grow until one takes so long that latency and what buffers swallow hardly matter.
 _LONG_S = 0.1
@@ -35,6 +36,44 @@ def measure_link(there: Channel, back: Channel, *, sends: bool) -> tuple[float, 
         if enough:
             break
     return (size * 8e-6 / max(seconds - begin, 1e-9), begin) if sends else None
+
+
+def measure_chain(mesh: ProcessMesh) -> list[tuple[float, float]]:
+    """Measures the links between neighbours, one after the other; all ranks call it.
+
+    Args:
+        mesh: of connected ranks.
+
+    Returns:
+        (Mbit/s, seconds of an empty round trip) from each rank to the next.
+
+    Raises:
+        PeerError: a rank failed, or did not come.
+    """
+    own: list[tuple[float, float] | None] = []
+    with mesh.failing_together("measuring links"):
+        for place in range(mesh.num_in_pipeline - 1):
+            groups = [mesh.pair(place, place + 1) for _ in range(2)]
+            sends = mesh.place == place
+            peer = mesh.rank_at(place + 1 if sends else place)
+            channels = [
+                WireChannel(
+                    group,
+                    peer,
+                    name=f"link {place}",
+                    device=mesh.device,
+                    timeout_s=mesh.wait_s,
+                    waits=mesh.waits,
+                    at=lambda: "measuring links",
+                )
+                for group in groups
+                if group is not None
+            ]
+            own.append(measure_link(*channels, sends=sends) if channels else None)
+            for channel in channels:
+                channel.close()
+    found = mesh.all_gather_object(own, "measured links")
+    return [next(filter(None, of_link)) for of_link in zip(*found, strict=True)]
 
 
 def _exchange(there: Channel, back: Channel, tag: int, size: int, sends: bool) -> float:

@@ -184,6 +184,11 @@ class ReplicaMethod(SpecValue, ABC):
     #: in every step.
     rhythm: Rhythm | None = None
 
+    @property
+    def deltas(self) -> ReplicaMethod:
+        """The method of what goes at the turns of a `rhythm`; of gradients, this one."""
+        return self
+
     def check(self, setting: Setting) -> None:
         """Raises ValueError where the method does not suit a run."""
 

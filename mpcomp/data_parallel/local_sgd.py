@@ -87,11 +87,12 @@ class LocalSGD(ReplicaMethod):
         return Rhythm(self.period, self.parts)
 
     @property
-    def _deltas(self) -> ReplicaMethod:
+    def deltas(self) -> ReplicaMethod:
+        """The inner one, which sends what parameters have moved by."""
         return replica_method_of(self.inner)
 
     def controller(self, setting: Setting) -> Controller:
-        return self._deltas.controller(setting)
+        return self.deltas.controller(setting)
 
     def memory(self, *, compressed: bool) -> Memory:
-        return Anchored(self._deltas.memory(compressed=compressed), self.lr, self.momentum)
+        return Anchored(self.deltas.memory(compressed=compressed), self.lr, self.momentum)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import stages as staging
@@ -21,7 +21,7 @@ from mpcomp.core.microbatch import map_tensors
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.engines.stage_runner import Autocast, call
 
-__all__ = ["Planner"]
+__all__ = ["Planner", "attributes_kept"]
 
 
 class Planner:
@@ -62,7 +62,7 @@ class Planner:
             value = batch
             for i, stage in enumerate(self._stages[:-1]):
                 try:
-                    with _attributes_kept(stage):
+                    with attributes_kept(stage):
                         fake = _Fake(stage, self._state(stage))
                         value = call(fake, value, stage.takes(batch))
                 except (TypeError, ValueError):
@@ -106,7 +106,7 @@ class _Fake:
 
 
 @contextmanager
-def _attributes_kept(stage: staging.Stage) -> Iterator[None]:
+def attributes_kept(stage: nn.Module) -> Iterator[None]:
     """Puts back what forward sets on modules, such as a cache of positions: it would be fake."""
     before = [(module, dict(vars(module))) for module in stage.modules()]
     try:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from mpcomp.core.step import Step
@@ -14,7 +15,7 @@ from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.links.build import MethodLike, boundaries_of
 from mpcomp.plan.timeline import Messages
 
-__all__ = ["Coding", "measure_coding"]
+__all__ = ["Coding", "CutCost", "measure_coding"]
 
 #: Messages before the clock: the first ones make tables and buffers.
 _WARMUPS = 2
@@ -40,6 +41,19 @@ class Coding(NamedTuple):
         return Coding(*(factor * seconds for seconds in self))
 
 
+class CutCost(NamedTuple):
+    """Coding and messages of one microbatch at a cut."""
+
+    coding: Coding
+    messages: Messages
+
+    def times(self, factor: float) -> CutCost:
+        """The cost of so many times as many elements."""
+        return CutCost(
+            self.coding.times(factor), Messages(*(factor * count for count in self.messages))
+        )
+
+
 def measure_coding(
     act_comp: MethodLike,
     grad_comp: MethodLike,
@@ -47,7 +61,8 @@ def measure_coding(
     gradient: Tensor,
     *,
     repeats: int = 5,
-) -> tuple[Coding, Messages]:
+    changes: tuple[float, float] = (0.0, 0.0),
+) -> CutCost:
     """Codes one microbatch again and again, as the two ends of a cut do.
 
     Args:
@@ -57,6 +72,8 @@ def measure_coding(
             many methods depend on it.
         gradient: of the same shape.
         repeats: that are measured.
+        changes: of the activation's energy and of the gradient's, the share that the same samples'
+            have changed by when they come again, which is all that methods with a memory send.
 
     Returns:
         Medians, and the messages of the last time.
@@ -67,20 +84,37 @@ def measure_coding(
     """
     if repeats < 1:
         raise ValueError(f"repeats is {repeats}: pass at least 1")
+    given = [
+        (x, _changed(x, share)) for x, share in zip((activation, gradient), changes, strict=True)
+    ]
     (boundary,) = boundaries_of(act_comp, grad_comp, ("cut",), seed=0, replica=0, warmup_steps=0)
     act_meta, grad_meta = TensorMeta.of(activation), TensorMeta.of(gradient)
-    ids = tuple((row,) for row in range(len(activation)))
-    seconds: list[tuple[float, float, float, float]] = []
+    rows = len(activation)
+    ids = tuple(tuple((row,) for row in range(start, start + rows)) for start in (0, rows))
+    seconds: list[Coding] = []
     for index in range(_WARMUPS + repeats):
-        step = Step(index=index, train=True, sample_ids=(ids,))
-        act, encode_act = _timed(boundary.send_activation, activation, step, 0)
-        _, decode_act = _timed(boundary.receive_activation, act, act_meta, step, 0)
-        grad, encode_grad = _timed(boundary.send_gradient, gradient, step, 0)
-        _, decode_grad = _timed(boundary.receive_gradient, grad, grad_meta, step, 0)
+        step = Step(index=index, train=True, sample_ids=ids)
+        activation, gradient = (versions[index % 2] for versions in given)
+        # Methods learn from the first microbatch of a step: all others take what is measured.
+        for microbatch in (0, 1) if index < _WARMUPS else (1,):
+            act, encode_act = _timed(boundary.send_activation, activation, step, microbatch)
+            _, decode_act = _timed(boundary.receive_activation, act, act_meta, step, microbatch)
+            grad, encode_grad = _timed(boundary.send_gradient, gradient, step, microbatch)
+            _, decode_grad = _timed(boundary.receive_gradient, grad, grad_meta, step, microbatch)
         boundary.finish_step(finite=True)
-        seconds.append((encode_act, decode_act, encode_grad, decode_grad))
+        seconds.append(Coding(encode_act, decode_act, encode_grad, decode_grad))
     medians = [statistics.median(times) for times in zip(*seconds[_WARMUPS:], strict=True)]
-    return Coding(*medians), Messages(act.numel(), grad.numel())
+    return CutCost(Coding(*medians), Messages(act.numel(), grad.numel()))
+
+
+def _changed(x: Tensor, share: float) -> Tensor:
+    """The tensor with noise of so much of its energy."""
+    if not share:
+        return x
+    noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+    scale = (share**0.5) * x.float().norm() / noise.norm()
+    changed: Tensor = (x.float() + scale * noise.to(x.device)).to(x.dtype)
+    return changed
 
 
 def _timed(code: Callable[..., Tensor], *arguments: Any) -> tuple[Tensor, float]:

@@ -17,6 +17,7 @@ first messages of a step take several round trips however fast the link is. Linu
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -106,39 +107,64 @@ class Wires:
     """
 
     def __init__(self, network: Network) -> None:
-        self._network = network
-        num_hosts = len(network.host_mbps)
-        self._out_free = [0.0] * num_hosts
-        self._in_free = [0.0] * num_hosts
-        #: By sender and receiver: when the last message had left, and the window.
-        self._left: dict[tuple[int, int], float] = {}
-        self._windows: dict[tuple[int, int], float] = {}
+        wires = [_Wire() for _ in network.host_mbps]
+        self._connections = {
+            (source, target): _Connection(network, source, target, wires[source], wires[target])
+            for link in range(len(wires) - 1)
+            for source, target in ((link, link + 1), (link + 1, link))
+        }
 
     def arrival(self, source: int, target: int, num_bytes: float, now: float) -> float:
         """The moment at which a message that is handed over now has arrived at a neighbour."""
-        network, link, way = self._network, min(source, target), (source, target)
-        latency = network.latency_s[link]
-        waits = self._waits_for_window(way, num_bytes)
-        leaves = max(now, self._out_free[source], self._left.get(way, 0.0))
-        taken = network.occupied_s(source, link, num_bytes)
-        begins = max(leaves + latency, self._in_free[target])
-        ends = begins + network.occupied_s(target, link, num_bytes)
-        # While a connection waits for acknowledgements its wire is free for others.
-        self._out_free[source] = leaves + taken
-        self._left[way] = leaves + taken + waits
-        self._in_free[target] = max(leaves + taken + latency, ends)
-        return self._in_free[target] + waits
+        return self._connections[source, target].arrival(num_bytes, now)
 
-    def _waits_for_window(self, way: tuple[int, int], num_bytes: float) -> float:
+
+class _Wire:
+    """A host's wire: when it is free, each way."""
+
+    def __init__(self) -> None:
+        self.out_free = self.in_free = 0.0
+
+
+class _Connection:
+    """The way of messages from a host to a neighbour."""
+
+    def __init__(self, network: Network, source: int, target: int, out: _Wire, into: _Wire) -> None:
+        link = min(source, target)
+        self._out, self._into = out, into
+        self._latency_s = network.latency_s[link]
+        rate = min(network.rate_of(source, link), network.rate_of(target, link))
+        self._bytes_per_s = rate * 1e6 / 8
+        #: Of both wires. Kept, as the messages of a step are many and of few sizes.
+        self._occupied_s = functools.cache(
+            lambda num_bytes: [
+                network.occupied_s(host, link, num_bytes) for host in (source, target)
+            ]
+        )
+        self._window = network.window_bytes
+        #: When the last message had left.
+        self._left = 0.0
+
+    def arrival(self, num_bytes: float, now: float) -> float:
+        """The moment at which a message that is handed over now has arrived."""
+        out, into, latency = self._out, self._into, self._latency_s
+        taken_out, taken_in = self._occupied_s(num_bytes)
+        waits = self._waits_for_window(num_bytes) if num_bytes > self._window else 0.0
+        self._window += num_bytes  # of what arrives, all is acknowledged
+        leaves = max(now, out.out_free, self._left)
+        left = leaves + taken_out
+        begins = max(leaves + latency, into.in_free)
+        arrived = max(left + latency, begins + taken_in)
+        # While a connection waits for acknowledgements its wire is free for others.
+        out.out_free, self._left, into.in_free = left, left + waits, arrived
+        return arrived + waits
+
+    def _waits_for_window(self, num_bytes: float) -> float:
         """Seconds in which the sender may send nothing, as all of its window is on its way."""
-        network, link = self._network, min(way)
-        window = self._windows.get(way, network.window_bytes)
-        self._windows[way] = window + num_bytes  # of what arrives, all is acknowledged
-        round_trip = 2 * network.latency_s[link]
-        bytes_per_s = min(network.rate_of(host, link) for host in way) * 1e6 / 8
-        waits, left = 0.0, num_bytes
-        while left > window and window < bytes_per_s * round_trip:
-            waits += round_trip - window / bytes_per_s
+        round_trip = 2 * self._latency_s
+        waits, left, window = 0.0, num_bytes, self._window
+        while left > window and window < self._bytes_per_s * round_trip:
+            waits += round_trip - window / self._bytes_per_s
             left -= window
             window *= 2
         return waits

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mpcomp.comm.all_gather import num_rounds
-from mpcomp.plan.coding import Coding
+from mpcomp.plan.coding import Coding, CutCost
 from mpcomp.plan.network import Network
-from mpcomp.plan.timeline import Messages, StageTimes, Timeline, timeline
+from mpcomp.plan.timeline import StageTimes, Timeline, timeline
 
 __all__ = ["Compute", "Prediction", "predict"]
 
@@ -41,42 +41,42 @@ class Prediction:
 
 def predict(
     compute: Sequence[Compute],
-    coding: Coding,
-    messages: Messages,
+    cuts: Sequence[CutCost],
     network: Network,
     *,
     chunks: int,
     in_flight: int | None = None,
     num_cores: int | None = None,
 ) -> Prediction:
-    """Simulates a step whose cuts are alike.
+    """Simulates a step.
 
     Args:
         compute: of every stage, in order; one to a host.
-        coding: of a microbatch at any cut.
-        messages: of a microbatch over any cut.
+        cuts: of every cut, for a microbatch.
         network: of the hosts.
         chunks: microbatches of a step.
         in_flight: microbatches under way on the first stage; None for the engine's own choice.
         num_cores: that all stages share; None gives each its own.
 
     Raises:
-        ValueError: numbers of stages and hosts that do not fit, or a count below 1.
+        ValueError: numbers of stages, cuts and hosts that do not fit, or a count below 1.
     """
-    last = len(compute) - 1
+    none = Coding()
+    after = [*(cut.coding for cut in cuts), none]
+    before = [none, *(cut.coding for cut in cuts)]
     stages = [
         StageTimes(
             *own,
-            encode_act_s=coding.encode_act_s if i < last else 0.0,
-            decode_act_s=coding.decode_act_s if i else 0.0,
-            encode_grad_s=coding.encode_grad_s if i else 0.0,
-            decode_grad_s=coding.decode_grad_s if i < last else 0.0,
+            encode_act_s=following.encode_act_s,
+            decode_act_s=preceding.decode_act_s,
+            encode_grad_s=preceding.encode_grad_s,
+            decode_grad_s=following.decode_grad_s,
         )
-        for i, own in enumerate(compute)
+        for own, preceding, following in zip(compute, before, after, strict=False)
     ]
     simulated = timeline(
         stages,
-        [messages] * last,
+        [cut.messages for cut in cuts],
         network,
         chunks=chunks,
         in_flight=in_flight,

@@ -9,12 +9,13 @@ bubbles, and what is hidden behind what, come out of it.
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final, NamedTuple
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple, TypeAlias
 
 from mpcomp.engines.schedules import warmup_of
 from mpcomp.plan.network import Network, Wires
@@ -62,26 +63,35 @@ class Span(NamedTuple):
     end_s: float
 
 
+#: Fields of a `Span`. Spans are made when somebody asks for them: the garbage collector soon leaves
+#: plain tuples of numbers alone, but would look through all that have names again and again.
+_Work: TypeAlias = tuple[int, str, int, float, float]
+
+
 @dataclass(frozen=True)
 class Timeline:
     """A step from its first forward to its last backward.
 
     Attributes:
         step_s: its seconds.
-        spans: all work, in the order in which it began.
         num_stages: of the pipeline.
     """
 
     step_s: float
-    spans: tuple[Span, ...]
     num_stages: int
+    _work: tuple[_Work, ...] = field(repr=False)
+
+    @functools.cached_property
+    def spans(self) -> tuple[Span, ...]:
+        """All work, in the order in which it began."""
+        return tuple(map(Span._make, self._work))
 
     @property
     def busy_s(self) -> list[float]:
         """Seconds in which each stage computed or coded."""
         sums = [0.0] * self.num_stages
-        for span in self.spans:
-            sums[span.stage] += span.end_s - span.start_s
+        for stage, _, _, start_s, end_s in self._work:
+            sums[stage] += end_s - start_s
         return sums
 
     @property
@@ -134,15 +144,64 @@ def _check(
             raise ValueError(f"{name} is {count}: pass at least 1")
 
 
-class _Work(NamedTuple):
-    """A pass of a microbatch through a stage."""
+@dataclass(slots=True, eq=False)
+class _Passes:
+    """The forwards of a stage, or its backwards: one microbatch after the other.
 
+    Attributes:
+        stage: of them.
+        kind: of them.
+        seconds: of each.
+        begun: how many have.
+        receiver: passes that need what these hand over; None where nobody does.
+        num_bytes: of a message to them.
+        at_hand: whether inputs need no message: the first stage has its own, and the last one the
+            gradient after its forward.
+        arrivals: of messages that have been sent to passes to come, in the order of microbatches:
+            when, and the event's number.
+        awaited: whether the stage stands still for a message to these that has not been sent.
+    """
+
+    stage: _Stage
     kind: str
-    microbatch: int
+    seconds: float
+    begun: int = 0
+    receiver: _Passes | None = None
+    num_bytes: float = 0.0
+    at_hand: bool = True
+    arrivals: deque[tuple[float, int]] = field(default_factory=deque)
+    awaited: bool = False
+
+    def send_to(self, receiver: _Passes, num_bytes: float) -> None:
+        self.receiver, self.num_bytes = receiver, num_bytes
+        receiver.at_hand = False
+
+
+class _Stage:
+    """A stage with its order of passes, which is that of `InFlight1F1B`."""
+
+    def __init__(self, index: int, times: StageTimes, chunks: int, warmup: int) -> None:
+        self.index, self._chunks, self._warmup = index, chunks, warmup
+        forward_s = times.decode_act_s + times.forward_s + times.encode_act_s
+        backward_s = times.decode_grad_s + times.backward_s + times.encode_grad_s
+        self.forward = _Passes(self, FORWARD, forward_s)
+        self.backward = _Passes(self, BACKWARD, backward_s)
+
+    def next(self) -> _Passes | None:
+        """Passes of which the next one is the stage's next; None after the last."""
+        forwards, backwards = self.forward.begun, self.backward.begun
+        if forwards < self._chunks and forwards - backwards < self._warmup:
+            return self.forward
+        return self.backward if backwards < self._chunks else None
 
 
 class _Simulation:
-    """Events in the order of time: work that ends, and messages that arrive."""
+    """Events in the order of time: passes that end, and messages that a stage stands still for.
+
+    Other messages arrive without an event: the stage finds them when it comes to them. Each has a
+    number from when it is sent all the same, as events of one time come in the order in which they
+    became certain.
+    """
 
     def __init__(
         self,
@@ -153,81 +212,74 @@ class _Simulation:
         in_flight: int | None,
         num_cores: int | None,
     ) -> None:
-        self._stages, self._messages = stages, messages
+        num_stages = len(stages)
+        depth = min(chunks, in_flight or 2 * num_stages - 1)
+        self._stages = [
+            _Stage(i, times, chunks, warmup_of(i, num_stages, depth))
+            for i, times in enumerate(stages)
+        ]
+        for (one, other), sent in zip(itertools.pairwise(self._stages), messages, strict=True):
+            one.forward.send_to(other.forward, sent.act_bytes)
+            other.backward.send_to(one.backward, sent.grad_bytes)
         self._wires = Wires(network)
-        depth = min(chunks, in_flight or 2 * len(stages) - 1)
-        self._todo = [deque(_order(i, len(stages), chunks, depth)) for i in range(len(stages))]
-        self._last = len(stages) - 1
-        self._free_cores = len(stages) if num_cores is None else num_cores
-        #: Stages that could go on, in the order in which they could.
-        self._ready: deque[int] = deque()
-        #: Whether a stage is at work, or needs nothing but a core for it.
-        self._busy = [False] * len(stages)
-        self._arrived: list[set[_Work]] = [set() for _ in stages]
-        #: (when, a number that keeps ties in order, stage, the work that ended or may begin, ended)
-        self._events: list[tuple[float, int, int, _Work, bool]] = []
+        self._free_cores = num_stages if num_cores is None else num_cores
+        #: Passes of which one could begin, in the order in which they could.
+        self._ready: deque[_Passes] = deque()
+        #: (when, its number, passes of which one ends or may begin, whether it ends)
+        self._events: list[tuple[float, int, _Passes, bool]] = []
         self._numbers = itertools.count()
-        self._spans: list[Span] = []
+        self._work: list[_Work] = []
 
     def run(self) -> Timeline:
-        for stage in range(len(self._stages)):
-            self._consider(stage)
         now = 0.0
+        for stage in self._stages:
+            self._consider(stage, now)
         self._start(now)
         while self._events:
-            now, _, stage, work, ended = heapq.heappop(self._events)
+            now, _, passes, ended = heapq.heappop(self._events)
             if ended:
-                self._end(stage, work, now)
+                self._end(passes, now)
+                self._consider(passes.stage, now)
             else:
-                self._arrived[stage].add(work)
-            self._consider(stage)
+                self._ready.append(passes)
             self._start(now)
-        return Timeline(max(s.end_s for s in self._spans), tuple(self._spans), len(self._stages))
+        return Timeline(now, len(self._stages), tuple(self._work))
 
-    def _consider(self, stage: int) -> None:
-        """Notes a stage as ready if it is idle and what its next work needs is there."""
-        if self._busy[stage] or not self._todo[stage]:
+    def _consider(self, stage: _Stage, now: float) -> None:
+        """Has an idle stage go on as soon as what its next work needs is there."""
+        passes = stage.next()
+        if passes is None:
             return
-        work = self._todo[stage][0]
-        # The first stage's inputs are there, and so is the last one's gradient after its forward.
-        at_hand = stage == (0 if work.kind == FORWARD else self._last)
-        if at_hand or work in self._arrived[stage]:
-            self._busy[stage] = True
-            self._ready.append(stage)
+        if passes.at_hand:
+            self._ready.append(passes)
+        elif not passes.arrivals:
+            passes.awaited = True
+        else:
+            there, number = passes.arrivals.popleft()
+            if there < now:
+                self._ready.append(passes)
+            else:
+                heapq.heappush(self._events, (there, number, passes, False))
 
     def _start(self, now: float) -> None:
         while self._ready and self._free_cores:
-            stage = self._ready.popleft()
-            work = self._todo[stage].popleft()
+            passes = self._ready.popleft()
             self._free_cores -= 1
-            end = now + self._seconds(stage, work)
-            self._spans.append(Span(stage, *work, now, end))
-            heapq.heappush(self._events, (end, next(self._numbers), stage, work, True))
+            end = now + passes.seconds
+            self._work.append((passes.stage.index, passes.kind, passes.begun, now, end))
+            passes.begun += 1
+            heapq.heappush(self._events, (end, next(self._numbers), passes, True))
 
-    def _end(self, stage: int, work: _Work, now: float) -> None:
-        self._busy[stage] = False
+    def _end(self, passes: _Passes, now: float) -> None:
         self._free_cores += 1
-        target = stage + 1 if work.kind == FORWARD else stage - 1
-        if not 0 <= target <= self._last:
+        receiver = passes.receiver
+        if receiver is None:
             return
-        sent = self._messages[min(stage, target)]
-        num_bytes = sent.act_bytes if work.kind == FORWARD else sent.grad_bytes
-        there = self._wires.arrival(stage, target, num_bytes, now)
-        heapq.heappush(self._events, (there, next(self._numbers), target, work, False))
-
-    def _seconds(self, stage: int, work: _Work) -> float:
-        times = self._stages[stage]
-        if work.kind == FORWARD:
-            return times.decode_act_s + times.forward_s + times.encode_act_s
-        return times.decode_grad_s + times.backward_s + times.encode_grad_s
-
-
-def _order(stage: int, num_stages: int, chunks: int, depth: int) -> list[_Work]:
-    """The passes of a stage, as `InFlight1F1B` orders them."""
-    warmup = min(chunks, warmup_of(stage, num_stages, depth))
-    order = [_Work(FORWARD, i) for i in range(warmup)]
-    for i in range(chunks):
-        order.append(_Work(BACKWARD, i))
-        if warmup + i < chunks:
-            order.append(_Work(FORWARD, warmup + i))
-    return order
+        source, target = passes.stage.index, receiver.stage.index
+        there = self._wires.arrival(source, target, passes.num_bytes, now)
+        number = next(self._numbers)
+        if receiver.awaited:
+            receiver.awaited = False
+            heapq.heappush(self._events, (there, number, receiver, False))
+        else:
+            receiver.arrivals.append((there, number))

@@ -4,15 +4,23 @@ import json
 
 import pytest
 
-from mpcomp.api.cost_model import CostModel, RankTimes
+from mpcomp.api.payoff import CutTimes, PayOff, RankTimes
 from mpcomp.api.report import _times_of
+from mpcomp.plan import Coding, Messages
+from mpcomp.plan.curve import WORTHWHILE
+from mpcomp.plan.network import PACKET_SHARE
 
-# Rank 0 computes for 0.3 s and waits for 0.1, rank 1 computes for 0.15 and waits for 0.25.
-RANKS = [RankTimes(0.40, 0.10, 0.02), RankTimes(0.41, 0.26, 0.04)]
+CHUNKS = 8
+# Rank 0 computes for 0.28 s and waits for 0.1, rank 1 computes for 0.12 and waits for 0.25.
+RANKS = [RankTimes(0.40, 0.10, 0.02), RankTimes(0.41, 0.25, 0.04)]
+#: Of a microbatch; 2 MB a step one way are dense, 0.2 MB are sent.
+CODING = Coding(0.001, 0.002, 0.003, 0.0015)
+WIRE, DENSE = Messages(25_000, 25_000), Messages(250_000, 250_000)
 
 
-def payoff(bandwidth_mbps, dense_bytes=2e6, wire_bytes=2e5):
-    return CostModel.of(RANKS, wire_bytes, dense_bytes, bandwidth_mbps)
+def payoff(bandwidth_mbps, wire=WIRE, round_trip=0.0, ranks=RANKS):
+    link = None if bandwidth_mbps is None else (bandwidth_mbps, round_trip)
+    return PayOff.of(ranks, [CutTimes(CODING, wire, DENSE, link)], chunks=CHUNKS)
 
 
 def test_figures_of_a_step():
@@ -24,45 +32,58 @@ def test_figures_of_a_step():
     assert (found.wire_bytes, found.dense_bytes, found.bandwidth_mbps) == (2e5, 2e6, 10.0)
 
 
-@pytest.mark.parametrize(
-    "bandwidth_mbps, seconds",
-    [
-        (1.0, 16.0),  # 16 Mbit: the link decides
-        (10.0, 1.6),
-        (40.0, 0.4),
-        (100.0, 0.37),  # the step without coding does
-        (1e5, 0.37),
-    ],
-)
-def test_a_step_without_compression(bandwidth_mbps, seconds):
-    assert payoff(bandwidth_mbps).uncompressed_step_s == pytest.approx(seconds)
+@pytest.mark.parametrize("bandwidth_mbps", [0.5, 1.0])
+def test_where_the_link_decides_times_are_those_of_the_bytes(bandwidth_mbps):
+    found = payoff(bandwidth_mbps)
+    # Both ways at once; a stage computes while the first message and the last are on their way.
+    dense_s = 2e6 * 8e-6 / bandwidth_mbps / PACKET_SHARE
+    ratio = found.uncompressed_step_s / found.step_s
+    assert ratio == pytest.approx(10, rel=0.15)
+    assert found.uncompressed_step_s / found.bf16_step_s == pytest.approx(2, rel=0.05)
+    assert ratio * (dense_s / 10) < dense_s * 1.2
 
 
-def test_break_even_is_where_a_dense_link_takes_as_long_as_the_busiest_rank():
-    found = payoff(10.0)
-    assert found.break_even_mbps == pytest.approx(16 / 0.30)
-    dense_s = found.dense_bytes * 8e-6 / found.break_even_mbps
-    assert dense_s == pytest.approx(found.busy_s)
-    assert payoff(None).break_even_mbps == found.break_even_mbps
-    assert payoff(10.0, dense_bytes=4e6).break_even_mbps == pytest.approx(2 * 16 / 0.30)
+def test_on_a_link_without_limit_what_is_saved_is_coding():
+    found = payoff(1e5)
+    assert 0.8 * found.step_s < found.uncompressed_step_s < found.step_s
+    assert found.bf16_step_s == pytest.approx(found.uncompressed_step_s, rel=0.01)
+
+
+def test_latency_is_in_both():
+    """The longer messages are on their way in any case, the less is gained."""
+    gains = [
+        found.uncompressed_step_s / found.step_s
+        for found in (payoff(20.0, round_trip=seconds) for seconds in (0.0, 0.1, 1.0))
+    ]
+    assert gains == sorted(gains, reverse=True)
+    assert gains[0] > 1.5 * gains[2]
+
+
+def test_the_verdict_turns_at_the_break_even_rate():
+    even = payoff(10.0).break_even_mbps
+    assert 10 < even < 1000
+    assert payoff(even / 2).bf16_step_s > WORTHWHILE * payoff(even / 2).step_s
+    assert payoff(2 * even).bf16_step_s < WORTHWHILE * payoff(2 * even).step_s
+    # Links need not be known for it.
+    assert payoff(None).break_even_mbps == even
+
+
+def test_what_is_not_compressed_does_not_pay():
+    found = payoff(10.0, wire=DENSE)
+    assert found.break_even_mbps == 0
+    assert "it does not pay" in found.sentences()[1]
 
 
 def test_it_pays():
-    said = payoff(10.0).sentences()
-    assert said == [
+    figures, verdict = payoff(10.0).sentences()
+    assert figures == (
         "a step takes 410.0 ms, of which 40.0 ms go into coding; the busiest link carries 0.200 MB "
-        "a step one way, 2.000 MB dense",
-        "at the measured 10.0 Mbit/s a step without compression would take at least 1.60 s (3.90 "
-        "times as long): compression pays; it would gain nothing on links above 53.3 Mbit/s",
-    ]
-
-
-def test_it_does_not_pay():
-    """On a fast link a step without coding is the shorter one."""
-    figures, verdict = payoff(10_000.0).sentences()
-    assert figures == payoff(10.0).sentences()[0]
-    assert verdict.startswith("at the measured 10.0 Gbit/s")
-    assert "at least 370.0 ms (0.90 times as long): compression does not pay" in verdict
+        "a step one way, 2.000 MB dense"
+    )
+    assert verdict.startswith("at the measured 10 Mbit/s a step without compression would take ")
+    assert (
+        "with bf16 at the cuts" in verdict and ": compression pays; it gains nothing on" in verdict
+    )
 
 
 def test_without_a_bandwidth_there_is_no_verdict():
@@ -71,24 +92,21 @@ def test_without_a_bandwidth_there_is_no_verdict():
     assert found.sentences() == payoff(10.0).sentences()[:1]
 
 
-def test_the_verdict_turns_once():
-    """The slower the link, the more is gained."""
+def test_the_slower_the_link_the_more_is_gained():
     gains = [payoff(mbps).uncompressed_step_s for mbps in (1, 5, 20, 39, 60, 1000)]
     assert gains == sorted(gains, reverse=True)
-    pays = ["compression pays" in payoff(mbps).sentences()[1] for mbps in (1, 5, 20, 39, 60, 1000)]
-    assert pays == [True, True, True, True, False, False]
 
 
 def test_it_is_plain_numbers():
     """Reports are written as JSON."""
     figures = payoff(10.0).to_dict()
-    assert CostModel(**json.loads(json.dumps(figures))) == payoff(10.0)
+    assert PayOff(**json.loads(json.dumps(figures))) == payoff(10.0)
     assert json.loads(json.dumps(payoff(None).to_dict()))["uncompressed_step_s"] is None
 
 
 def test_one_stall_leaves_a_rank_some_work():
     """Nine steps of 0.1 s with 0.02 s of waiting, and one of 10 s, nearly all of it waiting."""
-    times = [(0.1, 0.02)] * 9 + [(10.0, 9.92)]
-    found = CostModel.of([RankTimes(*_times_of([], times, 10))], 1e5, 1e6, 10.0)
+    times = RankTimes(*_times_of([], [(0.1, 0.02)] * 9 + [(10.0, 9.92)], 10))
+    found = payoff(10.0, ranks=[times, times])
     assert found.busy_s == pytest.approx(0.08)
     assert found.break_even_mbps > 0

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from mpcomp.comm import all_gather
 from mpcomp.comm.all_gather import LARGEST_RECORD, AllGather
 
+#: Seconds; for what hangs, as a busy machine takes minutes.
+TIMEOUT_S = 180
 #: Of pairs of numbers.
 LENGTHS = (1, 3, 0, 2, LARGEST_RECORD // 16, 1)
 
@@ -20,7 +22,7 @@ def gather(radix: int) -> tuple[list[list[list[int]]], int]:
     """Records of several lengths in turn, one right after the other; rounds of each."""
     all_gather.RADIX = radix  # of this process, which ends with the test
     rank = dist.get_rank()
-    records = AllGather(dist.new_group(backend="gloo"), timeout_s=20)
+    records = AllGather(dist.new_group(backend="gloo"), timeout_s=TIMEOUT_S)
     found = [
         records(torch.tensor([rank, call] * length, dtype=torch.int64)).tolist()
         for call, length in enumerate(LENGTHS)
@@ -61,3 +63,29 @@ def halves(timeout_s: float) -> str:
 def test_a_silent_rank_is_an_error_in_time(ranks: Callable[..., Any]) -> None:
     said, _ = ranks(halves, 2, 0.5)
     assert "imed out" in said
+
+
+def left_behind() -> list[Any]:
+    """The last records on rank 1, which is not through with them when rank 0 has gone."""
+    group = dist.new_group(backend="gloo")
+    records = AllGather(group, timeout_s=TIMEOUT_S)
+    rank = dist.get_rank()
+    records(torch.tensor([rank]))  # before it, too, receives are posted
+    if rank == 1:
+        post = records._post
+
+        def late() -> Any:
+            with pytest.raises(RuntimeError, match="by peer"):
+                dist.recv(torch.empty(1), src=0, group=group)
+            return post()
+
+        records._post = late  # type: ignore[method-assign]
+    found = records(torch.tensor([rank])).tolist()
+    if rank == 1:
+        with pytest.raises(RuntimeError, match="by peer"):
+            records(torch.tensor([rank]))
+    return found
+
+
+def test_a_rank_that_leaves_with_its_last_records_fails_no_other(ranks: Callable[..., Any]) -> None:
+    assert ranks(left_behind, 2) == [[[0], [1]]] * 2

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
 
 import pytest
 
+from mpcomp.engines.schedules import warmup_of
 from mpcomp.plan import Messages, Network, StageTimes, Timeline, timeline
 from mpcomp.plan.network import FIRST_WINDOW, PACKET_SHARE, Wires
 from mpcomp.plan.timeline import BACKWARD, FORWARD
@@ -118,6 +120,45 @@ def test_every_pass_comes_after_what_it_needs() -> None:
         if kind == BACKWARD and microbatch:
             assert span.start_s >= when[stage, BACKWARD, microbatch - 1].end_s
     assert found.step_s == max(span.end_s for span in found.spans)
+
+
+@pytest.mark.parametrize("num_cores", [None, 1, 3])
+@pytest.mark.parametrize("in_flight", [None, 1, 3])
+@pytest.mark.parametrize("latency_s", [0.0, 0.25, 4.0])
+def test_work_waits_for_its_stage_its_input_and_a_core_and_nothing_else(
+    latency_s: float, in_flight: int | None, num_cores: int | None
+) -> None:
+    """Times are multiples of a quarter: sums are exact, and much happens at one time."""
+    draw = random.Random(0)
+    stages = [StageTimes(*(draw.randrange(8) / 4 for _ in range(6))) for _ in range(5)]
+    found = step(stages, latency_s=latency_s, chunks=12, in_flight=in_flight, num_cores=num_cores)
+    ends = {(span.stage, span.kind, span.microbatch): span.end_s for span in found.spans}
+    stage_free = [0.0] * 5
+    for stage, kind, microbatch, start, end in found.spans:
+        sender = ends.get((stage + (1 if kind == BACKWARD else -1), kind, microbatch))
+        due = max(stage_free[stage], 0.0 if sender is None else sender + latency_s)
+        if num_cores is None:
+            assert start == due
+        else:  # all cores were at work until then
+            overlaps = (min(start, s.end_s) - max(due, s.start_s) for s in found.spans)
+            assert sum(max(0.0, overlap) for overlap in overlaps) == num_cores * (start - due)
+        stage_free[stage] = end
+    starts = [span.start_s for span in found.spans]
+    assert starts == sorted(starts)
+
+
+@pytest.mark.parametrize("in_flight", [None, 1, 3, 20])
+def test_a_stage_alternates_after_its_first_forwards(in_flight: int | None) -> None:
+    num_stages, chunks = 4, 9
+    found = step([StageTimes(1, 2)] * num_stages, chunks=chunks, in_flight=in_flight)
+    for stage in range(num_stages):
+        depth = min(chunks, in_flight or 2 * num_stages - 1)
+        first = warmup_of(stage, num_stages, depth)
+        kinds = [FORWARD] * first + [BACKWARD, FORWARD] * (chunks - first) + [BACKWARD] * first
+        own = [span for span in found.spans if span.stage == stage]
+        assert [span.kind for span in own] == kinds
+        for kind in (FORWARD, BACKWARD):
+            assert [span.microbatch for span in own if span.kind == kind] == list(range(chunks))
 
 
 @pytest.mark.parametrize(

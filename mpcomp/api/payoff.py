@@ -1,0 +1,205 @@
+"""The pay-off of compression here: a run's own step, simulated with and without it.
+
+What stages compute, what cuts code and send, and how fast the links are has been measured while the
+run went on. With that a step is simulated (`mpcomp.plan`) as it is, as it would be with bf16 at the
+cuts, and as it would be without any compression. Simulated times are compared with each other, so
+that what a simulation leaves out (the engine's own work, a busy machine) is in both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from mpcomp.plan import Coding, Compute, CutCost, Messages, Network, predict
+from mpcomp.plan.curve import LONGEST, RATES, break_even_mbps, rate_text, time_text
+from mpcomp.plan.network import FIRST_WINDOW
+from mpcomp.plan.planner import at_rate
+
+__all__ = ["CutTimes", "PayOff", "RankTimes"]
+
+#: A backward takes about twice as long as its forward.
+_FORWARD_SHARE = 1 / 3
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """Seconds of one step on one rank, on average.
+
+    Attributes:
+        step_s: from call to return.
+        waited_s: of these, waiting for messages.
+        coding_s: of these, encoding and decoding.
+    """
+
+    step_s: float
+    waited_s: float
+    coding_s: float
+
+    @property
+    def computed_s(self) -> float:
+        """Seconds of computing; clocks overlap a little, but no time is below 0."""
+        return max(0.0, self.step_s - self.waited_s - self.coding_s)
+
+
+@dataclass(frozen=True)
+class CutTimes:
+    """One cut of one step.
+
+    Attributes:
+        coding: of a microbatch, seconds.
+        wire: bytes of a microbatch's messages.
+        dense: what they would be uncompressed.
+        link: (Mbit/s, round trip in seconds) as measured; None where it is not known.
+    """
+
+    coding: Coding
+    wire: Messages
+    dense: Messages
+    link: tuple[float, float] | None
+
+
+@dataclass(frozen=True)
+class PayOff:
+    """Time and bytes of a step, with compression and without.
+
+    Attributes:
+        step_s: measured, the slowest rank's.
+        busy_s: computing and coding of the busiest rank.
+        coding_s: the most that a rank spends encoding and decoding.
+        wire_bytes: of the busiest link in one direction.
+        dense_bytes: what that link would carry uncompressed.
+        bandwidth_mbps: of the slowest link, measured; None if unknown.
+        uncompressed_step_s: what a step without compression would take; None if the bandwidth is
+            unknown.
+        bf16_step_s: what a step that sends bf16 would take; None likewise.
+        break_even_mbps: bandwidth above which compression gains nothing over bf16; None if that is
+            above all rates that occur, or the pipeline is too long to simulate at all of them.
+    """
+
+    step_s: float
+    busy_s: float
+    coding_s: float
+    wire_bytes: float
+    dense_bytes: float
+    bandwidth_mbps: float | None
+    uncompressed_step_s: float | None
+    bf16_step_s: float | None
+    break_even_mbps: float | None
+
+    @classmethod
+    def of(
+        cls,
+        ranks: Sequence[RankTimes],
+        cuts: Sequence[CutTimes],
+        *,
+        chunks: int,
+        in_flight: int | None = None,
+    ) -> PayOff:
+        """The estimate.
+
+        Args:
+            ranks: in order, a stage on each.
+            cuts: between them.
+            chunks: microbatches of a step.
+            in_flight: microbatches under way on the first stage.
+        """
+        step = max(times.step_s for times in ranks)
+        # Dense bytes and those on the wire of the direction that has most to carry.
+        busiest = max(pair for cut in cuts for pair in zip(cut.dense, cut.wire, strict=True))
+        rates = [cut.link[0] for cut in cuts if cut.link is not None]
+        simulation = _Simulation(ranks, cuts, chunks, in_flight)
+        dense = bf16 = None
+        if rates:
+            own = simulation.seconds(simulation.network, simulation.compressed)
+            dense, bf16 = (
+                step * simulation.seconds(simulation.network, sent) / own
+                for sent in (simulation.dense, simulation.bf16)
+            )
+        return cls(
+            step_s=step,
+            busy_s=max(times.step_s - times.waited_s for times in ranks),
+            coding_s=max(times.coding_s for times in ranks),
+            wire_bytes=chunks * busiest[1],
+            dense_bytes=chunks * busiest[0],
+            bandwidth_mbps=min(rates) if rates else None,
+            uncompressed_step_s=dense,
+            bf16_step_s=bf16,
+            break_even_mbps=simulation.break_even_mbps(),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """All figures under their names."""
+        return asdict(self)
+
+    def sentences(self) -> list[str]:
+        """Sentences for a reader."""
+        lines = [
+            f"a step takes {time_text(self.step_s)}, of which {time_text(self.coding_s)} go into "
+            f"coding; the busiest link carries {self.wire_bytes / 1e6:.3f} MB a step one way, "
+            f"{self.dense_bytes / 1e6:.3f} MB dense"
+        ]
+        if self.bandwidth_mbps is None:
+            return lines
+        assert self.uncompressed_step_s is not None and self.bf16_step_s is not None
+        verdict = "compression pays" if self.bf16_step_s > self.step_s else "it does not pay"
+        above = self.break_even_mbps
+        lines.append(
+            f"at the measured {rate_text(self.bandwidth_mbps)} a step without compression would "
+            f"take {time_text(self.uncompressed_step_s)} "
+            f"({self.uncompressed_step_s / self.step_s:.2f} times as long), "
+            f"with bf16 at the cuts {time_text(self.bf16_step_s)} "
+            f"({self.bf16_step_s / self.step_s:.2f} times): {verdict}"
+            + ("" if above is None else f"; it gains nothing on links above {rate_text(above)}")
+        )
+        return lines
+
+
+class _Simulation:
+    """A run's step, to be simulated with other messages and on other links."""
+
+    def __init__(
+        self,
+        ranks: Sequence[RankTimes],
+        cuts: Sequence[CutTimes],
+        chunks: int,
+        in_flight: int | None,
+    ) -> None:
+        self._chunks, self._in_flight = chunks, in_flight
+        self._compute = [
+            Compute(_FORWARD_SHARE * each, (1 - _FORWARD_SHARE) * each)
+            for each in (times.computed_s / chunks for times in ranks)
+        ]
+        self.compressed = [CutCost(cut.coding, cut.wire) for cut in cuts]
+        self.dense = [CutCost(Coding(), cut.dense) for cut in cuts]
+        self.bf16 = [
+            CutCost(Coding(), Messages(*(num_bytes / 2 for num_bytes in cut.dense))) for cut in cuts
+        ]
+        links = [cut.link or (math.inf, 0.0) for cut in cuts]
+        rates = [rate for rate, _ in links]
+        # A host can do what its faster link can; both share that.
+        ways = zip([0.0, *rates], [*rates, 0.0], strict=True)
+        self.network = Network(
+            host_mbps=tuple(max(both) for both in ways),
+            latency_s=tuple(round_trip / 2 for _, round_trip in links),
+            link_mbps=tuple(rates),
+            window_bytes=FIRST_WINDOW,
+        )
+
+    def seconds(self, network: Network, cuts: Sequence[CutCost]) -> float:
+        return predict(
+            self._compute, cuts, network, chunks=self._chunks, in_flight=self._in_flight
+        ).step_s
+
+    def break_even_mbps(self) -> float | None:
+        if len(self._compute) * self._chunks > LONGEST:
+            return None
+        networks = [at_rate(self.network, rate) for rate in RATES]
+        own, bf16 = (
+            [self.seconds(network, cuts) for network in networks]
+            for cuts in (self.compressed, self.bf16)
+        )
+        found = break_even_mbps(own, bf16)
+        return found if math.isfinite(found) else None

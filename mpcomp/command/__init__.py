@@ -1,0 +1,5 @@
+"""The command line: `mpcomp`, or `python -m mpcomp`."""
+
+from mpcomp.command.main import main
+
+__all__ = ["main"]

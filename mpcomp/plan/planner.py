@@ -1,0 +1,261 @@
+"""Planned steps: a model's step with any methods, on hosts and links that need not be here.
+
+A `Planner` has a model's profile, the pipeline's hosts and its schedule; it measures what each pair
+of methods takes at each cut (once a shape), tries the cuts it is given, and keeps the fastest.
+
+A step ends with what comes after the last backward: the gradients of tied weights, which both
+copies' hosts send each other, and the exchange with replicas.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.links.build import boundaries_of
+from mpcomp.links.state_size import state_of_link
+from mpcomp.plan.coding import CutCost, measure_coding
+from mpcomp.plan.known_quality import Known, known_of
+from mpcomp.plan.network import PACKET_SHARE, Network
+from mpcomp.plan.prediction import Compute, Prediction, predict
+from mpcomp.plan.profile import Profile
+
+__all__ = ["BASELINE", "DENSE", "TIE_COMP", "Pair", "PlannedStep", "Planner", "at_rate"]
+
+#: Methods of activations and gradients.
+Pair = tuple[str, str]
+#: What compression has to beat: nobody need send more than bf16.
+BASELINE: Final[Pair] = ("bf16", "bf16")
+DENSE: Final[Pair] = ("none", "none")
+#: Method of tied weights' gradients, within the noise of runs in the project's own study.
+TIE_COMP: Final = "quant:8"
+#: Numbers of a microbatch that are coded to see what coding takes; of more, fewer rows.
+_LARGEST = 1 << 20
+#: Channels from which on a message stands for a wider one: bases take their cube to be found.
+_WIDEST = 1024
+#: Shares of energy by which a sample's activation and gradient at a cut change from one epoch to
+#: the next: what SmolLM2-135M showed when it was fine-tuned (README), or a little more.
+CHANGES: Final = (0.01, 0.1)
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """A step with one pair of methods.
+
+    Attributes:
+        pair: of methods.
+        counts: blocks of each stage.
+        cuts: what each cut takes for a microbatch.
+        dense_bytes: of a step at all cuts, both ways, uncompressed.
+        wire_bytes: what is sent instead.
+        tie_comp: method of tied weights' gradients.
+        ties: what each tied weight takes that two stages have: its first stage, its last one, and
+            the cost of its messages, one each way.
+        prediction: of the microbatches.
+        tie_s: seconds for tied weights.
+        exchange_s: what replicas add.
+        state_bytes: that the ends at one host keep, of the host that keeps most; None where that
+            depends on the number of samples, which is not known.
+        known: what the methods cost in quality, if that is known.
+    """
+
+    pair: Pair
+    counts: tuple[int, ...]
+    cuts: tuple[CutCost, ...]
+    dense_bytes: float
+    wire_bytes: float
+    tie_comp: str
+    ties: tuple[tuple[int, int, CutCost], ...]
+    prediction: Prediction
+    tie_s: float
+    exchange_s: float
+    state_bytes: int | None
+    known: Known | None
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of an optimizer's step."""
+        return self.prediction.step_s + self.tie_s + self.exchange_s
+
+    @property
+    def tie_bytes(self) -> float:
+        """Bytes of tied weights' messages in a step, both ways."""
+        return sum(sum(cost.messages) for *_, cost in self.ties)
+
+
+class Planner:
+    """Predicts steps of one model on one pipeline's hosts.
+
+    Args:
+        profile: of the model, for a microbatch.
+        network: of the hosts, one for each stage.
+        chunks: microbatches of a step.
+        cuts: ways to cut the model, block counts each; the fastest is taken.
+        task: in `known_quality.TASKS`.
+        computes: of each host, what it takes for each block, where hosts are not alike; None gives
+            all of them the profile's.
+        tie_comp: method of tied weights' gradients where cuts are compressed; where they are not,
+            nor are these, and bf16 goes with bf16.
+        in_flight: microbatches under way on the first stage; None for the engine's own choice.
+        num_cores: that all stages share; None where each host has its own.
+        exchange_s: what replicas add to a step.
+        num_samples: of the training set, for methods that keep a row for each.
+
+    Raises:
+        ValueError: cuts that do not fit the model or the hosts.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        network: Network,
+        *,
+        chunks: int,
+        cuts: Sequence[Sequence[int]],
+        task: str,
+        computes: Sequence[Sequence[Compute]] | None = None,
+        tie_comp: str = TIE_COMP,
+        in_flight: int | None = None,
+        num_cores: int | None = None,
+        exchange_s: float = 0.0,
+        num_samples: int | None = None,
+    ) -> None:
+        num_hosts = len(network.host_mbps)
+        for counts in cuts:
+            if len(counts) != num_hosts:
+                raise ValueError(f"{len(counts)} stages for {num_hosts} hosts: each has one stage")
+            list(profile.stages(counts))
+        self.profile, self.network, self.chunks = profile, network, chunks
+        alike = [[block.compute for block in profile.blocks]] * num_hosts
+        self._computes = alike if computes is None else computes
+        self._cuts, self._task = [tuple(counts) for counts in cuts], task
+        self._tie_comp = tie_comp
+        self._in_flight, self._num_cores = in_flight, num_cores
+        self._exchange_s, self._num_samples = exchange_s, num_samples
+        self._costs: dict[tuple[Pair, TensorMeta], CutCost] = {}
+
+    def step(self, pair: Pair) -> PlannedStep:
+        """The fastest step with a pair of methods.
+
+        Raises:
+            ValueError: no such methods, or two that do not go together.
+        """
+        return min(
+            (self._step(pair, counts) for counts in self._cuts), key=lambda step: step.step_s
+        )
+
+    def on(self, network: Network, step: PlannedStep) -> float:
+        """Seconds that a planned step takes on other links."""
+        pipelined = self._predict(step.counts, step.cuts, network).step_s
+        return pipelined + _tie_s(step.ties, network) + step.exchange_s
+
+    def _step(self, pair: Pair, counts: tuple[int, ...]) -> PlannedStep:
+        metas = [stage[-1].output for stage in self.profile.stages(counts)][:-1]
+        cuts = tuple(self._cost(pair, meta) for meta in metas)
+        tie_comp = pair[0] if pair in (DENSE, BASELINE) else self._tie_comp
+        ties = tuple(self._tied(tie_comp, counts))
+        return PlannedStep(
+            pair=pair,
+            counts=counts,
+            cuts=cuts,
+            dense_bytes=2 * self.chunks * sum(meta.numel * meta.dtype.itemsize for meta in metas),
+            wire_bytes=self.chunks * sum(sum(cut.messages) for cut in cuts),
+            tie_comp=tie_comp,
+            ties=ties,
+            prediction=self._predict(counts, cuts, self.network),
+            tie_s=_tie_s(ties, self.network),
+            exchange_s=self._exchange_s,
+            state_bytes=self._state_bytes(pair, metas),
+            known=known_of(self._task, *pair),
+        )
+
+    def _predict(
+        self, counts: Sequence[int], cuts: Sequence[CutCost], network: Network
+    ) -> Prediction:
+        return predict(
+            self._stage_compute(counts),
+            cuts,
+            network,
+            chunks=self.chunks,
+            in_flight=self._in_flight,
+            num_cores=self._num_cores,
+        )
+
+    def _stage_compute(self, counts: Sequence[int]) -> list[Compute]:
+        ends = [0, *itertools.accumulate(counts)]
+        return [
+            Compute(*(sum(times) for times in zip(*own[start:end], strict=True)))
+            for own, (start, end) in zip(self._computes, itertools.pairwise(ends), strict=True)
+        ]
+
+    def _cost(self, pair: Pair, meta: TensorMeta) -> CutCost:
+        if (pair, meta) not in self._costs:
+            part = _part(meta)
+            activation, gradient = (tensor[part] for tensor in self.profile.samples[meta])
+            measured = measure_coding(*pair, activation, gradient, repeats=4, changes=CHANGES)
+            self._costs[pair, meta] = measured.times(meta.numel / activation.numel())
+        return self._costs[pair, meta]
+
+    def _tied(self, method: str, counts: Sequence[int]) -> Iterator[tuple[int, int, CutCost]]:
+        """The stages of each tied weight that have copies of it, and its messages' cost."""
+        stage_of = [stage for stage, count in enumerate(counts) for _ in range(count)]
+        for tie in self.profile.ties:
+            first, last = stage_of[tie.first], stage_of[tie.last]
+            if first == last:
+                continue
+            key = ((method, method), tie.meta)
+            if key not in self._costs:
+                numel = min(tie.meta.numel, _LARGEST)
+                rows = torch.randn(1, numel, generator=torch.Generator().manual_seed(0))
+                measured = measure_coding(method, method, rows, rows, repeats=4)
+                self._costs[key] = measured.times(tie.meta.numel / numel)
+            yield first, last, self._costs[key]
+
+    def _state_bytes(self, pair: Pair, metas: Sequence[TensorMeta]) -> int | None:
+        """Bytes that the host between two cuts keeps at most, or that at the only one."""
+        names = [str(i) for i in range(len(metas))]
+        boundaries = boundaries_of(*pair, names, seed=0, replica=0, warmup_steps=0)
+        kept = [0] * (len(metas) + 1)
+        for boundary, meta in zip(boundaries, metas, strict=True):
+            batch = meta.with_rows(self.chunks * meta.shape[0])
+            for link in boundary.links:
+                if link.feedback is not None and link.feedback.by_sample and not self._num_samples:
+                    return None
+                for stage in (link.sender_stage, link.receiver_stage):
+                    entries = state_of_link(link, batch, self._num_samples, (stage,))
+                    kept[stage] += sum(entry["bytes"] for entry in entries)
+        return max(kept)
+
+
+def _part(meta: TensorMeta) -> tuple[slice, ...]:
+    """The part of a tensor that is coded in place of all of it: fewer rows, channels of tokens."""
+    rows, *rest = meta.shape
+    part = [slice(None)] * len(meta.shape)
+    if len(meta.shape) == 3:
+        part[2] = slice(min(rest[1], _WIDEST))
+        rest[1] = min(rest[1], _WIDEST)
+    part[0] = slice(max(1, min(rows, _LARGEST // math.prod(rest))))
+    return tuple(part)
+
+
+def _tie_s(ties: Sequence[tuple[int, int, CutCost]], network: Network) -> float:
+    """Seconds for tied weights, one after the other; hosts send to each other at once."""
+    latency = max(network.latency_s, default=0.0)
+    seconds = 0.0
+    for first, last, (coding, messages) in ties:
+        mbps = min(network.host_mbps[first], network.host_mbps[last])
+        on_link = messages.act_bytes / PACKET_SHARE * 8e-6 / mbps + network.message_s
+        seconds += coding.encode_act_s + latency + on_link + coding.decode_act_s
+    return seconds
+
+
+def at_rate(network: Network, mbps: float) -> Network:
+    """The network with one rate on all hosts and links."""
+    return dataclasses.replace(network, host_mbps=(mbps,) * len(network.host_mbps), link_mbps=None)

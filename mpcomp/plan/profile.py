@@ -1,0 +1,375 @@
+"""The profile of a model: what its blocks compute, hold and hand on, for one microbatch.
+
+Blocks of one structure that get inputs of one shape take the same time, so each kind is measured
+once: a GPT-2 of 48 blocks costs what one of 3 does, and a model on the meta device, which fits no
+memory here, is measured all the same, as only one block of each kind is ever made.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from mpcomp.core.microbatch import map_tensors
+from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.engines.shape_inference import attributes_kept
+from mpcomp.plan.prediction import Compute
+from stages.blocks import Block, arguments, blocks, one_tensor, random_state_kept, side_inputs
+from stages.sharing import shared_parameters
+from stages.stage import Stage
+
+__all__ = ["BlockProfile", "CutTensors", "Profile", "count_profile", "measure_profile"]
+
+#: Floating-point operations of a backward, to those of its forward: one product of each for the
+#: gradient of the input, one for that of the weight.
+BACKWARD_OVER_FORWARD = 2.0
+#: Passes before the clock.
+_WARMUPS = 1
+
+
+class CutTensors(NamedTuple):
+    """An activation and its gradient, [rows, ...]: one microbatch's, over a cut."""
+
+    activation: Tensor
+    gradient: Tensor
+
+
+@dataclass(frozen=True)
+class BlockProfile:
+    """One block.
+
+    Attributes:
+        name: of its last module.
+        compute: of one microbatch.
+        parameters: of each of its parameters the shape, by its name in the model.
+        output: of one microbatch, which crosses a cut behind it.
+    """
+
+    name: str
+    compute: Compute
+    parameters: Mapping[str, TensorMeta]
+    output: TensorMeta
+
+    @property
+    def num_parameters(self) -> int:
+        """Numbers in all parameters."""
+        return sum(meta.numel for meta in self.parameters.values())
+
+
+class Tie(NamedTuple):
+    """A parameter that two blocks share: their numbers, and its gradient as it is sent."""
+
+    first: int
+    last: int
+    meta: TensorMeta
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The blocks of a model.
+
+    Attributes:
+        blocks: in order.
+        samples: of every shape that can cross a cut, tensors that do.
+        ties: the parameters that two blocks share.
+    """
+
+    blocks: tuple[BlockProfile, ...]
+    samples: Mapping[TensorMeta, CutTensors]
+    ties: tuple[Tie, ...] = ()
+
+    @property
+    def num_parameters(self) -> int:
+        """Numbers in all parameters; one that two blocks share counts once."""
+        shared = sum(tie.meta.numel for tie in self.ties)
+        return sum(block.num_parameters for block in self.blocks) - shared
+
+    def stages(self, counts: Sequence[int]) -> Iterator[tuple[BlockProfile, ...]]:
+        """The blocks of each stage.
+
+        Raises:
+            ValueError: the counts do not add up to the blocks.
+        """
+        if sum(counts) != len(self.blocks):
+            raise ValueError(
+                f"block counts {list(counts)} add up to {sum(counts)}, but the model has "
+                f"{len(self.blocks)} blocks"
+            )
+        start = 0
+        for count in counts:
+            yield self.blocks[start : start + count]
+            start += count
+
+
+def measure_profile(
+    model: nn.Module,
+    sample: Any,
+    loss: Callable[[Tensor], Tensor],
+    *,
+    autocast: torch.dtype | None = None,
+    repeats: int = 3,
+) -> Profile:
+    """Runs every kind of block here, forward and backward.
+
+    The model stays as it is. Blocks on the meta device are made with random weights, one of a kind
+    at a time.
+
+    Args:
+        model: any that `stages.split` can cut; trained weights give true messages.
+        sample: a microbatch (tensor, tuple of arguments or mapping of keywords).
+        loss: of the last block's output, 0-d.
+        autocast: the dtype that is computed in; None for that of the weights.
+        repeats: that are measured.
+
+    Raises:
+        ValueError: the model cannot be cut, or repeats is below 1.
+        TypeError: a block gives something else than one tensor.
+    """
+    if repeats < 1:
+        raise ValueError(f"repeats is {repeats}: pass at least 1")
+    with random_state_kept(), torch.enable_grad():
+        units = blocks(model)
+        walk = _Walk(units, sample, loss, autocast)
+        for _ in range(_WARMUPS + repeats):
+            walk.forward()
+            walk.backward()
+        return replace(walk.profile(skip=_WARMUPS), ties=_ties(model, units))
+
+
+class _Walk:
+    """A model's blocks, one after the other, forward and back; repeated kinds only once."""
+
+    def __init__(
+        self,
+        units: Sequence[Block],
+        sample: Any,
+        loss: Callable[[Tensor], Tensor],
+        autocast: torch.dtype | None,
+    ) -> None:
+        self._units, self._sample, self._loss, self._autocast = units, sample, loss, autocast
+        self._outputs: list[Tensor] = []
+        self._gradients: list[Tensor | None] = [None] * len(units)
+        #: Of each block the first of its kind, once its input is known.
+        self._kinds: list[int] = []
+        self._modules: dict[int, nn.Module] = {}
+        self._open: dict[int, tuple[Tensor | None, Tensor]] = {}
+        self._times: dict[int, tuple[list[float], list[float]]] = {}
+
+    def forward(self) -> None:
+        first_time = not self._kinds
+        found: dict[Any, int] = {}
+        for i, unit in enumerate(self._units):
+            args, kwargs = self._inputs(i)
+            if first_time:
+                # The last one has the loss to compute as well.
+                last = i == len(self._units) - 1
+                kind = found.setdefault((_kind(unit, args), last), i)
+                self._kinds.append(kind)
+                if kind == i:
+                    self._modules[i] = _runnable(unit.module)
+                    self._times[i] = ([], [])
+                self._outputs.append(self._first(i, unit, args, kwargs))
+            elif self._kinds[i] == i:
+                self._timed_forward(i, unit, args, kwargs)
+
+    def backward(self) -> None:
+        gradient: Tensor | None = None
+        for i in reversed(range(len(self._units))):
+            self._gradients[i] = gradient
+            if self._kinds[i] != i:
+                continue  # the next one's gradient has the shape of its own, and about its size
+            x, out = self._open.pop(i)
+            start = time.perf_counter()
+            torch.autograd.backward(out, gradient)
+            _synchronize()
+            self._times[i][1].append(time.perf_counter() - start)
+            gradient = None if x is None else x.grad
+
+    def profile(self, skip: int) -> Profile:
+        measured = {
+            i: Compute(*(statistics.median(times[skip:]) for times in both))
+            for i, both in self._times.items()
+        }
+        found = tuple(
+            BlockProfile(
+                unit.name, measured[self._kinds[i]], _parameters(unit), TensorMeta.of(output)
+            )
+            for i, (unit, output) in enumerate(zip(self._units, self._outputs, strict=True))
+        )
+        # Of the middle of the model rather than of its beginning, where there are several.
+        samples: dict[TensorMeta, CutTensors] = {}
+        middle = len(found) / 2
+        for i in sorted(range(len(found) - 1), key=lambda i: abs(i + 1 - middle)):
+            gradient = self._gradients[i]
+            if gradient is not None:
+                samples.setdefault(found[i].output, CutTensors(self._outputs[i], gradient))
+        return Profile(found, samples)
+
+    def _inputs(self, i: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if i == 0:
+            return arguments(self._sample)
+        return (self._outputs[i - 1],), side_inputs(self._units[i], self._sample)
+
+    def _first(self, i: int, unit: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """The output of a block; of one like an earlier one that is on "meta", that one's."""
+        kind = self._kinds[i]
+        if kind == i:
+            return self._timed_forward(i, unit, args, kwargs)
+        if any(p.is_meta for p in unit.module.parameters()):
+            return self._outputs[kind]
+        with torch.no_grad(), self._casting():
+            return one_tensor(unit, copy.deepcopy(unit.module).train()(*args, **kwargs))
+
+    def _timed_forward(
+        self, i: int, unit: Block, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Tensor:
+        module = self._modules[i]
+        x = None
+        if i:
+            # As a stage receives it: a leaf; and an in-place block may write to what it is given.
+            x = args[0].detach().clone().requires_grad_()
+            args = (x.mul(1),)
+        module.zero_grad()
+        start = time.perf_counter()
+        with self._casting():
+            out = one_tensor(unit, module(*args, **kwargs))
+        end = self._loss(out) if i == len(self._units) - 1 else out
+        _synchronize()
+        self._times[i][0].append(time.perf_counter() - start)
+        self._open[i] = (x, end)
+        return out.detach()
+
+    def _casting(self) -> torch.autocast:
+        parameters = (p for module in self._modules.values() for p in module.parameters())
+        device = next((p.device.type for p in parameters), "cpu")
+        dtype = self._autocast
+        return torch.autocast(device, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
+
+
+def count_profile(model: nn.Module, sample: Any, *, flops_per_s: float) -> Profile:
+    """Counts every block's operations, for a machine of a given speed that is not here.
+
+    Nothing is computed, and the model may be on the meta device. What crosses the cuts is Gaussian.
+
+    Args:
+        model: any that `stages.split` can cut.
+        sample: a microbatch; only its shapes matter.
+        flops_per_s: floating-point operations a second that the machine reaches in training.
+
+    Raises:
+        ValueError: the model cannot be cut, or a speed that is not above 0.
+        TypeError: a block gives something else than one tensor.
+    """
+    if not flops_per_s > 0:
+        raise ValueError(f"flops_per_s is {flops_per_s}: pass a number above 0")
+    units = blocks(model)
+    found: list[BlockProfile] = []
+    seen: dict[Any, tuple[Compute, Tensor]] = {}
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        sample = map_tensors(sample, _fake)
+        args, kwargs = arguments(sample)
+        for i, unit in enumerate(units):
+            if i:
+                kwargs = side_inputs(unit, sample)
+            kind = _kind(unit, args)
+            if kind not in seen:
+                tensors = (*unit.module.named_parameters(), *unit.module.named_buffers())
+                state = {name: _fake(tensor) for name, tensor in tensors}
+                call = functools.partial(torch.func.functional_call, unit.module, state)
+                with attributes_kept(unit.module), FlopCounterMode(display=False) as counter:
+                    out = one_tensor(unit, call(args, kwargs))
+                seconds = counter.get_total_flops() / flops_per_s
+                seen[kind] = Compute(seconds, BACKWARD_OVER_FORWARD * seconds), out
+            compute, out = seen[kind]
+            found.append(BlockProfile(unit.name, compute, _parameters(unit), TensorMeta.of(out)))
+            args = (out,)
+    generator = torch.Generator().manual_seed(0)
+    samples = {
+        meta: CutTensors(*(_gaussian(meta, generator) for _ in range(2)))
+        for meta in dict.fromkeys(block.output for block in found[:-1])
+    }
+    return Profile(tuple(found), samples, _ties(model, units))
+
+
+def _ties(model: nn.Module, units: Sequence[Block]) -> tuple[Tie, ...]:
+    found = []
+    for names in shared_parameters(model):
+        users = [
+            i
+            for i, unit in enumerate(units)
+            if set(names) & dict(_named(unit, remove_duplicate=False)).keys()
+        ]
+        if len(users) > 1:
+            parameter = model.get_parameter(names[0])
+            found.append(
+                Tie(users[0], users[-1], TensorMeta((1, parameter.numel()), parameter.dtype))
+            )
+    return tuple(found)
+
+
+def _named(unit: Block, *, remove_duplicate: bool) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters of a block under the model's names."""
+    own = "" if isinstance(unit.module, Stage) else f"{unit.name}."
+    named = unit.module.named_parameters(remove_duplicate=remove_duplicate)
+    return ((own + name, p) for name, p in named)
+
+
+def _gaussian(meta: TensorMeta, generator: torch.Generator) -> Tensor:
+    return meta.unflatten(torch.randn(meta.numel, generator=generator).to(meta.dtype))
+
+
+def _fake(x: Tensor) -> Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
+
+
+def _kind(unit: Block, args: Sequence[Any]) -> Any:
+    """All that a block's time depends on, hashable: structure, settings, and shape of its input."""
+    inputs = [(tuple(x.shape), x.dtype) for x in args if isinstance(x, Tensor)]
+    modules = [m for m in unit.module.modules() if not isinstance(m, Stage)]  # says its number
+    parts = [(type(m).__name__, m.extra_repr()) for m in modules]
+    shapes = [tuple(p.shape) for p in (*unit.module.parameters(), *unit.module.buffers())]
+    return tuple(inputs), tuple(parts), tuple(shapes)
+
+
+def _parameters(unit: Block) -> dict[str, TensorMeta]:
+    return {name: TensorMeta.of(p) for name, p in _named(unit, remove_duplicate=True)}
+
+
+def _runnable(module: nn.Module) -> nn.Module:
+    """A copy in training: gradients, BatchNorm's statistics and flags of the model stay."""
+    own = copy.deepcopy(module).train()
+    if not any(p.is_meta for p in own.parameters()):
+        return own
+    own = own.to_empty(device="cpu")
+    for part in own.modules():
+        for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False)):
+            _fill(tensor)
+        if callable(reset := getattr(part, "reset_parameters", None)):
+            reset()
+    return own
+
+
+def _fill(tensor: Tensor) -> None:
+    """Numbers as new models have them; matrices small, as sums over them stay of order 1."""
+    with torch.no_grad():
+        if not tensor.is_floating_point():
+            tensor.fill_(1)
+        elif tensor.dim() < 2:
+            tensor.fill_(1.0)
+        else:
+            tensor.normal_(std=0.02)
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

@@ -1,0 +1,174 @@
+"""Planned steps, what a plan recommends, and the rate at which that turns."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import mpcomp
+from mpcomp.plan import Compute, Network, predict
+from mpcomp.plan.curve import LONGEST, RATES, WORTHWHILE, break_even_mbps
+from mpcomp.plan.network import PACKET_SHARE
+from mpcomp.plan.outcome import Outcome, plan
+from mpcomp.plan.planner import BASELINE, DENSE, Planner, at_rate
+from mpcomp.plan.profile import Profile, Tie, count_profile
+
+#: Such that a microbatch's activation is 64 kB.
+X = torch.randn(4, 16, 256, generator=torch.Generator().manual_seed(0))
+QUANT = ("quant:4", "quant:8")
+TOPK = ("topk:0.1", "topk:0.1")
+
+
+def model(num_blocks: int = 8) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(256, 256) for _ in range(num_blocks)))
+
+
+@pytest.fixture(scope="module")
+def profile() -> Profile:
+    return count_profile(model(), X, flops_per_s=1e9)
+
+
+def planner(profile: Profile, mbps: float, latency_s: float = 0.0, **options: Any) -> Planner:
+    given: dict[str, Any] = {"chunks": 4, "cuts": [[2, 2, 2, 2]], "task": "images", **options}
+    return Planner(profile, Network.alike(4, mbps, latency_s), **given)
+
+
+def outcome(profile: Profile, mbps: float, floor: float = 2.0, **options: Any) -> Outcome:
+    made = planner(profile, mbps, **options)
+    return plan(made, [QUANT, TOPK, ("quant:3", "quant:3")], task="images", floor=floor)
+
+
+def test_a_step_is_the_simulations(profile: Profile) -> None:
+    step = planner(profile, 100.0).step(DENSE)
+    one = Compute(*(2 * seconds for seconds in profile.blocks[0].compute))
+    expected = predict([one] * 4, step.cuts, Network.alike(4, 100.0), chunks=4)
+    assert step.prediction.step_s == expected.step_s == step.step_s
+    header = step.cuts[0].messages.act_bytes - X.nbytes
+    assert 0 < header < 64
+    assert step.dense_bytes == 2 * 4 * 3 * X.nbytes
+    assert step.wire_bytes == 2 * 4 * 3 * (X.nbytes + header)
+
+
+def test_the_fastest_cut_is_taken(profile: Profile) -> None:
+    uneven = [5, 1, 1, 1]
+    for cuts in ([uneven, [2, 2, 2, 2]], [[2, 2, 2, 2], uneven]):
+        assert planner(profile, 1e5, cuts=cuts).step(DENSE).counts == (2, 2, 2, 2)
+    # A first machine that is five times as fast takes more.
+    own = [block.compute for block in profile.blocks]
+    fast = [Compute(*(seconds / 5 for seconds in each)) for each in own]
+    made = planner(profile, 1e5, cuts=[uneven, [2, 2, 2, 2]], computes=[fast, own, own, own])
+    assert made.step(DENSE).counts == tuple(uneven)
+
+
+def test_what_comes_after_the_last_backward_is_added(profile: Profile) -> None:
+    step = planner(profile, 100.0, exchange_s=0.5).step(DENSE)
+    assert step.step_s == step.prediction.step_s + 0.5
+    numel = 1 << 21
+    tied = dataclasses.replace(profile, ties=(Tie(0, 7, mpcomp.TensorMeta((1, numel))),))
+    steps = {pair: planner(tied, 100.0).step(pair) for pair in (DENSE, BASELINE, QUANT)}
+    assert steps[DENSE].tie_bytes == pytest.approx(2 * 4 * numel, rel=1e-3)
+    assert steps[BASELINE].tie_bytes == pytest.approx(2 * 2 * numel, rel=1e-3)
+    assert steps[QUANT].tie_bytes == pytest.approx(2 * numel, rel=1e-3)
+    on_link = 4 * numel * 8e-6 / 100 / PACKET_SHARE
+    ((_, _, (coding, _)),) = steps[DENSE].ties
+    coded = coding.encode_act_s + coding.decode_act_s
+    assert steps[DENSE].tie_s == pytest.approx(on_link + coded, rel=1e-2)
+    assert steps[DENSE].step_s == pytest.approx(steps[DENSE].prediction.step_s + steps[DENSE].tie_s)
+    # Two blocks of one stage share it without sending anything.
+    inside = dataclasses.replace(profile, ties=(Tie(0, 1, mpcomp.TensorMeta((1, numel))),))
+    assert planner(inside, 100.0).step(DENSE).tie_s == 0
+
+
+def test_state_is_that_of_a_pipeline() -> None:
+    """Of a pipeline of two stages each host keeps an end of both links."""
+    pair = ("ef21+topk:0.1", "ef+topk:0.1")
+    net = nn.Sequential(nn.Flatten(), nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 4))
+    x = torch.randn(8, 32)
+    small = count_profile(net, x[:2], flops_per_s=1e9)
+    made = Planner(small, Network.alike(2, 10.0), chunks=4, cuts=[[2, 2]], task="images")
+    pipe = mpcomp.pipeline(
+        net, chunks=4, split=[2, 2], act_comp=pair[0], grad_comp=pair[1], loss_fn=nn.MSELoss()
+    )
+    ends = pipe.state_bytes(x)["per_link"]
+    both: dict[str, int] = {"sender": 0, "receiver": 0}
+    for end in ends:
+        first = (end["role"] == "sender") == (end["direction"] == "act")
+        both["sender" if first else "receiver"] += end["bytes"]
+    assert made.step(pair).state_bytes == max(both.values()) > 0
+
+
+def test_a_memory_of_samples_needs_their_number(profile: Profile) -> None:
+    pair = ("auto:memory", "auto:memory")
+    assert planner(profile, 10.0).step(pair).state_bytes is None
+    ten, twenty = (planner(profile, 10.0, num_samples=n).step(pair).state_bytes for n in (10, 20))
+    assert ten is not None and twenty == 2 * ten
+    # What changed a little is what is sent, not all of it.
+    assert (
+        planner(profile, 10.0).step(pair).wire_bytes
+        < 0.05 * planner(profile, 10.0).step(DENSE).wire_bytes
+    )
+
+
+def test_slow_links_want_compression_and_fast_ones_none(profile: Profile) -> None:
+    slow, fast = outcome(profile, 5.0), outcome(profile, 1e5)
+    assert slow.compresses and slow.best.pair == QUANT
+    assert "start with act_comp='quant:4', grad_comp='quant:8'" in slow.sentences()[0]
+    assert not fast.compresses
+    assert fast.sentences()[0].startswith("do not compress")
+
+
+def test_the_floor_decides_what_may_be_recommended(profile: Profile) -> None:
+    assert outcome(profile, 5.0, floor=0.0).best.pair == BASELINE
+    assert outcome(profile, 5.0, floor=20.0).best.pair == TOPK
+    # What is not known is not recommended, however fast it is.
+    assert ("quant:3", "quant:3") in [step.pair for step in outcome(profile, 5.0).steps]
+
+
+def test_break_even_is_where_the_curves_meet(profile: Profile) -> None:
+    found = outcome(profile, 5.0)
+    step = next(step for step in found.steps if step.pair == QUANT)
+    even = found.break_even(step)
+    assert even is not None and 5 < even < 1e4
+    made = planner(profile, 5.0)
+    for rate, gains in ((even / 2, True), (even * 2, False)):
+        network = at_rate(made.network, rate)
+        ratio = made.on(network, found.baseline) / made.on(network, step)
+        assert (ratio > WORTHWHILE) == gains
+
+
+def test_break_even_at_the_ends() -> None:
+    ones = [1.0] * len(RATES)
+    assert break_even_mbps([0.5] * len(RATES), ones) == math.inf
+    assert break_even_mbps(ones, ones) == 0
+    assert break_even_mbps([0.5, *ones[1:]], ones) == pytest.approx(RATES[1], rel=0.5)
+
+
+def test_long_pipelines_have_no_curve(profile: Profile) -> None:
+    chunks = LONGEST // 4 + 1
+    found = plan(planner(profile, 5.0, chunks=chunks), [], task="images", floor=1)
+    assert found.times is None and found.break_even(found.best) is None
+    assert "pays below" in found.table()
+    json.dumps(found.to_dict(), allow_nan=False)
+
+
+def test_figures_are_json(profile: Profile) -> None:
+    found = outcome(profile, 5.0).to_dict()
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    assert found["recommended"]["act"] == "quant:4"
+    assert len(found["steps"]) == len(found["timelines"]) == 5
+    assert found["steps"][0]["step_s_at_rates"][0] > found["steps"][0]["step_s_at_rates"][-1]
+
+
+def test_bad_input(profile: Profile) -> None:
+    with pytest.raises(ValueError, match="3 stages for 4 hosts"):
+        planner(profile, 1.0, cuts=[[2, 3, 3]])
+    with pytest.raises(ValueError, match="add up to 7"):
+        planner(profile, 1.0, cuts=[[1, 2, 2, 2]])
+    with pytest.raises(ValueError, match="topq"):
+        planner(profile, 1.0).step(("topq:1", "none"))

@@ -1,0 +1,141 @@
+"""Profiles of models: what is measured and counted, and that the model stays as it is."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mpcomp.core.loss import CausalLMLoss
+from mpcomp.plan.profile import BACKWARD_OVER_FORWARD, count_profile, measure_profile
+
+X = torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
+
+
+def chain() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 8)
+    )
+
+
+def loss(output: Tensor) -> Tensor:
+    return output.square().sum()
+
+
+def gpt2(device: str) -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(n_layer=4, n_embd=32, n_head=2, vocab_size=64, n_positions=16)
+    with torch.device(device):
+        return GPT2LMHeadModel(config)
+
+
+def test_blocks_are_the_models() -> None:
+    model = chain()
+    found = measure_profile(model, X, loss, repeats=1)
+    assert [block.name for block in found.blocks] == ["0", "1", "2", "3", "4"]
+    assert [block.output.shape for block in found.blocks[:2]] == [(4, 32), (4, 32)]
+    assert [block.num_parameters for block in found.blocks] == [
+        sum(p.numel() for p in child.parameters()) for child in model
+    ]
+    assert found.num_parameters == sum(p.numel() for p in model.parameters())
+    # Names as in the model: blocks that are put together in a stage keep all of theirs.
+    named = [name for block in found.blocks for name in block.parameters]
+    assert sorted(named) == sorted(dict(model.named_parameters()))
+    assert all(block.compute.forward_s > 0 < block.compute.backward_s for block in found.blocks)
+
+
+def test_blocks_of_a_kind_are_measured_once() -> None:
+    found = measure_profile(chain(), X, loss, repeats=1)
+    assert found.blocks[2].compute is found.blocks[3].compute
+    assert found.blocks[2].compute is not found.blocks[4].compute
+
+
+def test_the_last_block_is_a_kind_of_its_own() -> None:
+    """It has the loss, where all backwards begin."""
+    alike = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
+    found = measure_profile(alike, X, loss, repeats=1)
+    assert found.blocks[0].compute is found.blocks[1].compute
+    assert found.blocks[2].compute is not found.blocks[1].compute
+
+
+def test_what_crosses_a_cut_is_the_models_own() -> None:
+    """Blocks of different kinds, so that every one is run: activation and gradient are exact."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, 20), nn.Linear(20, 8))
+    found = measure_profile(model, X, loss, repeats=1)
+    middle = model[:2](X).detach().requires_grad_()
+    loss(model[2:](middle)).backward()
+    sample = found.samples[found.blocks[1].output]
+    torch.testing.assert_close(sample.activation, middle.detach())
+    assert middle.grad is not None
+    torch.testing.assert_close(sample.gradient, middle.grad)
+
+
+def test_the_model_stays_as_it_is() -> None:
+    model = nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 4)).eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.random.get_rng_state()
+    measure_profile(model, X, loss, repeats=1)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert not model.training
+    assert all(p.grad is None for p in model.parameters())
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+def test_a_model_without_weights_is_measured_like_one_with() -> None:
+    tokens = torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(0))
+    sample, causal = {"input_ids": tokens}, CausalLMLoss()
+
+    def of_tokens(output: Tensor) -> Tensor:
+        return causal(output, tokens)
+
+    model = gpt2("meta")
+    without = measure_profile(model, sample, of_tokens, repeats=1)
+    assert all(p.is_meta for p in model.parameters())
+    full = measure_profile(gpt2("cpu"), sample, of_tokens, repeats=1)
+    counted = count_profile(model, sample, flops_per_s=1e9)
+    for found in (without, counted):
+        assert [b.name for b in found.blocks] == [b.name for b in full.blocks]
+        assert [b.parameters for b in found.blocks] == [b.parameters for b in full.blocks]
+        assert [b.output for b in found.blocks] == [b.output for b in full.blocks]
+        assert found.ties == full.ties
+        assert list(found.samples) == list(full.samples)
+        for each in found.samples.values():
+            assert each.activation.isfinite().all() and each.gradient.isfinite().all()
+    (tie,) = full.ties
+    assert (tie.first, tie.last, tie.meta.numel) == (0, 3, 64 * 32)
+    assert full.num_parameters == sum(p.numel() for p in gpt2("cpu").parameters())
+
+
+def test_counted_operations_are_those_of_matrix_products() -> None:
+    found = count_profile(chain(), X, flops_per_s=1e6)
+    assert found.blocks[0].compute.forward_s == pytest.approx(2 * 4 * 16 * 32 / 1e6)
+    assert found.blocks[1].compute.forward_s == 0
+    assert found.blocks[0].compute.backward_s == pytest.approx(
+        BACKWARD_OVER_FORWARD * found.blocks[0].compute.forward_s
+    )
+
+
+def test_autocast_is_what_crosses() -> None:
+    found = measure_profile(chain(), X, loss, autocast=torch.bfloat16, repeats=1)
+    assert found.blocks[0].output.dtype == torch.bfloat16
+
+
+def test_stages_are_blocks_in_order() -> None:
+    found = measure_profile(chain(), X, loss, repeats=1)
+    assert [len(own) for own in found.stages([2, 3])] == [2, 3]
+    with pytest.raises(ValueError, match=r"\[2, 2\] add up to 4, but the model has 5"):
+        list(found.stages([2, 2]))
+
+
+def test_bad_input() -> None:
+    with pytest.raises(ValueError, match="repeats is 0"):
+        measure_profile(chain(), X, loss, repeats=0)
+    for speed in (0.0, -1.0, math.nan):
+        with pytest.raises(ValueError, match="flops_per_s is"):
+            count_profile(chain(), X, flops_per_s=speed)
