@@ -34,7 +34,7 @@ from recipes.study import (
     study_parser,
 )
 from recipes.study_runs import own_settings, reached, trainer_of
-from recipes.study_table import Results, Run, spread
+from recipes.study_table import PAIRED, Results, Run, spread
 from recipes.text_config import TextConfig
 
 DENSE: Final = "dense"
@@ -254,15 +254,19 @@ def _group_table(group: str, results: Results) -> str:
         uniform = prefix + UNIFORM
         return [
             spread([metric.scale * run[metric.name] for run in runs], between="+-"),
-            "" if row == uniform else results.paired(row, uniform, metric, percent=90),
+            "" if row == uniform else results.paired(row, uniform, metric),
             spread([metric.scale * run["off"] for run in runs], between="+-"),
-            f"{statistics.mean(run['wire_ratio'] for run in runs):.4f}",
+            f"{(ratio := statistics.mean(run['wire_ratio'] for run in runs)):.4f}",
+            f"{0.5 / ratio:.1f}",  # these runs are in fp32
         ]
 
     shown = f"{metric.name} {metric.unit}".rstrip()
-    headers = ("row", "n", shown, "less uniform", f"{shown}, off", "bytes ÷ dense")
-    text = tabulate(results.table(names, cells), headers, disable_numparse=[2, 3, 4, 5])
-    return f"{group}\n{text}\nDifferences are paired by seed, +- half the interval of 90 %."
+    headers = (
+        *("row", "n", shown, "less uniform", f"{shown}, off", "bytes ÷ fp32"),
+        "x below bf16",
+    )
+    text = tabulate(results.table(names, cells), headers, disable_numparse=[2, 3, 4, 5, 6])
+    return f"{group}\n{text}\n{PAIRED}"
 
 
 if __name__ == "__main__":

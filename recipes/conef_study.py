@@ -28,7 +28,7 @@ from recipes.image_config import MODELS, ImageConfig
 from recipes.metric import ACCURACY, PERPLEXITY, Metric
 from recipes.study import Line, Runs, Study, given, run_study, study_parser
 from recipes.study_runs import own_settings, train_on_replicas
-from recipes.study_table import Results, Run, spread
+from recipes.study_table import PAIRED, Results, Run, spread
 from recipes.text_config import TextConfig
 
 DENSE: Final = "dense"
@@ -168,23 +168,29 @@ def configuration(
 
 
 def render(lines: Sequence[Line]) -> str:
-    """The tables of all groups that have results."""
-    results = Results.of(lines)
-    return "\n\n".join(text for group in GROUPS if (text := _group_table(group, results)))
+    """The tables of all groups that have results, one for each learning rate where they vary."""
+    tables = []
+    for group in GROUPS:
+        by_rate: dict[Any, list[Line]] = {}
+        for line in lines:
+            if line["row"].startswith(f"{group}: "):
+                by_rate.setdefault(line.get("settings", {}).get("lr"), []).append(line)
+        for rate in sorted(by_rate):
+            title = f"{group}, lr {rate:g}" if len(by_rate) > 1 else group
+            tables.append(_group_table(group, title, Results.of(by_rate[rate])))
+    return "\n\n".join(tables)
 
 
-def _group_table(group: str, results: Results) -> str:
+def _group_table(group: str, title: str, results: Results) -> str:
     metric, rows, _ = GROUPS[group]
     names = {f"{group}: {row}": row for row in rows if f"{group}: {row}" in results.runs}
-    if not names:
-        return ""
     whole = _memory(results.of_row(f"{group}: {EF}"))
 
     def cells(name: str, runs: Sequence[Run]) -> list[Any]:
-        row, held = names[name], _memory(runs)
+        row, held, sent = names[name], _memory(runs), [run["replicas"] for run in runs]
         assert held is not None
         differences = [
-            "" if row == other else results.paired(name, f"{group}: {other}", metric, percent=90)
+            "" if row == other else results.paired(name, f"{group}: {other}", metric)
             for other in (EF, DENSE)
         ]
         return [
@@ -194,21 +200,22 @@ def _group_table(group: str, results: Results) -> str:
             held / 1e6,
             None if whole is None or row == DENSE else (whole - held) / 1e6,
             statistics.mean(run["replicas"]["wire_bytes"] / run["steps"] for run in runs) / 1e3,
+            statistics.mean(one["dense_bytes"] / 2 / one["wire_bytes"] for one in sent),
             METHODS[row],
         ]
 
     headers = (
         *("row", "n", f"{metric.name} {metric.unit}".rstrip(), "less EF", "less dense"),
-        *("ms a step", "error MB", "saved MB", "kB a step", "method"),
+        *("ms a step", "error MB", "saved MB", "kB a step", "x below bf16", "method"),
     )
     notes = (
-        "Differences are paired by seed, +- half the interval of 90 %. A step is without "
-        "evaluations; memory and bytes are those of one replica."
+        f"{PAIRED} A step is without evaluations; memory and bytes are those of one replica, "
+        "dense gradients fp32."
     )
-    formats = ("", "d", "", "", "", ".1f", ".3f", ".3f", ".1f")
+    formats = ("", "d", "", "", "", ".1f", ".3f", ".3f", ".1f", ".1f")
     table = results.table(names, cells)
     text = tabulate(table, headers, floatfmt=formats, disable_numparse=[2, 3, 4])
-    return f"{group}\n{text}\n{notes}"
+    return f"{title}\n{text}\n{notes}"
 
 
 def _memory(runs: Sequence[Run]) -> float | None:

@@ -7,7 +7,7 @@ Loads the model once, cuts it, and evaluates the perplexity with one method afte
 cuts, in fp32. The first row is without compression, and says how far its logits are from those of
 the model in one piece: 0, as they are the same bits. Bytes are those that forward passes send.
 With --out each method is a line of a file as soon as it is evaluated; given again, the command
-goes on with those that are missing.
+goes on with those that are missing. With --table it prints that file, and evaluates nothing.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ METHODS: Final = (
 )  # fmt: skip
 UNCOMPRESSED: Final = mpcomp.Identity()
 # Options that are not of `TextConfig`.
-OWN_OPTIONS: Final = ("methods", "out")
+OWN_OPTIONS: Final = ("methods", "out", "table")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -54,6 +54,9 @@ def main(argv: Sequence[str] | None = None) -> None:
                 "start it with python, not with torchrun"
             )
         options = vars(_parser().parse_args(argv))
+        if options.get("table"):
+            _print(read_json_lines(options["out"]) if "out" in options else [])
+            return
         methods = methods_of(options.get("methods", METHODS))
         chosen = {key: value for key, value in options.items() if key not in OWN_OPTIONS}
         config = TextConfig(**{"batch_size": 1, **chosen}, chunks=1)
@@ -66,8 +69,13 @@ def main(argv: Sequence[str] | None = None) -> None:
                 rows[row["method"]] = row
                 if out is not None:
                     append_json_line(out, row)
-        wanted = [rows[str(method)] for method in methods]
-        print(f"\n{table(wanted)}\n\n{notes(wanted)}")
+        _print([rows[str(method)] for method in methods])
+
+
+def _print(rows: Sequence[Mapping[str, Any]]) -> None:
+    if not rows:
+        raise ValueError("there are no results yet; pass --out the file that has some")
+    print(f"\n{table(rows)}\n\n{notes(rows)}")
 
 
 def _parser() -> Parser:
@@ -91,6 +99,7 @@ def _parser() -> Parser:
     add("--threads", type=int, help="of torch on the CPU")
     add("--seed", type=int, help="of methods that draw")
     add("--out", type=Path, metavar="FILE", help="lines of JSON, to be continued")
+    add("--table", action="store_true", help="print the results file, evaluate nothing")
     return parser
 
 
@@ -287,15 +296,17 @@ def _device_name(device: torch.device) -> str:
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """One row for each method."""
     headers = (
-        *("method", "perplexity", "x uncompressed", "bytes a token and cut", "sent/dense"),
-        "relative error",
+        *("method", "perplexity", "x uncompressed", "bytes a token and cut", "sent/fp32"),
+        *("x below bf16", "relative error"),
     )
     keys = (
         *("method", "perplexity", "times_uncompressed", "bytes_per_token_and_cut", "wire_ratio"),
-        "relative_error",
+        *("below_bf16", "relative_error"),
     )
-    formats = ("", ".2f", ".3f", ".1f", ".4f", ".4f")
-    return tabulate([[row[key] for key in keys] for row in rows], headers, floatfmt=formats)
+    formats = ("", ".2f", ".3f", ".1f", ".4f", ".1f", ".4f")
+    # Evaluation is in fp32.
+    full = [{**row, "below_bf16": 0.5 / row["wire_ratio"]} for row in rows]
+    return tabulate([[row[key] for key in keys] for row in full], headers, floatfmt=formats)
 
 
 def notes(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -1,12 +1,14 @@
 """Local SGD against an exchange in every step: a language model at equal tokens, and its bytes.
 
-    torchrun --nproc-per-node 4 -m recipes.local_study --data python-docs --seeds 3
+    torchrun --nproc-per-node 4 -m recipes.local_study --data python-docs --epochs 6 --seeds 3
     torchrun --nproc-per-node 2 -m recipes.local_study --data FOLDER --out runs/two.jsonl
+    torchrun --nproc-per-node 4 -m recipes.local_study --stages 2 --out runs/both_axes.jsonl
     python -m recipes.local_study --table
 
-Every process is a replica; `recipes.study` runs it. Rows differ in what they send between replicas,
-and in when; of each seed all have the same text, order and first weights, and AdamW inside. The
-learning rate falls to 0, so that replicas hardly differ where a run ends within a period.
+Every process is a replica, or a stage of one; `recipes.study` runs it. Rows differ in what they
+send between replicas, and in when; of each seed all have the same text, order and first weights,
+and AdamW inside. The learning rate falls to 0, so that replicas hardly differ where a run ends
+within a period.
 """
 
 from __future__ import annotations
@@ -22,20 +24,32 @@ from tabulate import tabulate
 from recipes.metric import PERPLEXITY
 from recipes.study import Line, Runs, Study, given, run_study, study_parser
 from recipes.study_runs import own_settings, train_on_replicas
-from recipes.study_table import Results, Run, spread
+from recipes.study_table import PAIRED, PERCENT, Results, Run, half_interval, spread
 from recipes.text_config import SIZES, TextConfig
 
 DDP: Final = "DDP"
+#: What the cuts of all other rows send, where replicas have stages: the default of a model that
+#: begins with random weights. Cuts of DDP send everything, as its replicas do.
+AT_CUTS: Final[Mapping[str, Any]] = {
+    "act": ("auto:scratch",),
+    "grad": ("auto:scratch",),
+    "tie": "quant:8",
+}
 
 #: Row -> what compresses between replicas.
 METHODS: Final[Mapping[str, str]] = {
     DDP: "none",
     "DDP, EF Top-10 %": "ef+topk:0.1+quant:4",
+    "DDP, EF Top-1 %": "ef+topk:0.01+quant:4",  # DGC's rule with the optimizer's own momentum
+    "DDP, GraVAC": "gravac:cf=20-1000:eps=0.1:window=20:smoothing=0.2+topk:0.1+quant:4",
+    "DDP, PowerSGD": "powersgd:4",
     "DiLoCo": "diloco:30",
     "DiLoCo, 4 bits": "diloco:30+ef+quant:4",
     "DiLoCo, 2 bits": "diloco:30+ef+quant:2",
     "DiLoCo, 4 bits, 3 parts": "diloco:30:parts=3+ef+quant:4",
     "DiLoCo, Top-2 %": "diloco:30+ef+topk:0.02+quant:2",
+    # In a run of few periods the momentum of the paper has no time to settle.
+    "DiLoCo, momentum 0.5, 4 bits": "diloco:30:lr=1:momentum=0.5+ef+quant:4",
     # The outer step of SparseLoCo: no momentum, and a residual that fades.
     "SparseLoCo": "diloco:30:lr=1:momentum=0+ef:decay=0.95+topk:0.02+quant:2",
 }
@@ -61,6 +75,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--model", choices=SIZES, default="tiny")
     add("--epochs", type=int)
     add("--batch-size", type=int, default=16, help="blocks, of all replicas together")
+    add("--stages", type=int, default=1, help="of every replica, each in a process of its own")
     add("--lr", type=float)
     add("--lr-warmup-steps", type=int, default=30)
     add("--seq-len", type=int, metavar="TOKENS", help="of a block")
@@ -70,10 +85,20 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def runs(options: argparse.Namespace, num_replicas: int) -> Runs[TextConfig]:
-    """All rows of a seed before the next."""
+def runs(options: argparse.Namespace, num_processes: int) -> Runs[TextConfig]:
+    """All rows of a seed before the next.
+
+    Raises:
+        ValueError: these processes make no pipelines of so many stages.
+    """
+    replicas, rest = divmod(num_processes, options.stages)
+    if rest or replicas < 2:
+        raise ValueError(
+            f"{num_processes} processes, --stages {options.stages}: expected two replicas or more, "
+            "each of so many processes"
+        )
     return {
-        (row, seed): configuration(options, row, seed, num_replicas)
+        (row, seed): configuration(options, row, seed, replicas)
         for seed in range(options.seeds)
         for row in options.rows
     }
@@ -84,25 +109,30 @@ def configuration(options: argparse.Namespace, row: str, seed: int, replicas: in
     chosen = given(options, TextConfig)
     if options.precision == "auto":
         del chosen["precision"]  # each model has its own
-    chosen |= {"split": "1", "chunks": 1, "act": ("none",), "grad": ("none",)}
+    chosen |= {"split": str(options.stages), "chunks": options.stages}
+    chosen |= {"act": ("none",), "grad": ("none",)}
+    if options.stages > 1:
+        chosen |= {"tie": "none"} if row == DDP else AT_CUTS
     chosen |= {"replicas": replicas, "dp_comp": METHODS[row], "seed": seed}
     config = TextConfig.for_model(**chosen)
     return TextConfig.for_model(**{**chosen, "eval_every": config.epochs})
 
 
 def render(lines: Sequence[Line]) -> str:
-    """The table: quality, what a replica has sent, and what it keeps for that."""
+    """The table: quality, what goes between replicas, and what one keeps for that."""
     results = Results.of(lines, order=list(METHODS))
     rows = {row: row for row in results.runs if row in METHODS}
 
     def cells(row: str, of_row: Sequence[Run]) -> list[Any]:
-        less = "" if row == DDP else results.paired(row, DDP, PERPLEXITY, percent=90)
         sent = [run["replicas"] for run in of_row]
+        fewer = statistics.mean(_times(one["dense_bytes"], one["wire_bytes"]) for one in sent)
         return [
             spread([run[PERPLEXITY.name] for run in of_row], between="+-"),
-            less,
-            statistics.mean(one["wire_bytes"] / 1e6 for one in sent),
-            statistics.mean(_times(one["dense_bytes"], one["wire_bytes"]) for one in sent),
+            "" if row == DDP else results.paired(row, DDP, PERPLEXITY),
+            "" if row == DDP else _more_loss(results, row),
+            statistics.mean(map(_bytes_a_token, of_row)),
+            fewer,
+            fewer / 2,
             statistics.mean(
                 _times(one["dense_traffic_bytes"], one["traffic_bytes"]) for one in sent
             ),
@@ -111,16 +141,38 @@ def render(lines: Sequence[Line]) -> str:
         ]
 
     headers = (
-        *("row", "n", PERPLEXITY.name, "less DDP", "MB sent", "bytes x", "on the link x"),
-        *("kept MB", "method"),
+        *("row", "n", PERPLEXITY.name, "less DDP", "loss, % above DDP", "bytes a token"),
+        *("bytes x", "x below bf16", "on the link x", "kept MB", "method"),
     )
-    formats = ("", "d", "", "", ".2f", ".1f", ".1f", ".1f")
+    formats = ("", "d", "", "", "", ".1f", ".1f", ".1f", ".1f", ".1f")
     table = results.table(rows, cells)
     notes = (
-        "Differences are paired by seed, +- half the interval of 90 %. Bytes and memory are those "
-        "of one replica."
+        f"{PAIRED} Loss: of the evaluation, the logarithm of the perplexity. Bytes a token: of all "
+        "processes,\nat cuts too; x: times fewer than fp32 between replicas; memory is one "
+        "replica's."
     )
-    return f"{tabulate(table, headers, floatfmt=formats, disable_numparse=[2, 3])}\n{notes}"
+    return f"{tabulate(table, headers, floatfmt=formats, disable_numparse=[2, 3, 4])}\n{notes}"
+
+
+def _more_loss(results: Results, row: str) -> str:
+    """The loss less that of DDP, in percent of it, paired by seed."""
+    own, dense = (
+        results.values(name, lambda run: math.log(run[PERPLEXITY.name])) for name in (row, DDP)
+    )
+    shared = sorted(own.keys() & dense.keys())
+    if not shared:
+        return "-"
+    differences = [100 * (own[seed] / dense[seed] - 1) for seed in shared]
+    mean = f"{statistics.mean(differences):+.2f}"
+    if len(differences) == 1:
+        return mean
+    return f"{mean} +- {half_interval(differences, PERCENT):.2f}"
+
+
+def _bytes_a_token(run: Run) -> float:
+    settings = run["settings"]
+    tokens: int = run["steps"] * settings["batch_size"] * settings["seq_len"]
+    return float(run["wire_bytes"]) / tokens
 
 
 def _times(dense: float, sent: float) -> float:

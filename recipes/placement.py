@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import stages
+from mpcomp.core.precision import compute_dtype
 from mpcomp.engines.schedules import schedule_named
 from recipes.config import RunConfig
 from recipes.ranks import Ranks
@@ -103,19 +104,6 @@ def _own_device(text: str, ranks: Ranks) -> str:
             "for each, or one for all"
         )
     return names[ranks.rank % len(names)]
-
-
-def compute_dtype(precision: str, device: torch.device) -> torch.dtype | None:
-    """The dtype of autocast; None for plain fp32. `auto`: bf16 where the device computes in it."""
-    if precision == "auto":
-        if device.type == "cuda":
-            fast = torch.cuda.is_bf16_supported(including_emulation=False)
-        else:
-            # Processors without these instructions emulate bf16, which is slower than fp32.
-            features = torch.cpu.get_capabilities()
-            fast = bool(features.get("amx_tile") or features.get("avx512_bf16"))
-        precision = "bf16" if fast else "fp32"
-    return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
 
 
 def common_dtype(precision: str, device: torch.device, ranks: Ranks) -> torch.dtype | None:

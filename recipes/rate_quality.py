@@ -2,6 +2,7 @@
 
     python -m recipes.rate_quality docs/results/smollm2_inference.jsonl --plot inference.png
     python -m recipes.rate_quality docs/results/cifar10_study.jsonl --dense-bits 16
+    python -m recipes.rate_quality docs/results/smollm2_finetune.jsonl --epochs
 
 Reads the results file of `recipes.lm_inference`, `recipes.cifar10_study`, `recipes.gpt2_study` or
 `recipes.wikitext_study`, and those of fine-tuning that have the bytes of each epoch, with LoRA or
@@ -9,7 +10,8 @@ without. The rate is the mean over all cuts, epochs and both directions that wer
 of bf16 has 16 bits. The cost is what the method's runs lose, seed by seed, against the uncompressed
 ones with compression on (LoRA's against LoRA's): per cent of perplexity, or points of accuracy. A
 method is on the *front* if none other held to the same runs has fewer bits at a smaller or equal
-cost.
+cost. With --epochs a fine-tuning's table says what each epoch sent, and the cost by training loss
+and with compression off, too.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from mpcomp.links.auto import AUTO
 from recipes.metric import ACCURACY, PERPLEXITY, Metric
 from recipes.plots import COLOURS
 from recipes.run_folder import read_json_lines
-from recipes.study_table import half_interval
+from recipes.study_table import PERCENT, half_interval
 
 BF16_BITS: Final = 16
 UNCOMPRESSED: Final = "none"
@@ -70,7 +72,7 @@ class Point:
         family: of methods that share a colour.
         bits: an element.
         cost: mean of its runs; below 0 where they did better than uncompressed.
-        half_width: of the cost's interval of 95 % by t; None of fewer than three runs.
+        half_width: of the cost's interval (`PERCENT`) by t; None of fewer than three runs.
         num_runs: with a seed that an uncompressed run has too.
         last_bits: an element of the last epoch; None where that is not known.
         base: the uncompressed method that it is held to.
@@ -94,9 +96,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         metric, points = points_of(rows, dense_bits=options.dense_bits)
         if unknown := set(options.mark) - {point.method for point in points}:
             raise ValueError(f"no method to mark is called {' or '.join(sorted(unknown))}")
+        text = table_of_epochs(rows) if options.epochs else table(points, metric)
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
-    print(table(points, metric))
+    print(text)
     if options.plot is not None:
         scale = "log" if options.log else "linear"
         plot(points, metric, options.plot, marked=options.mark, most=options.most, scale=scale)
@@ -112,6 +115,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="results (.jsonl) of lm_inference, of a study or of fine-tuning")  # fmt: skip
     add("--dense-bits", type=int, default=32, choices=(16, 32), help="of an element that goes "
         "uncompressed in these runs (default 32; 16 of runs in bf16)")  # fmt: skip
+    add("--epochs", action="store_true", help="the table of fine-tuning, epoch by epoch")
     add("--plot", type=Path, metavar="PNG", help="draws the picture")
     add("--mark", nargs="*", default=[], metavar="METHOD", help="methods with a ring: the defaults")
     add("--log", action="store_true", help="rates on a logarithmic axis too")
@@ -220,7 +224,7 @@ def _point(pairs: Sequence[tuple[Run, Run]]) -> Point:
         first.family,
         statistics.mean(run.bits for run, _ in pairs),
         statistics.mean(costs),
-        half_interval(costs, 95) if len(costs) > 2 else None,
+        half_interval(costs, PERCENT) if len(costs) > 2 else None,
         len(costs),
         statistics.mean(last_bits) if last_bits else None,
         first.base,
@@ -269,6 +273,57 @@ def table(points: Sequence[Point], metric: Metric) -> str:
     columns["n"] = [point.num_runs for point in points]
     columns["front"] = ["yes" if point in best else "" for point in points]
     return tabulate(columns, headers="keys", tablefmt="pipe", disable_numparse=True)
+
+
+def table_of_epochs(rows: Sequence[Mapping[str, Any]]) -> str:
+    """One row for each method of fine-tuning: what each epoch sent, and all that it cost.
+
+    Raises:
+        ValueError: a line is of another program, or lacks its uncompressed run.
+    """
+    if any("cut_bytes_by_epoch" not in row for row in rows):
+        raise ValueError("--epochs is for results of fine-tuning, which have the bytes of epochs")
+    of: dict[str, list[Mapping[str, Any]]] = {}
+    plain: dict[tuple[str, int], Mapping[str, Any]] = {}
+    base_of: dict[str, str] = {}
+    for row in rows:
+        run = _of_fine_tuning(row, BF16_BITS)
+        of.setdefault(run.method, []).append(row)
+        base_of[run.method] = run.base
+        if run.method == run.base:
+            plain[run.base, run.seed] = row
+    qualities: Mapping[str, Callable[[Mapping[str, Any]], float]] = {
+        "training loss, last epoch": lambda row: row["training_loss_by_epoch"][-1],
+        "perplexity on": lambda row: row["perplexity_on"],
+        "perplexity off": lambda row: row["perplexity_off"],
+    }
+    num_epochs = len(rows[0]["cut_bytes_by_epoch"])
+    lines = []
+    for method, own in of.items():
+        base = base_of[method]
+        if missing := [row["seed"] for row in own if (base, row["seed"]) not in plain]:
+            raise ValueError(f"{method} has seed {missing[0]}, of which there is no row {base}")
+        sent = [
+            statistics.mean(
+                one["bf16_bytes_an_epoch"] / one["cut_bytes_by_epoch"][i] for one in own
+            )
+            for i in range(num_epochs)
+        ]
+        costs = [
+            f"{statistics.mean(map(read, own)):.{3 if 'loss' in name else 2}f}"
+            if method == base
+            else _per_cent([100 * (read(r) / read(plain[base, r["seed"]]) - 1) for r in own])
+            for name, read in qualities.items()
+        ]
+        lines.append([method, *(f"{one:.1f}" for one in sent), *costs, len(own)])
+    epochs = [f"below bf16 in epoch {i + 1}" for i in range(num_epochs)]
+    headers = ["method", *epochs, *qualities, "n"]
+    return tabulate(lines, headers, tablefmt="pipe", disable_numparse=True)
+
+
+def _per_cent(values: Sequence[float]) -> str:
+    mean = f"{statistics.mean(values):+.1f}"
+    return f"{mean} ± {half_interval(values, PERCENT):.1f} %" if len(values) > 2 else f"{mean} %"
 
 
 def _axis(metric: Metric) -> str:

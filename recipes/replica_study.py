@@ -22,7 +22,7 @@ from recipes.image_config import MODELS, ImageConfig
 from recipes.metric import ACCURACY
 from recipes.study import Line, Runs, Study, given, run_study, study_parser
 from recipes.study_runs import own_settings, train_on_replicas
-from recipes.study_table import Results, Run, spread
+from recipes.study_table import PAIRED, Results, Run, spread
 
 
 class Row(NamedTuple):
@@ -109,6 +109,12 @@ ROWS: Final[dict[str, Row]] = {
     ),
 }
 
+#: Of rows in the results that are no longer of the study: against dense, too.
+_OTHERS: Final = "other rows of these results"
+
+#: Row whose factor moves -> a row of about as many bytes and floats whose share is fixed.
+FIXED: Final[Mapping[str, str]] = {"GraVAC, momentum on replicas": "DGC 0.1 %"}
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs what is missing, then prints the tables; `--table` prints only."""
@@ -170,32 +176,63 @@ def configuration(options: argparse.Namespace, row: str, seed: int, replicas: in
 def render(lines: Sequence[Line]) -> str:
     """The tables of all groups that have results."""
     results = Results.of(lines)
-    groups = dict.fromkeys(row.group for row in ROWS.values())
-    return "\n\n".join(text for group in groups if (text := _group_table(group, results)))
+    groups = dict.fromkeys((*(row.group for row in ROWS.values()), _OTHERS))
+    tables = [text for group in groups if (text := _group_table(group, results))]
+    return "\n\n".join([*tables, _notes(results)])
+
+
+def _row_of(name: str, results: Results) -> Row:
+    if name in ROWS:
+        return ROWS[name]
+    return Row(_OTHERS, next((run["settings"]["dp_comp"] for run in results.of_row(name)), "-"))
 
 
 def _group_table(group: str, results: Results) -> str:
-    rows = [name for name in results.runs if name in ROWS and ROWS[name].group == group]
-    if not rows:
+    of = {name: row for name in results.runs if (row := _row_of(name, results)).group == group}
+    if not of:
         return ""
-    references = dict.fromkeys(ROWS[name].against for name in rows)
-    shown = [*(name for name in references if name not in rows), *rows]
+    of = {row.against: _row_of(row.against, results) for row in of.values()} | of
 
     def cells(row: str, runs: Sequence[Run]) -> list[Any]:
-        against = ROWS[row].against
+        against = of[row].against
+        in_bytes, in_floats, on_links = (
+            statistics.mean(_saved(run, kind) for run in runs)
+            for kind in ("bytes", "floats", "link")
+        )
         return [
             spread([100 * run["accuracy"] for run in runs], between="+-"),
-            "" if row == against else results.paired(row, against, ACCURACY, percent=95),
-            *(statistics.mean(_saved(run, k) for run in runs) for k in ("bytes", "floats", "link")),
-            ROWS[row].dp_comp,
+            "" if row == against else results.paired(row, against, ACCURACY),
+            *(in_bytes, in_bytes / 2, in_floats, on_links),
+            _factors(runs),
+            of[row].dp_comp,
         ]
 
     headers = (
         *("row", "n", "accuracy %", "less reference, points"),
-        *("bytes x", "floats x", "on the link x", "method"),
+        *("bytes x", "x below bf16", "floats x", "on the link x", "factor", "method"),
     )
-    table = results.table({row: row for row in shown}, cells)
-    return f"{group}\n" + tabulate(table, headers, floatfmt=".1f")
+    table = results.table({name: name for name in of}, cells)
+    formats = ("", "d", "", "", ".1f", ".1f", ".1f", ".1f", "", "")
+    text = tabulate(table, headers, floatfmt=formats, disable_numparse=[2, 3, 8])
+    return f"{group}\n{text}"
+
+
+def _factors(runs: Sequence[Run]) -> str:
+    """The lowest and the highest that an adaptive method sent by, where any is noted."""
+    noted = {cf for run in runs for cf in run.get("cfs") or () if cf > 1}
+    return " to ".join(f"{cf:g}" for cf in sorted({min(noted), max(noted)})) if noted else ""
+
+
+def _notes(results: Results) -> str:
+    said = [
+        f"{PAIRED} x: times fewer than fp32.",
+        "Factor: the lowest and the highest of about 50 steps of each run, dense ones left out.",
+    ]
+    for moves, fixed in FIXED.items():
+        if results.runs.get(moves) and results.runs.get(fixed):
+            points = results.paired(moves, fixed, ACCURACY)
+            said.append(f"A factor that moves, {moves}, less a fixed share, {fixed}: {points}.")
+    return "\n".join(said)
 
 
 def _saved(line: Run, kind: str) -> float:

@@ -8,15 +8,18 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import scipy.stats
 
 from recipes.metric import Metric
 
-#: Of the intervals that verdicts go by: a mean is beyond a bound if its whole interval is.
+#: Of the intervals that are shown, and that verdicts go by: a mean is beyond a bound if its whole
+#: interval is.
 PERCENT: Final = 95
+#: Below every table of paired differences.
+PAIRED: Final = f"Differences are paired by seed, +- half of Student's interval of {PERCENT} %."
 
 # How a row is judged, and how a formula says so; most are with compression on at inference.
 AT: Final = {"on": "", "off": ", off at inference", "training": ", in training"}
@@ -70,14 +73,13 @@ class Results:
         own, other = self.values(first, value), self.values(second, value_of_second or value)
         return [own[seed] - other[seed] for seed in sorted(own.keys() & other.keys())]
 
-    def paired(self, row: str, against: str, metric: Metric, *, percent: int) -> str:
+    def paired(self, row: str, against: str, metric: Metric) -> str:
         """The mean difference of two rows in a metric, with its interval, in words.
 
         Args:
             row: the difference is of this row
             against: less this one.
             metric: of the lines, under its own name.
-            percent: of the interval.
         """
         differences = self.differences(row, against, lambda run: metric.scale * run[metric.name])
         if not differences:
@@ -85,7 +87,7 @@ class Results:
         mean = statistics.mean(differences)
         if len(differences) == 1:
             return f"{mean:+.2f}"
-        return f"{mean:+.2f} +- {half_interval(differences, percent):.2f}"
+        return f"{mean:+.2f} +- {half_interval(differences, PERCENT):.2f}"
 
     def table(
         self, names: Mapping[str, str], cells: Callable[[str, list[Run]], Iterable[Any]]
@@ -158,6 +160,8 @@ class Table:
         columns: after the metric's.
         claims: in the order of the table.
         notes: sentences below the rows, from the results.
+        beside: row -> a word on what its numbers also hold, beside its name in both tables; the
+            notes explain it.
     """
 
     metric: Metric
@@ -169,6 +173,12 @@ class Table:
     columns: Sequence[Column]
     claims: Sequence[Claim]
     notes: Callable[[Results], Sequence[str]] = lambda results: ()
+    beside: Mapping[str, str] = field(default_factory=dict)
+
+    def with_word(self, name: str, *rows: str) -> str:
+        """A name, and in brackets what is said beside these rows."""
+        words = dict.fromkeys(self.beside[row] for row in rows if row in self.beside)
+        return f"{name} ({', '.join(words)})" if words else name
 
     @property
     def rule(self) -> str:
@@ -208,7 +218,7 @@ def render_rows(results: Results, table: Table) -> str:
     titles = ["compression", *on_off, "n", *(one.title for one in table.columns)]
     lines = [_cells(titles), "|" + "---|" * len(titles)]
     for row, runs in results.runs.items():
-        row_name = results.label(row)
+        row_name = table.with_word(results.label(row), row)
         if not runs:
             lines.append(f"| {row_name} | | | 0 |" + " |" * len(table.columns))
             continue
@@ -233,7 +243,8 @@ def render_claims(results: Results, table: Table) -> str:
         if differences := claim.differences(results, table):
             found = verdict(differences, above=claim.above, bound=claim.bound)
             effect = f"{interval(differences)} ({len(differences)})"
-            lines.append(_cells([str(claim.number), claim.text, claim.formula, effect, found]))
+            said = table.with_word(claim.text, claim.first, claim.second)
+            lines.append(_cells([str(claim.number), said, claim.formula, effect, found]))
     return "\n".join([*lines, "", table.rule])
 
 

@@ -20,6 +20,18 @@ from recipes.study_table import Claim, Column, Results, Run, Table
 SEVERE: Final = 10.0
 NEAR: Final = 2.0
 
+_ONE_SCALE: Final = "one scale"
+_CHANNELS: Final = "a scale a channel"
+#: The rows with 2 bits, of which a good code is not among the rows.
+BESIDE: Final = {
+    "fw2-bw8": _ONE_SCALE,
+    "fw2-bw6": _ONE_SCALE,
+    "fw2-bw8, after warm-up": _ONE_SCALE,
+    "fw2-bw8, AQ-SGD": _ONE_SCALE,
+    "fw2 channels-bw8, after warm-up": _CHANNELS,
+    "fw2 channels-bw8, AQ-SGD": _CHANNELS,
+}
+
 # The directions 1 to 6 are those of Rudakov et al., AQ-SGD that of Wang et al.
 _AQSGD: Final = "AQ-SGD"
 
@@ -115,15 +127,42 @@ CLAIMS: Final[tuple[Claim, ...]] = (
 def notes(results: Results) -> list[str]:
     """The meaning of the columns, and what is the same for all rows."""
     finished = [run for runs in results.runs.values() for run in runs.values()]
-    said = ["MB/step and sent/dense are of the cuts, after the warm-up where a row has one."]
+    said = [
+        "MB/step, sent/fp32 and below bf16 are of the cuts, after the warm-up where a row has one."
+    ]
     if ties := [run["tie_dense_bytes_per_step"] for run in finished]:
         said.append(
             f"The gradients of the tied embedding add {max(ties) / 1e6:.3f} MB to each step, "
-            "uncompressed; the last column is with them."
+            "uncompressed; the last column, against fp32, is with them."
         )
+    paragraphs = [" ".join(said)]
     if before := [run["perplexity_before"] for run in finished if "perplexity_before" in run]:
-        said.append(f"Before fine-tuning the perplexity is {statistics.fmean(before):.2f}.")
-    return [" ".join(said)]
+        paragraphs.append(_learned(statistics.fmean(before), results))
+    if BESIDE.keys() & results.runs.keys():
+        paragraphs.append(
+            "One scale, a scale a channel: 2 bits are one minimum and step for a tensor or a "
+            "channel. These rows are about that code, and not about 2 bits; no better one at so "
+            "few bits is among the rows (`recipes.gpt2_study` and `recipes.lm_inference` have "
+            "`step`, `klt`, `lloyd` and `rotate`)."
+        )
+    return "\n\n".join(paragraphs).splitlines()
+
+
+def _learned(before: float, results: Results) -> str:
+    """The change by fine-tuning without compression: claims of no loss cannot mean more."""
+    said = f"Before fine-tuning the perplexity is {before:.2f}"
+    if not (plain := results.of_row("none")):
+        return f"{said}."
+    after = statistics.fmean(run[PERPLEXITY.on] for run in plain)
+    first, last = (statistics.fmean(run["losses"][i] for run in plain) for i in (0, -1))
+    said += f", after it, uncompressed, {after:.2f}"
+    if after < 0.99 * before:
+        return f"{said}."
+    return (
+        f"{said}: on held-out text nothing is learned, only the training loss falls, from "
+        f"{first:.2f} in the first epoch to {last:.2f} in the last. So 'no loss' with compression "
+        "off at inference says that the weights were not spoiled, and not that as much was learned."
+    )
 
 
 def _with_tie(run: Run) -> float:
@@ -147,9 +186,11 @@ TABLE: Final = Table(
     columns=(
         Column(title="loss, last epoch", value=lambda run: run["loss"], digits=3),
         Column(title="MB/step", value=lambda run: run["cut_bytes_per_step"] / 1e6, digits=3),
-        Column(title="sent/dense", value=lambda run: run["cut_ratio"], digits=3),
+        Column(title="sent/fp32", value=lambda run: run["cut_ratio"], digits=3),
+        Column(title="below bf16", value=lambda run: 0.5 / run["cut_ratio"], digits=1),
         Column(title="with tie", value=_with_tie, digits=3),
     ),
     claims=CLAIMS,
     notes=notes,
+    beside=BESIDE,
 )

@@ -35,6 +35,7 @@ from recipes.bench.report import (
     scaled,
     spread,
     text,
+    times_of,
 )
 from recipes.bench.workers import (
     Workers,
@@ -50,6 +51,8 @@ from recipes.bench.workers import (
 
 MODULE: Final = "recipes.bench.generation"
 
+#: Of as many numbers in 2 bytes each.
+TWO_BYTES: Final = "bf16"
 METHODS: Final = ("none", "bf16", "topk:0.1+fp16", "quant:8", "quant:4")
 HEADERS: Final = (
     "cuts",
@@ -59,7 +62,9 @@ HEADERS: Final = (
     "tokens/s a row",
     "quartiles",
     "first, times faster",
+    f"than {TWO_BYTES}",
     "later, times faster",
+    f"than {TWO_BYTES}",
     "kB a cut, prompt",
     "bytes a cut and step",
     "control bytes a step",
@@ -246,7 +251,8 @@ def tables(figures: Sequence[Record]) -> str:
     parts = []
     for batch in dict.fromkeys(figure["batch"] for figure in figures):
         own = [figure for figure in figures if figure["batch"] == batch]
-        rows = [_row(figure) for figure in own if figure["variant"] != TOLD_ALONE]
+        limited = [figure for figure in own if figure["rate_mbps"] == own[0]["rate_mbps"]]
+        rows = [_row(figure, limited) for figure in own if figure["variant"] != TOLD_ALONE]
         parts.append(f"batch {batch}")
         parts.append(tabulate(rows, HEADERS, disable_numparse=True))
         for figure in own:
@@ -258,7 +264,8 @@ def tables(figures: Sequence[Record]) -> str:
                 )
     parts.append(
         "a step: one token of each row; times faster: than the first method on the limited link, "
-        "in the same repetition\ncontrol: counted by interfaces, beside messages and headers"
+        "in the same repetition, than bf16 there of medians\n"
+        "control: counted by interfaces, beside messages and headers"
     )
     return "\n\n".join(parts)
 
@@ -267,14 +274,24 @@ def _rate(figure: Record) -> str:
     return rate_text(figure["rate_mbps"]).removesuffix(" Mbit/s")
 
 
-def _row(figure: Record) -> tuple[str, ...]:
+def _faster(limited: Sequence[Record], figure: Record) -> str:
+    """Tokens a second over those of bf16."""
+    of = next((row["tokens_per_s"] for row in limited if row["variant"] == TWO_BYTES), None)
+    if of is None:
+        return "–"
+    return f"{figure['tokens_per_s']['median'] / of['median']:.2f}"
+
+
+def _row(figure: Record, limited: Sequence[Record]) -> tuple[str, ...]:
     return (
         figure["variant"],
         _rate(figure),
         *both(figure["first_s"], 1e3, ".0f"),
         *both(figure["tokens_per_s"], 1, ".1f"),
         text(figure["first_speedup"], 1, ".2f"),
+        times_of(limited, TWO_BYTES, "first_s", figure),
         text(figure["later_speedup"], 1, ".2f"),
+        _faster(limited, figure),
         f"{figure['prompt_bytes'] / 1e3:.1f}",
         f"{figure['step_bytes']:.0f}",
         scaled(figure["control_bytes"], 1, ".0f"),

@@ -11,16 +11,19 @@ from typing import Any
 
 from tabulate import tabulate
 
-from mpcomp.plan import Coding, Compute, Messages, Network, predict
+from mpcomp.plan import Coding, Compute, CutCost, Messages, Network, predict
 from mpcomp.plan.network import FIRST_WINDOW
 from recipes.bench.link_bound import MESSAGE_HEADER_BYTES, PACKET_HEADER_BYTES, least_step_s
 from recipes.bench.link_worker import METHODS, REFERENCE, TORCH_DTYPES
 from recipes.bench.report import (
+    PREDICTION_HEADERS,
     Record,
     both,
     counted,
     error_bars,
     grouped,
+    prediction_cells,
+    prediction_lines,
     range_of,
     rate_text,
     ratios,
@@ -28,6 +31,7 @@ from recipes.bench.report import (
     spread_of_any,
     text,
     tidy,
+    times_of,
 )
 from recipes.plots import COLOURS
 
@@ -35,24 +39,28 @@ from recipes.plots import COLOURS
 GREYS = ("#000000", "#8c8c8c")
 MARKERS = "osD^vP*X"
 
+# Dense in 2 bytes an element, which all that is compressed has to be faster than.
+TWO_BYTES = "torch bf16"
+
 TIME_HEADERS = (
     "variant",
     "ms a step, median",
     "quartiles",
     f"times faster than {REFERENCE}",
     "quartiles",
+    f"than {TWO_BYTES}",
     "over dense unlimited",
     "bound, ms",
-    "predicted, ms",
-    "error",
+    *PREDICTION_HEADERS,
     "n",
 )
 TRAFFIC_HEADERS = ("variant", "MB a step, metered", "headers", "counted", "unexplained")
 LEGEND = f"""\
-ratios are of steps in the same repetition; dense unlimited: {REFERENCE} on unlimited links
+ratios are of steps in the same repetition, those to {TWO_BYTES} of medians
+dense unlimited: {REFERENCE} on unlimited links
 bound: the dense computation and the counted bytes, with fill and drain; see link_bound.py
-predicted: by mpcomp.plan, from computing and coding measured one rank at a time, and the metered \
-bytes; error: of that, against the median
+predicted: by mpcomp.plan, from computing and coding measured between the steps, side by side, and \
+the metered bytes; error: of that, against the median
 metered: messages at the cuts, all hosts; counted: by the interfaces that sent them
 headers: {PACKET_HEADER_BYTES} bytes a counted packet, acknowledgements too (Ethernet 14, IPv4 20, \
 TCP 32), and {MESSAGE_HEADER_BYTES} a message (gloo)
@@ -160,8 +168,7 @@ def _predicted(
     depth = METHODS[name].in_flight
     return predict(
         [Compute(one["mean_forward_s"], one["mean_backward_s"]) for one in compute],
-        coding,
-        Messages(one, one),
+        [CutCost(coding, Messages(one, one))] * (num_stages - 1),
         Network.alike(
             num_stages,
             math.inf if rate is None else rate,
@@ -186,29 +193,24 @@ def tables(figures: Sequence[Record]) -> str:
             title += f"; ceiling {text(over, 1, '.1f')} ({range_of(over, 1, '.1f')}), "
             title += "the dense step here over the one on unlimited links"
         parts.append(title)
-        parts.append(tabulate(map(_times, rows), TIME_HEADERS, disable_numparse=True))
+        times = [_times(row, rows) for row in rows]
+        parts.append(tabulate(times, TIME_HEADERS, disable_numparse=True))
         if dense["interface_bytes"] is not None:
             parts.append(tabulate(map(_bytes, rows), TRAFFIC_HEADERS, disable_numparse=True))
-    return "\n\n".join((*parts, LEGEND))
+    return "\n\n".join((*parts, *prediction_lines(figures), LEGEND))
 
 
-def _times(figure: Record) -> tuple[str, ...]:
+def _times(figure: Record, rows: Sequence[Record]) -> tuple[str, ...]:
     return (
         figure["variant"],
         *both(figure["seconds"], 1e3, ".0f"),
         *both(figure["speedup"], 1, ".2f"),
+        times_of(rows, TWO_BYTES, "seconds", figure),
         text(figure["over_unlimited"], 1, ".2f"),
         f"{1e3 * figure['bound_s']:.0f}",
-        *_prediction(figure),
+        *prediction_cells(figure),
         str(figure["n"]),
     )
-
-
-def _prediction(figure: Record) -> tuple[str, str]:
-    predicted = figure.get("predicted_s")
-    if predicted is None:
-        return "–", "–"
-    return f"{1e3 * predicted:.0f}", f"{100 * (predicted / figure['seconds']['median'] - 1):+.0f} %"
 
 
 def _bytes(figure: Record) -> tuple[str, ...]:

@@ -15,11 +15,14 @@ from recipes.bench import report
 from recipes.bench.replica_variants import ALONE, MPCOMP, REFERENCE, TOTALS
 from recipes.bench.report import (
     GREYS,
+    PREDICTION_HEADERS,
     Record,
     both,
     error_bars,
     grouped,
     mean_of_known,
+    prediction_cells,
+    prediction_lines,
     range_of,
     ratios,
     scaled,
@@ -27,6 +30,7 @@ from recipes.bench.report import (
     spread_of_any,
     text,
     tidy,
+    times_of,
 )
 from recipes.plots import COLOURS
 
@@ -35,6 +39,8 @@ if TYPE_CHECKING:
 
 # Of the dense step, for the comparison to be one of communication.
 LEAST_SHARE: Final = 0.8
+#: Dense in 2 bytes an element.
+TWO_BYTES: Final = "torch fp16"
 
 TIME_HEADERS: Final = (
     "method",
@@ -50,6 +56,7 @@ TRAFFIC_HEADERS: Final = (
     "method",
     "kB a step: message",
     "dense / own",
+    "2 bytes / own",
     "counted, a host",
     "dense / own",
     "32-bit numbers",
@@ -66,6 +73,7 @@ ACCURACY_HEADERS: Final = (
     "s, median",
     "quartiles",
     "dense / own",
+    f"{TWO_BYTES} / own",
     "steps, median",
     "MB: message",
     "counted, a host",
@@ -73,6 +81,7 @@ ACCURACY_HEADERS: Final = (
 )
 LEGEND: Final = f"""\
 dense / own: of times in the same repetition, or with the same seed; {REFERENCE} is dense
+{TWO_BYTES} / own: of medians; 2 bytes / own: of a message of as many numbers in 16 bits
 ceiling: the dense step here over the dense step on unlimited links; what a method reaches of it is
   the latter over its own step
 message: what one replica hands over to be summed or gathered; counted: what a host's interface
@@ -173,7 +182,14 @@ def tables(result: Record) -> str:
     """Times, traffic, what hangs, and the times to the accuracy."""
     rows = result["figures"]
     parts = [_title(result)]
-    parts.append(tabulate(map(time_row, rows), TIME_HEADERS, disable_numparse=True))
+    headers = [*TIME_HEADERS, f"{TWO_BYTES} / own"]
+    times = [[*time_row(row), times_of(rows, TWO_BYTES, "seconds", row)] for row in rows]
+    if any("predicted_s" in row for row in rows):
+        headers += PREDICTION_HEADERS
+        for cells, row in zip(times, rows, strict=True):
+            cells += prediction_cells(row)
+    parts.append(tabulate(times, headers, disable_numparse=True))
+    parts += prediction_lines(rows)
     traffic = [_traffic(row, rows[0]) for row in rows]
     parts.append(tabulate(traffic, TRAFFIC_HEADERS, disable_numparse=True))
     for name, outcome in result["tried"].items():
@@ -185,7 +201,7 @@ def tables(result: Record) -> str:
             f"training to a test accuracy of {settings['accuracy']:g} ({settings['data']}), "
             f"looked at every {settings['eval_every']} steps"
         )
-        shown = map(_training, result["accuracy"])
+        shown = [_training(row, result["accuracy"]) for row in result["accuracy"]]
         parts.append(tabulate(shown, ACCURACY_HEADERS, disable_numparse=True))
     return "\n\n".join((*parts, LEGEND))
 
@@ -235,6 +251,8 @@ def _traffic(figure: Record, dense: Record) -> tuple[str, ...]:
     for name in ("wire_bytes", "host_bytes"):
         own, of_dense = figure[name], dense[name]
         sent += ["–", "–"] if own is None else [f"{own / 1e3:.1f}", f"{of_dense / own:.1f}"]
+        if name == "wire_bytes":
+            sent.append("–" if own is None else f"{of_dense / own / 2:.1f}")
     factor = " to ".join(f"{one:.4g}" for one in dict.fromkeys(factors)) if factors else "–"
     times = (figure[name] for name in ("encode_s", "wait_s", "decode_s"))
     paths = figure["paths"].items()
@@ -249,12 +267,13 @@ def _traffic(figure: Record, dense: Record) -> tuple[str, ...]:
     )
 
 
-def _training(figure: Record) -> tuple[str, ...]:
+def _training(figure: Record, rows: Sequence[Record]) -> tuple[str, ...]:
     return (
         figure["variant"],
         f"{figure['num_reached']} of {figure['n']}",
         *both(figure["seconds"], 1, ".1f"),
         text(figure["speedup"], 1, ".2f"),
+        times_of(rows, TWO_BYTES, "seconds", figure),
         text(figure["steps"], 1, ".0f"),
         text(figure["wire_bytes"], 1e-6, ".2f"),
         text(figure["host_bytes"], 1e-6, ".2f"),

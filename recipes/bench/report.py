@@ -52,6 +52,32 @@ def mean_of_known(values: Iterable[float | None]) -> float | None:
     return statistics.mean(known) if known else None
 
 
+PREDICTION_HEADERS = ("predicted, ms", "error")
+
+
+def prediction_cells(figure: Record) -> tuple[str, str]:
+    """The prediction of a plan, and by how much it differs from the median."""
+    predicted = figure.get("predicted_s")
+    if predicted is None:
+        return "–", "–"
+    return f"{1e3 * predicted:.0f}", f"{100 * _error(figure):+.0f} %"
+
+
+def prediction_lines(figures: Iterable[Record]) -> list[str]:
+    """A sentence on all predictions, if there are any."""
+    errors = [abs(_error(figure)) for figure in figures if figure.get("predicted_s") is not None]
+    if not errors:
+        return []
+    return [
+        f"predictions: {100 * statistics.median(errors):.0f} % off by the median, "
+        f"{100 * max(errors):.0f} % at worst, of {len(errors)} settings"
+    ]
+
+
+def _error(figure: Record) -> float:
+    return float(figure["predicted_s"] / figure["seconds"]["median"] - 1)
+
+
 def counted(turns: Sequence[Record], num_messages: int) -> tuple[float, int] | None:
     """Bytes that all hosts' interfaces sent in a turn, on average, and those of headers in them.
 
@@ -92,6 +118,14 @@ def both(value: Record | None, scale: float, form: str) -> tuple[str, str]:
 def scaled(value: float | None, scale: float, form: str) -> str:
     """A number in another unit."""
     return "–" if value is None else format(scale * value, form)
+
+
+def times_of(rows: Sequence[Record], name: str, key: str, row: Record) -> str:
+    """The median of the variant of a name over that of a row, or "–" where either is missing."""
+    of_name = next((one[key] for one in rows if one["variant"] == name), None)
+    if of_name is None or row[key] is None:
+        return "–"
+    return f"{of_name['median'] / row[key]['median']:.2f}"
 
 
 def rate_text(mbps: float | None) -> str:

@@ -30,7 +30,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from tqdm import tqdm
 
@@ -72,13 +72,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             links = hosts.describe()
             workers = Workers(hosts, MODULE, options, _told(options))
             rates = options.rates if hosts.device != "lo" else [None]
-            measured, compute[str(num_stages)] = _measure(workers, rates, options)
-            coding[str(num_stages)] = {
-                name: workers.ask_one(0, "coding", name=name)
-                for name in options.variants
-                if name in METHODS
-            }
-            steps += measured
+            measured = _measure(workers, rates, options)
+            steps += measured.steps
+            compute[str(num_stages)] = measured.compute
+            coding[str(num_stages)] = measured.coding
     figures = summarise(
         steps,
         compute,
@@ -176,20 +173,36 @@ def _told(options: argparse.Namespace) -> dict[str, Any]:
     return {"num_blocks": options.blocks, **{name: getattr(options, name) for name in same}}
 
 
+class Measured(NamedTuple):
+    """Figures of one number of stages.
+
+    Attributes:
+        steps: every step of every variant at every rate.
+        compute: of each stage's forward and backward of a microbatch, the least and the mean.
+        coding: of each variant, seconds of a microbatch at a cut.
+    """
+
+    steps: list[dict[str, Any]]
+    compute: list[dict[str, float]]
+    coding: dict[str, list[float]]
+
+
 def _measure(
     workers: Workers, rates: Sequence[float | None], options: argparse.Namespace
-) -> tuple[list[dict[str, Any]], list[dict[str, float]]]:
-    """Every step of every variant at every rate, and what each stage computes, least and mean."""
+) -> Measured:
     names: list[str] = options.variants
+    coded = [name for name in names if name in METHODS]
     hosts, num_stages = workers.hosts, workers.hosts.num_hosts
     for name in names * options.warmups:
         _step(workers, name, 0)
     steps, compute = [], []
+    coding: dict[str, list[list[float]]] = {name: [] for name in coded}
     total = options.repeats * len(rates) * len(names)
     with tqdm(total=total, unit="step", desc=f"{num_stages} stages") as bar:
         for repeat in range(options.repeats):
-            # One after the other, so that each has a core to itself.
-            compute.append([workers.ask_one(rank, "compute") for rank in range(num_stages)])
+            compute.append(workers.ask_side_by_side("compute"))
+            for name in coded:
+                coding[name] += workers.ask_side_by_side("coding", name=name)
             for rate in rates:
                 hosts.set_rate(rate)
                 for name in rotated(names, repeat):
@@ -204,7 +217,11 @@ def _measure(
         least = {name: min(min(one[name]) for one in of_stage) for name in names}
         means = {f"mean_{name}": median(fmean(one[name]) for one in of_stage) for name in names}
         found.append({**least, **means})
-    return steps, found
+    medians = {
+        name: [median(times) for times in zip(*of_name, strict=True)]
+        for name, of_name in coding.items()
+    }
+    return Measured(steps, found, medians)
 
 
 def _step(workers: Workers, name: str, before: int) -> dict[str, Any]:

@@ -30,10 +30,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import stages
 from mpcomp.data_parallel.methods import replica_method_of
 from mpcomp.data_parallel.network import PATHS
 from recipes.bench import replica_report
 from recipes.bench.hosts import open_hosts
+from recipes.bench.replica_prediction import predicted_steps
 from recipes.bench.replica_turns import Replicas, open_all, side_by_side, told_of, train_all
 from recipes.bench.replica_variants import (
     ALONE,
@@ -45,6 +47,7 @@ from recipes.bench.replica_variants import (
     torch_rank,
 )
 from recipes.bench.replica_worker import Part
+from recipes.bench.report import Record
 from recipes.bench.workers import (
     bench_parser,
     choose_hosts,
@@ -99,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             "mbps": mbps,
             "dense_bytes": dense_bytes,
             "dense": replica_report.dense_figures(turns),
-            "figures": replica_report.summarise(turns),
+            "figures": _with_predictions(replica_report.summarise(turns), turns, mbps, options),
             "turns": turns,
             "accuracy": [],
             "trainings": [],
@@ -117,6 +120,29 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.plot is not None:
         options.plot.parent.mkdir(parents=True, exist_ok=True)
         replica_report.plot(result, options.plot)
+
+
+def _with_predictions(
+    figures: Sequence[dict[str, Any]],
+    turns: Sequence[Record],
+    mbps: float | None,
+    options: argparse.Namespace,
+) -> list[dict[str, Any]]:
+    """The figures, those of mpcomp's methods with the time that a plan would have said."""
+    if mbps is None:
+        return list(figures)  # nothing is limited
+    predicted = predicted_steps(
+        [figure["variant"] for figure in figures],
+        getattr(stages, options.model)(width=options.width),
+        compute_s=replica_report.dense_figures(turns)["compute_s"]["median"],
+        num_replicas=options.replicas,
+        mbps=mbps,
+        latency_ms=options.latency_ms,
+    )
+    return [
+        figure | ({"predicted_s": seconds} if (seconds := predicted.get(figure["variant"])) else {})
+        for figure in figures
+    ]
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:

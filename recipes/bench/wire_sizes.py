@@ -4,7 +4,9 @@
     python -m recipes.bench.wire_sizes --shape 32 64 32 32 --relu topk:0.1+fp16 quant:4
 
 The tensor is normally distributed fp32 (with ``--relu`` its negative half is zero, as a ReLU does).
-Ratios are payload bytes, without the 16-byte header of a message, over the tensor's own bytes.
+Ratios are payload bytes, without the 16-byte header of a message, over the tensor's own bytes, and
+over those that it would have in bf16. Without specs: those of the README that need no earlier
+message.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -21,11 +23,20 @@ from tabulate import tabulate
 
 import mpcomp
 
-SPECS: Final = (
-    "none", "bf16", "fp8", "topk:0.1", "topk:0.1+fp16", "topk:0.1+quant:8", "topk:0.01+fp16",
-    "randomk:0.1+fp16", "randomblock:0.1+fp16", "quant:8", "quant:4", "quant:4:scale=128",
-    "quant:2", "fixed:4:scale=tensor", "sign",
-)  # fmt: skip
+#: Shape -> what is measured of it; vectors of 1024 elements for what codes each by itself.
+SPECS: Final[Mapping[tuple[int, ...], tuple[str, ...]]] = {
+    (16, 65536): (
+        "none", "bf16", "fp16", "fp8", "fp8_e5m2", "topk:0.1", "topk:0.1+fp16", "topk:0.1+quant:8",
+        "topk:0.01+fp16", "randomk:0.1", "randomk:0.1+fp16", "randomblock:0.1+fp16", "quant:8",
+        "quant:4", "quant:2", "quant:4:scale=128", "fixed:4:scale=tensor", "sign", "qsgd:4",
+        "sampledtopk:0.01+fp16", "redsynctopk:0.01+fp16", "multilevel:0.01+topk:0.1",
+        "samesign:0.01",
+    ),
+    (1024, 1024): (
+        "quant:4:scale=token", "lloyd:3", "lloyd:2", "rotate+lloyd:3", "rotate+quant:4:scale=token",
+        "step:0.5", "onebit", "lowrank:4",
+    ),
+}  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -33,11 +44,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parse_args(argv)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    x = torch.randn(options.shape, generator=torch.Generator().manual_seed(0))
+    if options.specs:
+        print(_table(options.shape or next(iter(SPECS)), options.specs, options))
+        return
+    for shape, specs in SPECS.items():
+        print(_table(options.shape or shape, specs, options))
+
+
+def _table(shape: Sequence[int], specs: Sequence[str], options: argparse.Namespace) -> str:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     if options.relu:
         x = x.relu()
     rows = []
-    for spec in options.specs:
+    for spec in specs:
         try:
             compressor = mpcomp.parse(spec)
         except ValueError as error:
@@ -45,11 +64,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         if not isinstance(compressor, mpcomp.Compressor):
             sys.exit(f"error: {spec} depends on what was sent before; name a compressor")
         rows.append(measure(compressor, x, options.repeats))
-    headers = ("spec", "bytes / fp32 bytes", "relative error", "compress ms", "decompress ms")
-    print(tabulate(rows, headers, disable_numparse=True))
-    print(
+    headers = (
+        *("spec", "bytes / fp32 bytes", "/ bf16 bytes", "relative error"),
+        *("compress ms", "decompress ms"),
+    )
+    return (
+        f"{tabulate(rows, headers, disable_numparse=True)}\n"
         f"{list(x.shape)} fp32, {options.repeats} repeats: median (quartiles), "
-        f"{torch.get_num_threads()} threads, torch {torch.__version__}"
+        f"{torch.get_num_threads()} threads, torch {torch.__version__}\n"
     )
 
 
@@ -61,8 +83,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("specs", nargs="*", default=SPECS, metavar="SPEC", help="compressors to measure")
-    add("--shape", type=int, nargs="+", default=[16, 65536], help="of the tensor")
+    add("specs", nargs="*", metavar="SPEC", help="compressors to measure")
+    add("--shape", type=int, nargs="+", help="of the tensor")
     add("--relu", action="store_true", help="zero the negative half")
     add("--repeats", type=int, default=15)
     add("--threads", type=int, help="of torch")
@@ -83,6 +105,7 @@ def measure(compressor: mpcomp.Compressor, x: torch.Tensor, repeats: int) -> lis
     return [
         str(compressor),
         f"{sent / meta.dense_bytes:.4f}",
+        f"{2 * sent / meta.dense_bytes:.4f}",
         f"{error:.4f}",
         timed(lambda: compressor.compress(x, draw()), repeats),
         timed(lambda: compressor.decompress(payload, meta, draw()), repeats),

@@ -106,6 +106,21 @@ class Workers:
         self._tell(rank, {"do": do, "timed": False, "arguments": arguments})
         return self._hear(rank)
 
+    def ask_side_by_side(self, do: str, **arguments: Any) -> list[Any]:
+        """Lets all carry out a command, as many at a time as the machine has cores; their answers.
+
+        Each has a core to itself, and next to it a neighbour at work, as in a step: cores of one
+        machine share its memory, and more where they are virtual ones.
+        """
+        ranks, at_once = range(len(self._processes)), num_cores()
+        answers = []
+        for first in ranks[::at_once]:
+            together = ranks[first : first + at_once]
+            for rank in together:
+                self._tell(rank, {"do": do, "timed": False, "arguments": arguments})
+            answers += [self._hear(rank) for rank in together]
+        return answers
+
     def begin(self, do: str, **arguments: Any) -> list[Any]:
         """Lets all carry out a command from one moment on; their answers."""
         self._tell_all({"do": do, "timed": True, "arguments": arguments})

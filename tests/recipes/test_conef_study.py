@@ -22,7 +22,8 @@ def options(*given):
 
 def line(group, row, seed, value, *, memory=0, wire=1000):
     name = GROUPS[group].metric.name
-    told = {"replicas": {"wire_bytes": wire}, "steps": 10, "step_s": 0.02}
+    sent = {"wire_bytes": wire, "dense_bytes": 8000}
+    told = {"replicas": sent, "steps": 10, "step_s": 0.02}
     return {"row": f"{group}: {row}", "seed": seed, name: value, "memory_bytes": memory, **told}
 
 
@@ -110,9 +111,11 @@ def test_tables_of_paired_differences():
     lines += [{"row": "images: rbSGD", "seed": 0, "diverged": "NaN"}]
     table = render(lines)
     rows = {one.split("  ")[0]: one for one in table.splitlines()}
-    # Differences of +1 and -1 point: deviation 1.414, t of one degree of freedom 6.314.
-    assert "+0.00 +- 6.31" in rows["ConEF 60 %"]
-    assert "-10.00 +- 6.31" in rows["ConEF 60 %"]
+    # Differences of +1 and -1 point: deviation 1.414, t of one degree of freedom 12.706.
+    assert "+0.00 +- 12.71" in rows["ConEF 60 %"]
+    assert "-10.00 +- 12.71" in rows["ConEF 60 %"]
+    images = table.split("\n\n")[0]
+    assert " 0.5  none" in images and " 4.0  ef+randomblock:0.1" in images  # below bf16
     assert " 4.000 " in rows["ConEF 60 %"] and " 6.000 " in rows["ConEF 60 %"]
     assert " 20.0 " in rows["ConEF 60 %"] and " 0.1 " in rows["ConEF 60 %"]
     assert "rbSGD (1 diverged)" in table
@@ -123,6 +126,16 @@ def test_pairs_are_of_seeds_that_both_rows_have():
     lines = [line("images", "EF", 0, 0.5), line("images", "EF", 1, 0.6)]
     lines += [line("images", "ConEF 80 %", 1, 0.7), line("images", "ConEF 80 %", 2, 0.1)]
     assert "+10.00" in render(lines)
+
+
+def test_rates_have_tables_of_their_own():
+    lines = [
+        {**line("images", row, 0, value), "settings": {"lr": lr}}
+        for row, lr, value in (("EF", 0.1, 0.5), ("EF", 0.3, 0.6), ("ConEF 60 %", 0.1, 0.4))
+    ]
+    first, second = render(lines).split("\n\n")
+    assert first.startswith("images, lr 0.1\n") and second.startswith("images, lr 0.3\n")
+    assert "-10.00" in first and "ConEF" not in second
 
 
 # -- stability ------------------------------------------------------------------------------------

@@ -76,6 +76,11 @@ def error_of(options: list[str]) -> str:
     return caught.value.code
 
 
+def test_a_table_is_of_results(tmp_path):
+    for options in ([], ["--out", str(tmp_path / "none.jsonl")]):
+        assert "pass --out the file that has some" in error_of(["--table", *options])
+
+
 def plain_loss(model: Path, text: Path) -> float:
     """The mean loss of a token, with transformers alone."""
     from transformers import AutoModelForCausalLM, AutoTokenizer

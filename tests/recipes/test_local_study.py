@@ -22,8 +22,9 @@ def line(row, seed, perplexity, *, wire=1000, memory=0):
     sent = {"wire_bytes": wire, "dense_bytes": 120_000}
     sent |= {"traffic_bytes": wire, "dense_traffic_bytes": 120_000}
     return {
-        **{"row": row, "seed": seed, "perplexity": perplexity},
-        **{"memory_bytes": memory, "replicas": sent},
+        **{"row": row, "seed": seed, "perplexity": perplexity, "steps": 10},
+        **{"memory_bytes": memory, "replicas": sent, "wire_bytes": 2 * wire},
+        "settings": {"batch_size": 2, "seq_len": 10},
     }
 
 
@@ -44,6 +45,19 @@ def test_rows_are_the_papers():
     assert methods["DiLoCo, Top-2 %"] == mpcomp.LocalSGD(30, mpcomp.ErrorFeedback(few))
     faded = mpcomp.ErrorFeedback(few, decay=0.95)
     assert methods["SparseLoCo"] == mpcomp.LocalSGD(30, faded, lr=1.0, momentum=0.0)
+
+
+def test_both_axes():
+    """Cuts of all rows but DDP are compressed, as its replicas are not either."""
+    chosen = options("--data", "python-docs", "--stages", "2", "--seeds", "1")
+    both = local_study.runs(chosen, 4)
+    dense, local = both[DDP, 0], both["DiLoCo, 4 bits", 0]
+    assert (dense.split, dense.chunks, dense.replicas) == ("2", 2, 2)
+    assert (dense.act, dense.grad, dense.tie) == (("none",), ("none",), "none")
+    assert (local.act, local.grad, local.tie) == (("auto:scratch",), ("auto:scratch",), "quant:8")
+    for processes in (2, 5):
+        with pytest.raises(ValueError, match="two replicas or more"):
+            local_study.runs(chosen, processes)
 
 
 TINY = [
@@ -77,5 +91,9 @@ def test_the_table_has_paired_differences():
     lines += [line("SparseLoCo", 0, 99.0, wire=0)]  # shorter than a period
     rows = {one.split("  ")[0]: one for one in render(lines).splitlines()}
     assert list(rows)[2:5] == [DDP, "DiLoCo", "SparseLoCo"]
-    assert "-2.00 +- 0.00" in rows["DiLoCo"] and " 30.0 " in rows["DiLoCo"]
+    assert "-2.00 +- 0.00" in rows["DiLoCo"]
+    assert " 30.0 " in rows["DiLoCo"] and " 15.0 " in rows["DiLoCo"]  # below fp32, below bf16
+    # 100 to 98 and 101 to 99: ln(98) is 0.4387 % below ln(100), ln(99) 0.4332 % below ln(101).
+    assert "-0.44 +- 0.03" in rows["DiLoCo"]
+    assert " 40.0 " in rows["DiLoCo"]  # bytes a token
     assert " 8.0 " in rows["DiLoCo"] and " inf " in rows["SparseLoCo"]

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 import stages
+from mpcomp.core.precision import compute_dtype
 from recipes.image_config import ImageConfig
-from recipes.placement import check_ranks, common_dtype, compute_dtype, devices_of, parse_split
+from recipes.placement import check_ranks, common_dtype, devices_of, parse_split
 from recipes.ranks import Ranks
 
 

@@ -84,6 +84,36 @@ def test_fine_tuning_by_epochs_and_its_defaults_by_their_word():
     assert memory.num_runs == 2 and lora.base == "LoRA, none"
 
 
+def test_fine_tuning_epoch_by_epoch(tmp_path, capsys):
+    path = tmp_path / "rows.jsonl"
+
+    def add(act, grad, seed, sent, loss, on, off):
+        losses = {"training_loss_by_epoch": [9.0, loss], "perplexity_off": off}
+        append_json_line(path, of_tuning(act, grad, seed, sent, on, **losses))
+
+    for seed in range(3):
+        add("none", "none", seed, [3200, 3200], 4.0, 20.0, 20.0)
+        add("quant:4", "quant:8", seed, [400, 160], 4.0 + 0.04 * seed, 22.0, 21.0)
+    rate_quality.main([str(path), "--epochs"])
+    plain, quant = capsys.readouterr().out.splitlines()[2:]
+    assert [cell.strip() for cell in plain.split("|")[1:-1]] == [
+        *("none", "0.5", "0.5", "4.000", "20.00", "20.00", "3")
+    ]
+    # Of 0, 1 and 2 % the deviation is 1, t of two degrees of freedom 4.303.
+    assert [cell.strip() for cell in quant.split("|")[1:-1]] == [
+        *("quant:4 / quant:8", "4.0", "10.0", "+1.0 ± 2.5 %", "+10.0 ± 0.0 %", "+5.0 ± 0.0 %", "3")
+    ]
+    add("quant:4", "quant:8", 7, [400, 160], 4.0, 22.0, 21.0)
+    with pytest.raises(SystemExit, match="seed 7, of which there is no row none"):
+        rate_quality.main([str(path), "--epochs"])
+
+
+def test_epochs_are_of_fine_tuning(tmp_path):
+    append_json_line(tmp_path / "rows.jsonl", of_inference("none", 1.0, 1.0))
+    with pytest.raises(SystemExit, match="results of fine-tuning"):
+        rate_quality.main([str(tmp_path / "rows.jsonl"), "--epochs"])
+
+
 @pytest.mark.parametrize("log", [[], ["--log"]], ids=["linear", "logarithmic"])
 def test_table_and_picture(tmp_path, capsys, log):
     rows = [of_inference("none", 1.0, 1.0), of_inference("bf16", 0.5, 0.9999)]

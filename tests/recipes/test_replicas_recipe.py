@@ -138,6 +138,21 @@ def test_a_table_of_paired_differences():
     assert "+0.00 +- 12.71" in table and "20.0" in table and "diverged" in table
 
 
+def test_a_factor_that_moves_stands_beside_a_fixed_share():
+    sent = {"dense_bytes": 400, "floats": 5, "dense_traffic_bytes": 600.0, "traffic_bytes": 60.0}
+    told = {"wire_bytes": 20, "dense_bytes": 400, "replicas": sent}
+    lines = [
+        {**told, "row": row, "seed": 0, "accuracy": accuracy, "settings": {"dp_comp": "qsgd:4"}}
+        for row, accuracy in (("dense", 0.9), ("DGC 0.1 %", 0.8), ("of last year", 0.7))
+    ]
+    moves = {**told, "row": "GraVAC, momentum on replicas", "seed": 0, "accuracy": 0.75}
+    table = render([*lines, {**moves, "cfs": [1.0, 20.0, 80.0, 40.0]}])
+    assert " 20.0 " in table and " 10.0 " in table  # below fp32, below bf16
+    assert "20 to 80" in table and "less a fixed share, DGC 0.1 %: -5.00." in table
+    # A row that the study no longer has, with what was sent.
+    assert "other rows of these results" in table and "qsgd:4" in table
+
+
 def test_steps_of_a_resumed_run_replace_those_that_were_lost(tmp_path):
     path = tmp_path / "replicas.jsonl"
     append_steps(path, [{"step": i, "n": "old"} for i in range(5)])

@@ -91,3 +91,13 @@ def test_table_keeps_the_order_and_counts_divergence():
     assert rows[3] == "| top 2 % (1 diverged) | | | 0 | | |"
     assert "| 3 | top 10 %: needs compression at inference |" in text
     assert "EF21" not in text  # nothing is claimed about rows that did not run
+    assert "crops" not in text
+
+
+def test_what_else_moves_a_row_stands_beside_it():
+    lines = [line(row, 0, 0.5, 0.5) for row in ("none", "top 10 %, AQ-SGD", "quant fw2-bw8")]
+    text = render(Results.of(lines, order=list(ROWS)), TABLE)
+    assert "| top 10 %, AQ-SGD (fresh crops) | 50.00 |" in text
+    assert "| quant fw2-bw8 (one scale) | 50.00 |" in text
+    assert "| 5 | top 10 %, AQ-SGD: severe harm (fresh crops) | (none) − " in text
+    assert "Fresh crops: " in text and "One scale: " in text

@@ -205,10 +205,11 @@ def test_table_and_verdicts_by_hand():
     shown = text.splitlines()
     assert shown[0] == (
         "| compression | perplexity, on | perplexity, off | n | loss, last epoch | MB/step | "
-        "sent/dense | with tie |"
+        "sent/fp32 | below bf16 | with tie |"
     )
     assert (
-        shown[2] == "| none | 100.00 ± 0.00 | 100.00 ± 0.00 | 2 | 4.000 | 1.000 | 0.250 | 0.625 |"
+        shown[2]
+        == "| none | 100.00 ± 0.00 | 100.00 ± 0.00 | 2 | 4.000 | 1.000 | 0.250 | 2.0 | 0.625 |"
     )
     verdicts = {tuple(row.split(" | ")[1:3]): row.split(" | ")[3:] for row in shown}
     expected = {
@@ -218,15 +219,15 @@ def test_table_and_verdicts_by_hand():
             "(top 10 %, off at inference) − (top 10 %) > 2",
         ): (15.0, "confirmed"),
         (
-            "fw2-bw8: no loss of quality",
+            "fw2-bw8: no loss of quality (one scale)",
             "(fw2-bw8, AQ-SGD, off at inference) − (none, off at inference) < 2",
         ): (1.0, "confirmed"),
         (
-            "fw2-bw8: worse without AQ-SGD",
+            "fw2-bw8: worse without AQ-SGD (one scale)",
             "(fw2-bw8, after warm-up, off at inference) − (fw2-bw8, AQ-SGD, off at inference) > 0",
         ): (-2.0, "not confirmed"),
         (
-            "fw2-bw8: worse without AQ-SGD",
+            "fw2-bw8: worse without AQ-SGD (one scale)",
             "(fw2-bw8, after warm-up, in training) − (fw2-bw8, AQ-SGD, in training) > 0",
         ): (19.0, "confirmed"),
     }
@@ -235,3 +236,15 @@ def test_table_and_verdicts_by_hand():
         assert float(measured.split(" ± ")[0]) == pytest.approx(effect, abs=0.01)
         assert said == f"{found} |"
     assert "EF21" not in text  # nothing is claimed about rows that did not run
+    assert "One scale" in text and "Before fine-tuning" not in text
+
+
+@pytest.mark.parametrize(("after", "learned"), [(100.5, False), (90.0, True)])
+def test_no_loss_means_little_where_nothing_is_learned(after, learned):
+    plain = {**line("none", 0, on=after, off=after), "losses": [5.5, 5.25]}
+    text = render(Results.of([{**plain, "perplexity_before": 100.0}]), TABLE)
+    assert (
+        f"Before fine-tuning the perplexity is 100.00, after it, uncompressed, {after:.2f}" in text
+    )
+    assert ("nothing is learned" in text) is not learned
+    assert ("from 5.50 in the first epoch to 5.25 in the last" in text) is not learned

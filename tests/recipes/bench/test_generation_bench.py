@@ -44,6 +44,9 @@ def test_compared_to_the_first_method_on_the_limited_link():
     assert told["told_bytes"] is None
     shown = generation.tables([none, bf16, unlimited, told])
     assert "batch 1" in shown and "unlimited" in shown and "100.00 ms a step" in shown
+    # Of medians: bf16's first token after 5 s, that of none after 15.
+    (limited,) = (row for row in shown.splitlines() if row.startswith("none    10 "))
+    assert " 0.33 " in limited
 
 
 @pytest.mark.slow

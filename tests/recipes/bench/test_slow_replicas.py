@@ -118,6 +118,7 @@ def test_tables_say_what_is_doubtful():
         ),
     }
     shown = replica_report.tables(result)
+    assert "torch fp16 / own" in shown and " –" in shown  # which was not measured
     assert "12 Mbit/s" in shown
     assert "10 to 20" in shown  # its factor has not settled
     assert "own buckets: hangs" in shown
