@@ -3,6 +3,7 @@
 from .adaptive.method import Adaptive as Adaptive
 from .api.build import pipeline as pipeline
 from .api.grad_norm import clip_grad_norm_ as clip_grad_norm_
+from .api.healing import heal as heal
 from .api.pipeline import Pipeline as Pipeline
 from .comm.failures import PeerError as PeerError
 from .compressors import ECSQ as ECSQ

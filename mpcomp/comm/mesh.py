@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from mpcomp.comm.all_gather import LARGEST_RECORD, AllGather
 from mpcomp.comm.failures import Faults, PeerError, Waits, grace_of
 
-__all__ = ["LocalMesh", "Mesh", "ProcessMesh", "join", "launched"]
+__all__ = ["ATTEMPT", "LocalMesh", "Mesh", "ProcessMesh", "join", "launched"]
+
+#: Environment variable with the number of an attempt at a run (`mpcomp.heal`): ranks that begin
+#: again meet under other keys than those that are gone.
+ATTEMPT: Final = "MPCOMP_ATTEMPT"
 
 #: Pipelines made so far in this process: all ranks make them in the same order.
 _counter = itertools.count()
@@ -59,7 +63,19 @@ def join(device: torch.device, timeout_s: float) -> None:
             "call torch.distributed.init_process_group before mpcomp.pipeline"
         )
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=max(timeout_s, 300)))
+    timeout = timedelta(seconds=max(timeout_s, 300))
+    attempt = os.environ.get(ATTEMPT)
+    if attempt is None:
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+    dist.init_process_group(
+        backend,
+        store=PrefixStore(f"attempt {attempt}", store),
+        rank=rank,
+        world_size=size,
+        timeout=timeout,
+    )
 
 
 class Mesh(ABC):

@@ -1,0 +1,283 @@
+"""Training that goes on by itself after a process has died.
+
+Each rank becomes two processes: one that has loaded all that takes long, and does nothing but wait,
+and a fork of it that trains. Where a fork dies, those of the other ranks end too, since their
+connections break; then all are forked anew, join anew, and go on from the last checkpoint::
+
+    rank 0   waits ─┬─ attempt 0 trains ── PeerError     ┬─ attempt 1 loads, trains ── done
+    rank 1   waits ─┴─ attempt 0 trains ── killed        ┴─ attempt 1 loads, trains ── done
+
+What was imported and loaded before stays, so this takes about as long as building the pipeline.
+Ranks learn from each other through the store of the rendezvous, which is in none of the forks. A
+whole machine that is lost takes those that wait with it: that is for ``torchrun --max-restarts``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.context import ForkProcess
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+from torch.distributed import PrefixStore, TCPStore
+
+from mpcomp.comm.failures import PeerError
+from mpcomp.comm.mesh import ATTEMPT, launched
+from mpcomp.comm.parent import die_with_parent
+
+__all__ = ["heal"]
+
+#: Exit status of a fork that can do nothing about its end, as another rank is gone (sysexits.h).
+_AGAIN: Final = 75
+#: Seconds between two looks at the store.
+_POLL_S: Final = 0.2
+#: Seconds in which the store of the rendezvous must be there.
+_STORE_S: Final = 60.0
+
+
+def heal(train: Callable[[], Any], *, restarts: int = 100, grace_s: float = 0.5) -> None:
+    """Runs ``train`` in forks of this process until it has come to its end on all ranks.
+
+    ``train`` builds the pipeline, loads the last checkpoint, if there is one, and saves some as it
+    goes. It is called anew, in a new fork on each rank, whenever a rank's fork is killed by a
+    signal or another rank is gone. An error of its own ends all ranks, as without this. What it
+    returns is lost with its process: results belong into files::
+
+        def train():
+            pipe = mpcomp.pipeline(model, chunks=8, loss_fn=F.cross_entropy)
+            ...
+
+        dataset = load()        # once, not in each attempt
+        mpcomp.heal(train)
+
+    In a signal to end (SIGTERM) the fork is told first.
+
+    Args:
+        train: without arguments; it must not rely on what an earlier attempt has left in memory.
+        restarts: the most attempts after the first.
+        grace_s: seconds in which a fork may end by itself, once that of another rank has, before
+            it is killed.
+
+    Raises:
+        ValueError: this process cannot be forked: it has used a GPU, joined a process group or
+            begun threads of torch.
+        SystemExit: an error of ``train``, here or on another rank, a signal, or no restart left.
+    """
+    if restarts < 0:
+        raise ValueError(f"restarts={restarts}: expected 0 or more")
+    importlib.import_module("mpcomp.api.build")  # seconds that would else be spent in each fork
+    _check_forkable()
+    others = _Others() if launched() else None
+    stop = _Stop()
+    with stop.heard():
+        for attempt in range(restarts + 1):
+            fork = _Fork(train, attempt)
+            stop.fork = fork.process
+            ending = _watched(fork, others, stop, grace_s)
+            if stop.signal is not None:
+                sys.exit(128 + stop.signal)
+            if ending.done:
+                return
+            if not ending.again:
+                sys.exit(ending.status)
+            if ending.why:
+                last = "no attempt is left" if attempt == restarts else "all ranks begin again"
+                print(f"{ending.why}; {last}", file=sys.stderr, flush=True)
+    sys.exit(1)
+
+
+@dataclass(frozen=True)
+class _Ending:
+    """An attempt's end on this rank.
+
+    Attributes:
+        done: ``train`` has returned, on all ranks.
+        again: it ended through what a new attempt may not meet.
+        status: for this process to end with, where it is neither.
+        why: what happened here; empty where it happened to another rank.
+    """
+
+    done: bool = False
+    again: bool = False
+    status: int = 1
+    why: str = ""
+
+
+class _Fork:
+    """The process that trains in one attempt."""
+
+    def __init__(self, train: Callable[[], Any], attempt: int) -> None:
+        self.attempt = attempt
+        self.process = multiprocessing.get_context("fork").Process(
+            target=_train, args=(train, attempt, os.getpid()), name=f"attempt {attempt}"
+        )
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()  # else both processes would write what is buffered
+        self.process.start()
+
+    def ending(self) -> _Ending | None:
+        """The end that this process alone has come to; None while it runs."""
+        status = self.process.exitcode
+        if status is None:
+            return None
+        if status == 0:
+            return _Ending(done=True)
+        if status == _AGAIN:
+            return _Ending(again=True)
+        if status < 0:
+            by = signal.Signals(-status).name
+            rank = f"rank {os.environ['RANK']} (" if launched() else "training ("
+            return _Ending(again=True, why=f"{rank}process {self.process.pid}) was ended by {by}")
+        return _Ending(status=status)
+
+    def kill(self) -> None:
+        """Ends it at once."""
+        self.process.kill()
+        self.process.join()
+
+
+def _train(train: Callable[[], Any], attempt: int, parent: int) -> None:
+    """The whole life of a fork."""
+    die_with_parent(parent)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ[ATTEMPT] = str(attempt)
+    try:
+        train()
+    except PeerError as error:
+        print(error, file=sys.stderr, flush=True)
+        sys.exit(_AGAIN)
+
+
+def _watched(fork: _Fork, others: _Others | None, stop: _Stop, grace_s: float) -> _Ending:
+    """The attempt's end, once all ranks have come to it."""
+    over_since: float | None = None
+    while True:
+        fork.process.join(_POLL_S)
+        own = fork.ending()
+        if others is None or stop.signal is not None:
+            if own is not None:
+                return own
+            if stop.since is not None and time.monotonic() - stop.since > grace_s:
+                fork.process.terminate()  # an interrupt may have reached this process alone
+            continue
+        if own is not None:
+            others.tell(fork.attempt, own)
+        verdict = others.verdict(fork.attempt)
+        if verdict is None:
+            continue
+        if own is None:
+            over_since = over_since or time.monotonic()
+            if time.monotonic() - over_since < grace_s:
+                continue
+            fork.kill()
+        return own if own is not None and own.again and verdict.again else verdict
+
+
+class _Others:
+    """What the processes that wait tell each other, through the store of the rendezvous."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+        store = TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            self.size,
+            is_master=not of_torchrun and self.rank == 0,
+            timeout=timedelta(seconds=_STORE_S),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str(True)  # no fork makes one of its own
+        self._store: Store = PrefixStore("mpcomp/heal", store)
+        self._told: set[int] = set()
+
+    def tell(self, attempt: int, ending: _Ending) -> None:
+        """Says how this rank's fork has ended; once."""
+        if attempt in self._told:
+            return
+        self._told.add(attempt)
+        if ending.done:
+            self._store.add(f"{attempt}/done", 1)
+        elif ending.again:
+            self._store.set(f"{attempt}/again", "")
+        else:
+            self._store.set("failed", json.dumps(ending.status))
+
+    def verdict(self, attempt: int) -> _Ending | None:
+        """The end of the attempt on all ranks; None while some may still be training."""
+        if self._store.check(["failed"]):
+            return _Ending(status=json.loads(self._store.get("failed")))
+        if self._store.check([f"{attempt}/again"]):
+            return _Ending(again=True)
+        if attempt in self._told and self._store.add(f"{attempt}/done", 0) == self.size:
+            return _Ending(done=True)
+        return None
+
+
+@dataclass
+class _Stop:
+    """A signal to end that this process has got."""
+
+    signal: int | None = None
+    since: float | None = None
+    fork: ForkProcess | None = field(default=None, repr=False)
+
+    @contextmanager
+    def heard(self) -> Iterator[None]:
+        """A context in which SIGTERM is passed on, and SIGINT, which terminals send to both, is
+        waited for; outside the main thread, where Python gives no signals, neither."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {n: signal.signal(n, self._note) for n in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _note(self, number: int, frame: Any) -> None:
+        self.signal, self.since = number, time.monotonic()
+        if number == signal.SIGTERM and self.fork is not None:
+            self.fork.terminate()
+
+
+def _check_forkable() -> None:
+    what = None
+    if not hasattr(os, "fork"):
+        what = "this system has no fork: start the script with torchrun --max-restarts"
+    elif torch.cuda.is_initialized():
+        what = "a GPU is in use already, which forks cannot share: move that into the function"
+    elif dist.is_available() and dist.is_initialized():
+        what = "the process group is there already: make it, and the pipeline, in the function"
+    elif torch.get_num_threads() > 1 and _num_threads() > 1:
+        what = (
+            "torch's threads have begun, and are not there in a fork, which would wait for them "
+            "for ever: set OMP_NUM_THREADS=1, as torchrun does, or move what computes into the "
+            "function"
+        )
+    if what is not None:
+        raise ValueError(f"heal: {what}")
+
+
+def _num_threads() -> int:
+    """Threads of this process, those of libraries too; 1 where the system does not tell."""
+    try:
+        return len(os.listdir("/proc/self/task"))
+    except FileNotFoundError:
+        return 1
