@@ -27,12 +27,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.context import ForkProcess
+from pathlib import Path
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
-from torch.distributed import PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from mpcomp.comm.failures import PeerError
 from mpcomp.comm.mesh import ATTEMPT, launched
@@ -261,7 +261,7 @@ def _check_forkable() -> None:
     what = None
     if not hasattr(os, "fork"):
         what = "this system has no fork: start the script with torchrun --max-restarts"
-    elif torch.cuda.is_initialized():
+    elif torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         what = "a GPU is in use already, which forks cannot share: move that into the function"
     elif dist.is_available() and dist.is_initialized():
         what = "the process group is there already: make it, and the pipeline, in the function"
@@ -277,7 +277,5 @@ def _check_forkable() -> None:
 
 def _num_threads() -> int:
     """Threads of this process, those of libraries too; 1 where the system does not tell."""
-    try:
-        return len(os.listdir("/proc/self/task"))
-    except FileNotFoundError:
-        return 1
+    tasks = Path("/proc/self/task")
+    return len(list(tasks.iterdir())) if tasks.exists() else 1

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.rendezvous import rendezvous
 
 from mpcomp.comm.all_gather import LARGEST_RECORD, AllGather
 from mpcomp.comm.failures import Faults, PeerError, Waits, grace_of
@@ -68,7 +69,7 @@ def join(device: torch.device, timeout_s: float) -> None:
     if attempt is None:
         dist.init_process_group(backend, timeout=timeout)
         return
-    store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+    store, rank, size = next(rendezvous("env://", timeout=timeout))
     dist.init_process_group(
         backend,
         store=PrefixStore(f"attempt {attempt}", store),

@@ -1,4 +1,4 @@
-"""Runs that go on after a process has died: attempts, errors, signals; bit for bit the quiet run."""
+"""Runs that go on after a process has died: attempts, errors, signals; the quiet run's bits."""
 
 import os
 import signal
@@ -114,7 +114,9 @@ def test_what_is_tried_again(tmp_path, what, status, attempts, said):
 
 def test_a_signal_to_end_reaches_the_fork_and_ends_both(tmp_path):
     log = tmp_path / "log"
-    waits = f"import time; Path({str(log)!r} + '.pid').write_text(str(os.getpid())); time.sleep(600)"
+    waits = (
+        f"import time; Path({str(log)!r} + '.pid').write_text(str(os.getpid())); time.sleep(600)"
+    )
     process = subprocess.Popen(command(ATTEMPTS, tmp_path, log, waits), env=environment())
     try:
         pid = Path(f"{log}.pid")

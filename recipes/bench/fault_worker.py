@@ -1,0 +1,200 @@
+"""One rank of `recipes.bench.faults`: a small model that trains until it has, and is killed.
+
+A kill comes from a thread of the process that it kills, at a moment within a step or a save that
+nothing else knows of. Each is done once: a file says so, which is there before the signal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+import mpcomp
+
+WIDTH: Final = 64
+ROWS: Final = 8
+#: Batches that are met again, so that AQ-SGD has something to remember.
+BATCHES: Final = 16
+SEED: Final = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kill:
+    """A death to come.
+
+    Attributes:
+        step: in which it comes.
+        rank: of the process.
+        after_s: seconds since the step began; the step's end takes the save with it.
+    """
+
+    step: int
+    rank: int
+    after_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """The training, and what happens to it.
+
+    Attributes:
+        folder: of the checkpoint, the journals and the results.
+        stages: of a replica.
+        replicas: number of them.
+        steps: of training.
+        save_every: steps between checkpoints.
+        step_s: the least seconds of a step.
+        act: what compresses activations; ``grad`` and ``dp`` likewise, "none" for nothing.
+        kills: in order of their steps.
+    """
+
+    folder: str
+    stages: int
+    replicas: int
+    steps: int
+    save_every: int
+    step_s: float
+    act: str
+    grad: str
+    dp: str
+    kills: tuple[Kill, ...]
+
+    @classmethod
+    def read(cls, text: str) -> Job:
+        """The job that `written` made a text of."""
+        fields = json.loads(text)
+        return cls(**{**fields, "kills": tuple(Kill(**kill) for kill in fields["kills"])})
+
+    def written(self) -> str:
+        """The job as JSON."""
+        return json.dumps(asdict(self))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Trains to the end, whatever happens."""
+    parser = argparse.ArgumentParser(prog="python -m recipes.bench.fault_worker")
+    parser.add_argument("--job", type=Path, required=True, help="file of a job")
+    job = Job.read(parser.parse_args(argv).job.read_text())
+    mpcomp.heal(lambda: train(job), restarts=len(job.kills) + 5)
+
+
+def train(job: Job) -> None:
+    """An attempt: from the last checkpoint to the end."""
+    torch.manual_seed(SEED)
+    pipe = mpcomp.pipeline(
+        model(2 * job.stages),
+        chunks=2 * job.stages,
+        split=job.stages,
+        act_comp=job.act,
+        grad_comp=job.grad,
+        dp_comp=None if job.dp == "none" else job.dp,
+        replicas=job.replicas,
+        loss_fn=nn.functional.mse_loss,
+        seed=SEED,
+    )
+    optimizer = torch.optim.Adam(pipe.parameters(), lr=1e-3)
+    pipe.follow(optimizer)
+    checkpoint, begin = Path(job.folder) / "checkpoint", 0
+    if checkpoint.exists():
+        begin = pipe.load(checkpoint, optimizer=optimizer)["step"]
+    batches = list(_batches(pipe.replica, job))
+    with Journal(job, pipe.rank) as journal:
+        for step in range(begin, job.steps):
+            began = time.time()
+            journal.arm(step)
+            x, y = batches[step % BATCHES]
+            loss = pipe.forward_backward(x, y, sample_ids=step % BATCHES)
+            optimizer.step()
+            optimizer.zero_grad()
+            time.sleep(max(0.0, began + job.step_s - time.time()))
+            trained = time.time()
+            if (step + 1) % job.save_every == 0:
+                pipe.save(checkpoint, optimizer=optimizer, extra={"step": step + 1})
+            journal.note(step, loss.item(), began, trained, time.time())
+    weights = pipe.state_dict()
+    torch.save(weights, Path(job.folder) / f"weights-{pipe.rank}.pt")
+
+
+def model(blocks: int) -> nn.Sequential:
+    """Blocks of equal width, as many as asked for."""
+    return nn.Sequential(
+        *(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.GELU())
+            for _ in range(blocks)
+        )
+    )
+
+
+def _batches(replica: int, job: Job) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The batches [rows, width] of a replica, with targets that a linear map would hit."""
+    drawn = torch.Generator().manual_seed(SEED)
+    target = torch.randn(WIDTH, WIDTH, generator=drawn) / WIDTH**0.5
+    own = torch.Generator().manual_seed(SEED + 1 + replica)
+    for _ in range(BATCHES):
+        x = torch.randn(ROWS * job.stages, WIDTH, generator=own)
+        yield x, x @ target
+
+
+class Journal:
+    """A rank's steps, each a line of JSON, written as they end; and its deaths."""
+
+    def __init__(self, job: Job, rank: int) -> None:
+        self._folder = Path(job.folder)
+        self._own = [(i, kill) for i, kill in enumerate(job.kills) if kill.rank == rank]
+        self._path = self._folder / f"journal-{rank}.jsonl"
+        self._attempt = int(os.environ.get("MPCOMP_ATTEMPT", "0"))
+
+    def __enter__(self) -> Journal:
+        self._lines = self._path.open("a")
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._lines.close()
+
+    def note(self, step: int, loss: float, began: float, trained: float, ended: float) -> None:
+        """A step that has ended; times are seconds since the epoch."""
+        fields = {"attempt": self._attempt, "step": step, "loss": loss.hex()}
+        fields |= {"began": began, "trained": trained, "ended": ended}
+        self._lines.write(json.dumps(fields) + "\n")
+        self._lines.flush()
+
+    def arm(self, step: int) -> None:
+        """Begins to wait for the deaths of this step, in a thread."""
+        for number, kill in self._own:
+            if kill.step == step:
+                done = self._folder / f"kill-{number}.json"
+                if not done.exists():
+                    threading.Timer(kill.after_s, _die, [done, step]).start()
+
+
+def _die(done: Path, step: int) -> None:
+    with done.open("w") as file:
+        json.dump({"step": step, "time": time.time()}, file)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def read_journal(path: Path) -> list[dict[str, Any]]:
+    """The steps of a rank, of all attempts; a line that a kill has cut off is no step."""
+    steps = []
+    for line in path.read_text().splitlines():
+        try:
+            steps.append(json.loads(line))
+        except json.JSONDecodeError:
+            if line.endswith("}"):
+                raise
+    return steps
+
+
+if __name__ == "__main__":
+    main()

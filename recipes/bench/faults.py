@@ -1,0 +1,243 @@
+"""Kills: a training whose processes die at random, beside the same one left alone.
+
+    python -m recipes.bench.faults
+    python -m recipes.bench.faults --ranks 4 --steps 5000 --kill-every 50 --out runs/faults.json
+    python -m recipes.bench.faults --methods "ef21+topk:0.1" "dp: powersgd:2" --step-s 1
+
+Each row trains twice, by `mpcomp.heal` under torchrun: once in peace, and once with a random rank
+killed by SIGKILL in every so many steps, at a random moment of a step or of the save after it.
+Every loss of every attempt and the last weights are compared bit for bit. Methods of cuts compress
+both directions; those that begin with ``dp:`` compress between two replicas of half as many stages.
+
+Recovery is from the signal to the first end of a step thereafter, less a step of the quiet run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+import torch
+from tabulate import tabulate
+from tqdm import tqdm
+
+from recipes.bench.fault_worker import Job, Kill, read_journal
+from recipes.bench.workers import num_cores
+
+METHODS: Final = (
+    "none",
+    "ef+topk:0.1",
+    "ef21+topk:0.1",
+    "aqsgd+quant:4",
+    "aqsgd:storage=disk+quant:4",
+    "conef:0.5+topk:0.1",
+    "dp: gravac:cf=5-100:eps=0.1+topk:0.1",
+    "dp: dgc:0.01",
+    "dp: powersgd:2",
+    "dp: diloco:30+ef+quant:4",
+)
+#: The steps of each rank, of all attempts.
+Journals: TypeAlias = Sequence[Sequence[Mapping[str, Any]]]
+
+#: What marks a method between replicas.
+BETWEEN: Final = "dp:"
+HEADERS: Final = (
+    *("method", "kills", "aimed at a save", "differing losses", "differing weights"),
+    *("repeated", "recovery s", "longest s", "ms a step", "ms a save", "throughput at 1 s a step"),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs every method twice and prints the table.
+
+    Raises:
+        SystemExit: a loss or a weight differs, or a training did not come to its end.
+    """
+    options = _parse(argv)
+    rows: list[dict[str, Any]] = []
+    for method in tqdm(options.methods, unit="method"):
+        with tempfile.TemporaryDirectory(prefix="mpcomp-faults-") as folder:
+            rows.append(measure(method, options, Path(folder)))
+        tqdm.write(table([rows[-1]]))
+    result = {"settings": _settings(options), "faults": rows}
+    if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(table(rows))
+    if any(row["differing_losses"] or row["differing_weights"] for row in rows):
+        sys.exit("error: a training that was killed is not the one that was left alone")
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m recipes.bench.faults",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--methods", nargs="+", default=list(METHODS), metavar="SPEC")
+    add("--ranks", type=int, default=4, help="processes (even)")
+    add("--steps", type=int, default=500)
+    add("--kill-every", type=int, default=50, metavar="STEPS")
+    add("--save-every", type=int, default=5, metavar="STEPS")
+    add("--step-s", type=float, default=0.0, help="least seconds of a step")
+    add("--seed", type=int, default=0, help="of the kills")
+    add("--out", type=Path, help="results (.json)")
+    options = parser.parse_args(argv)
+    if options.ranks < 2 or options.ranks % 2:
+        parser.error(f"--ranks {options.ranks}: expected an even number, 2 or more")
+    return options
+
+
+def _settings(options: argparse.Namespace) -> dict[str, Any]:
+    names = ("ranks", "steps", "kill_every", "save_every", "step_s", "seed")
+    return {**{name: getattr(options, name) for name in names}, "cores": num_cores()}
+
+
+def measure(method: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """One row: the quiet run, the other, and how they differ."""
+    between = method.startswith(BETWEEN)
+    spec = method.removeprefix(BETWEEN).strip()
+    quiet = Job(
+        folder=str(folder / "quiet"),
+        stages=options.ranks // 2 if between else options.ranks,
+        replicas=2 if between else 1,
+        steps=options.steps,
+        save_every=options.save_every,
+        step_s=options.step_s,
+        act="none" if between else spec,
+        grad="none" if between else spec,
+        dp=spec if between else "none",
+        kills=(),
+    )
+    _run(quiet, options.ranks)
+    calm = _steps(quiet, options.ranks)
+    step_s = statistics.median(s["trained"] - s["began"] for s in calm[0])
+    save_s = statistics.median(s["ended"] - s["trained"] for s in calm[0] if _saves(s, quiet))
+    kills = tuple(_kills(options, step_s, save_s))
+    killed = replace(quiet, folder=str(folder / "killed"), kills=kills)
+    _run(killed, options.ranks)
+    return {
+        "method": method,
+        "step_s": step_s,
+        "save_s": save_s,
+        **compare(killed, calm, _steps(killed, options.ranks)),
+        "differing_weights": _differing_weights(quiet, killed, options.ranks),
+    }
+
+
+def _kills(options: argparse.Namespace, step_s: float, save_s: float) -> Iterator[Kill]:
+    """Kills at random moments of a step; every fourth in the save after one."""
+    drawn = random.Random(options.seed)
+    periods = range(0, options.steps - options.kill_every + 1, options.kill_every)
+    for number, first in enumerate(periods):
+        step, after_s = first + drawn.randrange(options.kill_every), drawn.random() * step_s
+        if number % 4 == 0:
+            step += options.save_every - 1 - step % options.save_every
+            after_s = step_s + drawn.random() * save_s
+        if step < options.steps:
+            yield Kill(step=step, rank=drawn.randrange(options.ranks), after_s=after_s)
+
+
+def _run(job: Job, ranks: int) -> None:
+    folder = Path(job.folder)
+    folder.mkdir()
+    (folder / "job.json").write_text(job.written())
+    subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *(f"--nproc-per-node={ranks}", "-m", "recipes.bench.fault_worker"),
+            *("--job", str(folder / "job.json")),
+        ],
+        check=True,
+        stderr=subprocess.DEVNULL if job.kills else None,
+    )
+
+
+def _steps(job: Job, ranks: int) -> list[list[dict[str, Any]]]:
+    return [read_journal(Path(job.folder) / f"journal-{rank}.jsonl") for rank in range(ranks)]
+
+
+def _saves(step: Mapping[str, Any], job: Job) -> bool:
+    return (int(step["step"]) + 1) % job.save_every == 0
+
+
+def compare(
+    job: Job,
+    calm: Sequence[Sequence[Mapping[str, Any]]],
+    steps: Sequence[Sequence[Mapping[str, Any]]],
+) -> dict[str, Any]:
+    """The journals of a run with kills beside those of the quiet one."""
+    expected = {step["step"]: step["loss"] for step in calm[0]}
+    everything = [step for of_rank in steps for step in of_rank]
+    deaths = [json.loads(path.read_text()) for path in sorted(Path(job.folder).glob("kill-*.json"))]
+    calm_s = statistics.median(step["ended"] - step["began"] for step in calm[0])
+    recoveries = []
+    for death in deaths:
+        after = [step["ended"] for step in steps[0] if step["began"] > death["time"]]
+        if after:
+            recoveries.append(max(0.0, min(after) - death["time"] - calm_s))
+    repeated = len(steps[0]) - len({step["step"] for step in steps[0]})
+    step_s = statistics.median(step["trained"] - step["began"] for step in calm[0])
+    saves = [step["ended"] - step["trained"] for step in calm[0] if _saves(step, job)]
+    lost = sum(recoveries) + repeated + sum(saves)
+    return {
+        "kills": len(deaths),
+        "kills_in_saves": sum(_in_a_save(death, job, step_s) for death in deaths),
+        "differing_losses": sum(step["loss"] != expected[step["step"]] for step in everything),
+        "repeated_steps": repeated / max(1, len(deaths)),
+        "recovery_s": statistics.median(recoveries) if recoveries else 0.0,
+        "longest_recovery_s": max(recoveries, default=0.0),
+        "throughput": job.steps / (job.steps + lost),
+    }
+
+
+def _in_a_save(death: Mapping[str, Any], job: Job, step_s: float) -> bool:
+    kill = next(kill for kill in job.kills if kill.step == death["step"])
+    return kill.after_s > step_s and (kill.step + 1) % job.save_every == 0
+
+
+def _differing_weights(quiet: Job, killed: Job, ranks: int) -> int:
+    """Number of weights that are not the same bits."""
+    different = 0
+    for rank in range(ranks):
+        one, other = (
+            torch.load(Path(job.folder) / f"weights-{rank}.pt") for job in (quiet, killed)
+        )
+        assert one.keys() == other.keys()
+        different += sum(int((one[name] != other[name]).sum()) for name in one)
+    return different
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The table of what was survived, and what it cost."""
+    cells = [
+        [
+            row["method"],
+            row["kills"],
+            row["kills_in_saves"],
+            row["differing_losses"],
+            row["differing_weights"],
+            f"{row['repeated_steps']:.1f}",
+            f"{row['recovery_s']:.2f}",
+            f"{row['longest_recovery_s']:.2f}",
+            f"{1e3 * row['step_s']:.0f}",
+            f"{1e3 * row['save_s']:.0f}",
+            f"{100 * row['throughput']:.1f} %",
+        ]
+        for row in rows
+    ]
+    return tabulate(cells, HEADERS, disable_numparse=True)
+
+
+if __name__ == "__main__":
+    main()
