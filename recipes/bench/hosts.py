@@ -103,6 +103,14 @@ class Loopback:
         if mbps is not None:
             raise ValueError(f"mbps={mbps}: the loopback device is not limited; pass None")
 
+    def lose(self, host: int, share: float) -> None:
+        """Has a share of what a host sends lost from now on; 1 cuts it off, 0 restores it.
+
+        Raises:
+            ValueError: these links lose nothing; they need a latency.
+        """
+        raise ValueError("these links lose nothing: open the hosts with latency_ms, on namespaces")
+
     def counters(self) -> list[Counters]:
         """The traffic of every host so far; empty where it is not counted."""
         return []
@@ -176,6 +184,14 @@ class Namespaces(Loopback):
             rx, tx = shown[0]["stats64"]["rx"], shown[0]["stats64"]["tx"]
             found.append(Counters(tx["bytes"], tx["packets"], rx["bytes"], rx["packets"]))
         return found
+
+    def lose(self, host: int, share: float) -> None:
+        if self._relay is None:
+            super().lose(host, share)
+            return
+        assert self._relay.stdin is not None
+        self._relay.stdin.write(f"port{host} {share}\n")
+        self._relay.stdin.flush()
 
     def describe(self) -> dict[str, Any]:
         return {
