@@ -114,7 +114,8 @@ def train(job: Job) -> None:
             began = time.time()
             journal.arm(step)
             x, y = batches[step % BATCHES]
-            loss = pipe.forward_backward(x, y, sample_ids=step % BATCHES)
+            ids = step % BATCHES * len(x) + torch.arange(len(x))
+            loss = pipe.forward_backward(x, y, sample_ids=ids)
             optimizer.step()
             optimizer.zero_grad()
             time.sleep(max(0.0, began + job.step_s - time.time()))
