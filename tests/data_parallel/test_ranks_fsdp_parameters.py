@@ -55,6 +55,7 @@ def few_bits(specs: list[str]) -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", slow_after(1, [2, 4]))
 def test_parameters_of_few_bits(ranks, num_ranks):
     """All ranks compute with equal weights; those of the optimizer stay as they are."""

@@ -178,6 +178,7 @@ def scaled(specs: list[str], scales: list[float]) -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 def test_what_is_kept_is_free_of_the_loss_scale(ranks):
     """Scales are powers of two, so bit for bit."""
     specs = ["ef+topk:0.1", "conef+topk:0.1", "ef21+topk:0.2"]

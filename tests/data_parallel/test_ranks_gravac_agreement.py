@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from everyday import slow, slow_after
+from everyday import slow_after
 from ranks import preload
 from replica_runs import SMALLEST, digest, exchange_of, exchanged, parameters
 from torch import nn
@@ -118,9 +118,8 @@ def with_ddp(steps: int) -> Any:
     return ended(handle.exchange, ddp.module.weight.detach())
 
 
-@pytest.mark.parametrize(
-    "function, steps", [(least_squares, 600), slow(least_squares, 4_000), slow(with_ddp, 400)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("function, steps", [(least_squares, 4_000), (with_ddp, 400)])
 def test_many_steps_end_with_equal_decisions(ranks, function, steps):
     """The clocks are those on the wall, but for DDP, whose fewer steps must see all branches."""
     results = ranks(function, 2, steps)

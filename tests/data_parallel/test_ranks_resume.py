@@ -77,6 +77,7 @@ def test_resumed_is_uninterrupted(gathered, spec):
 TWO_PHASE = ["onebitsgd", "ef+topk:0.1", "dgc:0.1", "ef21+topk:0.2"]
 
 
+@pytest.mark.slow
 def test_what_is_remembered_of_means_is_resumed_too(ranks):
     results = ranks(resumed, 2, TWO_PHASE, "two-phase")
     for of_rank in results:

@@ -64,6 +64,7 @@ def train_all_on_shapes(runs):
     return [train_on_shapes(run, shapes, alone=False) for run, shapes in runs]
 
 
+@pytest.mark.slow
 def test_another_image_size_or_sequence_length_starts_estimates_anew(ranks):
     """EF21's first send of a shape is raw, and only that; the same as in one process."""
     runs = [

@@ -89,6 +89,7 @@ def test_memory_limits_the_depth(ranks):
             assert depths == [1, depth, depth, depth], options
 
 
+@pytest.mark.slow
 def test_a_search_within_a_memory_bound(ranks):
     """Depths beyond the bound are not even tried."""
     num_steps = 1 + SEARCH

@@ -88,6 +88,7 @@ def folded() -> Any:
     return told_by(pipe, prompt_of())
 
 
+@pytest.mark.slow
 def test_four_stages_on_two_ranks(ranks):
     alone = told_by(pipe_of("llama", 4, "topk:0.3", engine="local"), prompt_of())
     assert all(torch.equal(found, alone) for found in ranks(folded, 2))

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from everyday import slow_after, slow_but
+from everyday import slow_after
 from methods import EXAMPLES
 from runs import (
     KINDS,
@@ -74,7 +74,8 @@ def test_every_schedule_on_two_ranks(ranks, schedule, kind):
     check(ranks, 2, [with_stages(replace(run, steps=LENGTHS[kind]), 2) for run in runs])
 
 
-@pytest.mark.parametrize("schedule", slow_but(["ZBVZeroBubble"], SCHEDULES))
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_on_four_ranks(ranks, schedule):
     """Eight stages where a rank takes two."""
     methods = {"act": "ef21+quant:4", "grad": "ef+topk:0.3"}
@@ -82,6 +83,7 @@ def test_every_schedule_on_four_ranks(ranks, schedule):
     check(ranks, 4, [with_stages(run, 4)])
 
 
+@pytest.mark.slow
 def test_looped_bfs_differs_from_the_ascending_order_by_rounding(ranks):
     """After 10 uncompressed steps: 1e-5 relative to the largest weight of a tensor."""
     run = Run("deep", stages=4, schedule="LoopedBFS")

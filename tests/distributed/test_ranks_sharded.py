@@ -83,7 +83,7 @@ def as_if_whole(schedules):
         assert_near(own_weights, weights)
 
 
-@pytest.mark.parametrize("schedule", slow_but([None, "Interleaved1F1B"], SCHEDULES))
+@pytest.mark.parametrize("schedule", slow_but([None], SCHEDULES))
 def test_sharded_replicas_train_as_whole_ones(ranks, schedule):
     ranks(as_if_whole, 4, [schedule])
 

@@ -24,6 +24,7 @@ def options(out: Path, *more: str) -> list[str]:
     return [*TINY, "--out", str(out), *more]
 
 
+@pytest.mark.slow
 def test_finished_runs_are_skipped(tmp_path, capsys, monkeypatch):
     out = tmp_path / "study.jsonl"
     here = ["--workers", "0", "--rows", "none", "top 10 %"]
@@ -95,6 +96,7 @@ def test_table_needs_results(tmp_path):
         cifar10_study.main(["--table", "--out", str(tmp_path / "nothing.jsonl")])
 
 
+@pytest.mark.slow
 def test_aqsgd_row_is_keyed_by_sample(tmp_path):
     out = tmp_path / "study.jsonl"
     rows = ["--rows", "top 10 %, AQ-SGD", "top 10 %"]

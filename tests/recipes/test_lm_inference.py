@@ -178,6 +178,7 @@ def test_padded_tail_does_not_count(command, tmp_path):
     assert first["predicted_tokens"] < first["blocks"] * 15
 
 
+@pytest.mark.slow
 def test_mistakes_end_with_one_line(tmp_path, command, model):
     there, several, empty = (tmp_path / name for name in ("there.jsonl", "several", "empty"))
     there.write_text("{}\n")

@@ -340,6 +340,7 @@ def check_same_run(one, other):
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+@pytest.mark.slow
 def test_resumed_run_keeps_its_milestones(tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     falls = ["--epochs", "3", "--lr-milestones", "1", "2", "--lr-factor", "0.5"]

@@ -64,6 +64,7 @@ def test_the_run_folder_tells_what_replicas_exchanged(ranks, tmp_path):
     assert losses[0] == losses[1]
 
 
+@pytest.mark.slow
 def test_a_language_model_on_replicas(ranks, tmp_path):
     (tmp_path / "text").mkdir()
     for split in ("train", "validation", "test"):
@@ -84,6 +85,7 @@ def mistakes(commands):
     return recipe(*commands)
 
 
+@pytest.mark.slow
 def test_mistakes_end_with_one_line(ranks):
     wrong = [
         ([*TINY, "--dp-comp", "dgc:0.01"], "pass --optimizer sgd --momentum 0"),

@@ -230,6 +230,7 @@ def test_lstm_and_its_width_belong_together(tmp_path, command):
     assert TextConfig.from_json(lstm.to_json()) == lstm
 
 
+@pytest.mark.slow
 def test_adapters_alone_are_trained(tmp_path, command):
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
@@ -281,6 +282,7 @@ def test_mistakes_end_with_one_line_and_leave_nothing(tmp_path, command):
         assert not out.exists(), message
 
 
+@pytest.mark.slow
 def test_tokens_beyond_the_vocabulary(tmp_path, command):
     base = tmp_path / "base"
     wikitext.main(command("--epochs", "1", "--vocab-size", "260", "--out", base))
