@@ -232,7 +232,8 @@ class Averaging:
         ]
         square = float(torch.stack(norms).square().sum()) if norms else 0.0
         norm = run.own_norm(square) / self.context.unit
-        largest = run.method.clip / math.sqrt(run.connections.everyone.size)
+        # Of N gradients g the mean is the sum of g / N, and DGC clips g / N to clip / sqrt(N).
+        largest = run.method.clip * math.sqrt(run.connections.everyone.size)
         return min(1.0, largest / norm) if norm > 0 else 1.0
 
     def _start(self, items: Sequence[Item], factor: float) -> None:

@@ -169,9 +169,9 @@ class ReplicaMethod(SpecValue, ABC):
     """A method between replicas: a frozen value.
 
     Attributes:
-        clip: largest norm of the whole model's gradient, as if it were a sum over the replicas:
-            each one's own is scaled down to clip / sqrt(replicas) before anything else; None for
-            none.
+        clip: norm that the mean gradient of the whole model is held to, roughly, by scaling each
+            replica's own down to clip * sqrt(replicas) before anything else (see `DGC`); None for
+            no clipping.
     """
 
     between_replicas = True

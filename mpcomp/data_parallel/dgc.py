@@ -94,8 +94,10 @@ class DGC(_Momentum):
         momentum: m, in [0, 1).
         nesterov: Nesterov's momentum.
         masking: clear the momentum of what was sent (momentum factor masking).
-        clip: largest norm of the whole model's gradient, over all replicas; each replica's own is
-            clipped to clip / sqrt(replicas) before it is accumulated.
+        clip: norm that the mean gradient of the whole model is held to: each replica's own is
+            scaled down to clip * sqrt(replicas) before it is accumulated. (The paper's replica adds
+            g / N to a sum, and clips that to clip / sqrt(N): independent gradients of that norm add
+            up to one of norm ``clip``. Here g is clipped, and N of them are averaged.)
         warmup_steps: steps in which the fraction falls to ``keep``, in equal stages.
         warmup: "paper": 0.25, 0.0625, 0.015625, 0.004 ... ; "code": keep^(i/6) for i = 1 ... 5, as
             the authors' code computes it.

@@ -23,13 +23,15 @@ METHODS: list[_Momentum] = [
     DGC(0.1),
     DGC(0.1, nesterov=True),
     DGC(0.1, masking=False, momentum=0.5),
-    DGC(0.05, clip=50.0, nesterov=True),
+    DGC(0.05, clip=15.0, nesterov=True),
     DGC(0.01, warmup_steps=10),
     DGC(0.05, warmup_steps=10, warmup="code"),
     DGC(0.2, momentum=0.0),
     RedSync(0.1),
-    RedSync(0.1, search="binary", nesterov=True, clip=80.0),
+    RedSync(0.1, search="binary", nesterov=True, clip=20.0),
 ]
+#: Clips, and does nothing else: with momentum 0 and all elements sent its result is a plain mean.
+CLIPPED = DGC(1.0, momentum=0.0, clip=2.0)
 
 
 class Worker:
@@ -43,8 +45,11 @@ class Worker:
     def send(self, given: dict[str, Tensor], keep: float) -> dict[str, Tensor]:
         method, m = self.method, self.method.momentum
         if method.clip is not None:
-            norm = math.sqrt(sum(float(g.double().square().sum()) for g in given.values()))
-            factor = min(1.0, method.clip / math.sqrt(WORKERS) / norm)
+            # As the paper has it: a worker's share of the sum, g / N, to the threshold * N^(-1/2).
+            share = math.sqrt(
+                sum(float((g.double() / WORKERS).square().sum()) for g in given.values())
+            )
+            factor = min(1.0, method.clip * WORKERS**-0.5 / share)
             given = {name: g * factor for name, g in given.items()}
         sent = {}
         for name, g in given.items():
@@ -109,8 +114,9 @@ def run_methods(methods: list[_Momentum]) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def momentum_runs(ranks):
-    results = ranks(run_methods, WORKERS, METHODS)
-    return {method: [of_rank[i] for of_rank in results] for i, method in enumerate(METHODS)}
+    methods = [*METHODS, CLIPPED]
+    results = ranks(run_methods, WORKERS, methods)
+    return {method: [of_rank[i] for of_rank in results] for i, method in enumerate(methods)}
 
 
 @pytest.mark.parametrize("method", METHODS, ids=str)
@@ -123,6 +129,13 @@ def test_the_algorithm_as_written(momentum_runs, method):
             for name, value in theirs.items():
                 error = (ours[name] - value).abs().max()
                 assert error <= 2e-6 * value.abs().max(), (step, name)
+
+
+def test_mean_of_clipped_gradients_has_the_norm(momentum_runs):
+    """Of independent ones, all far above it; over the steps, as in one they are not orthogonal."""
+    for results, _, _ in momentum_runs[CLIPPED]:
+        squares = [sum(float(g.square().sum()) for g in result.values()) for result in results]
+        assert math.sqrt(sum(squares) / STEPS) == pytest.approx(2.0, rel=0.15)
 
 
 @pytest.mark.parametrize("method", METHODS, ids=str)
