@@ -1,8 +1,9 @@
 """The optimizers that recipes offer, and what their learning rates have in common.
 
-LARS (You et al. 2017) and LAMB (You et al. 2020) are those of pytorch-optimizer. They scale the
-step of each layer by norms of that layer alone, never by a norm over all gradients, so that ranks
-which each have some of the layers take the same steps as one process that has them all.
+LARS (You et al. 2017) stands beside this file; LAMB (You et al. 2020) is that of pytorch-optimizer.
+They scale the step of each layer by norms of that layer alone, never by a norm over all gradients,
+so that ranks which each have some of the layers take the same steps as one process that has them
+all.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 from recipes.config import RunConfig
+from recipes.lars import LARS
 
 
 def make_optimizer(
@@ -43,15 +45,15 @@ def make_optimizer(
         return torch.optim.SGD(groups, **rate, **momentum, weight_decay=0.0)
     if config.optimizer == "adamw":
         return torch.optim.AdamW(groups, **rate, weight_decay=0.0)
+    if config.optimizer == "lars":
+        return LARS(groups, **rate, **momentum)
     if importlib.util.find_spec("pytorch_optimizer") is None:
         raise ValueError(
             f"optimizer is {config.optimizer}, but pytorch-optimizer is not installed: "
             "pip install pytorch-optimizer"
         )
-    from pytorch_optimizer import LARS, Lamb  # two seconds, which other optimizers need not wait
+    from pytorch_optimizer import Lamb  # two seconds, which other optimizers need not wait
 
-    if config.optimizer == "lars":
-        return LARS(groups, **rate, **momentum)
     for group in groups:
         group["adam"] = group["params"][0].dim() < 2  # not adapted
     lamb = Lamb(

@@ -61,20 +61,26 @@ def paper_step(
 
 @pytest.mark.parametrize("name", ["lars", "lamb"])
 def test_steps_are_the_papers(name):
-    """Of a matrix with a large norm, which a bound would show, and of a bias."""
+    """Of a matrix with a large norm, which a bound would show, and of a bias; at changing rates.
+
+    LARS's velocity holds the rate at which a gradient was taken into it, and goes on at rate 0.
+    """
     layer = torch.nn.Linear(30, 20)
     with torch.no_grad():
         layer.weight *= 20
     optimizer = make_optimizer(chosen(name), layer.parameters())
     expected = [one.detach().double() for one in layer.parameters()]
     states: list[dict[str, torch.Tensor]] = [{}, {}]
-    for _ in range(4):
+    for part in (0.25, 1.0, 1.0, 0.1, 0.0):
+        rate = RATES[name] * part
+        for group in optimizer.param_groups:
+            group["lr"] = rate
         grads = [torch.randn_like(one) for one in layer.parameters()]
         for one, grad in zip(layer.parameters(), grads, strict=True):
             one.grad = grad.clone()
         optimizer.step()
         expected = [
-            paper_step(name, w, g.double(), state, RATES[name])
+            paper_step(name, w, g.double(), state, rate)
             for w, g, state in zip(expected, grads, states, strict=True)
         ]
         for ours, theirs in zip(layer.parameters(), expected, strict=True):
@@ -137,8 +143,9 @@ def test_package_is_asked_for_only_where_it_is_needed(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     parameters = [torch.nn.Parameter(torch.ones(2, 2))]
     make_optimizer(chosen("sgd"), parameters)
-    with pytest.raises(ValueError, match="optimizer is lars, but pytorch-optimizer is not inst"):
-        make_optimizer(chosen("lars"), parameters)
+    make_optimizer(chosen("lars"), parameters)
+    with pytest.raises(ValueError, match="optimizer is lamb, but pytorch-optimizer is not inst"):
+        make_optimizer(chosen("lamb"), parameters)
 
 
 # -- the rate -------------------------------------------------------------------------------------
