@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-__all__ = ["derive_seed", "generator_for", "stage_randomness", "uniform"]
+__all__ = ["derive_seed", "generator_for", "normal", "stage_randomness", "uniform"]
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -49,6 +49,17 @@ def uniform(generator: torch.Generator, numel: int, device: torch.device) -> Ten
     x ^= (x >> 16) & 0xFFFF
     mantissa: Tensor = (x >> 8) & 0xFFFFFF
     return mantissa.to(torch.float32) / (1 << 24)
+
+
+def normal(generator: torch.Generator, numel: int, device: torch.device) -> Tensor:
+    """Standard normal fp32 numbers, the same for every device; shape [numel].
+
+    The inverse distribution function of `uniform`'s numbers, each in the middle of its interval. It
+    is computed on the CPU, as functions round otherwise on other devices, and in fp64, so that its
+    rounding to fp32 hides in what way the CPU's own differ.
+    """
+    middle = uniform(generator, numel, torch.device("cpu")).double() + 0.5 / (1 << 24)
+    return torch.special.ndtri(middle).to(device, torch.float32)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mpcomp.comm.collectives import Works
 from mpcomp.compressors.lowrank import orthonormal_, times, transposed_times
-from mpcomp.core.randomness import uniform
+from mpcomp.core.randomness import normal
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.data_parallel.algorithms import Path
 from mpcomp.data_parallel.base import Controller, Factored, ReplicaMethod, Setting, Static
@@ -28,7 +28,8 @@ __all__ = ["PowerSGD", "factored_sum"]
 class PowerSGD(ReplicaMethod, Factored):
     """Rank-r approximation by one step of a warm-started power iteration. Spec ``powersgd:2``.
 
-    For the error-corrected gradient M_i [n, m] of replica i and Q [m, r] from the step before:
+    For the error-corrected gradient M_i [n, m] of replica i and Q [m, r] from the step before,
+    at first i.i.d. standard normal and the same on all replicas:
     P = orthonormal(mean M_i Q), Q <- mean M_i^T P, result P Q^T. Both means are sums over the
     network, so traffic does not grow with the number of replicas. What replica i keeps for the next
     step is M_i - P (M_i^T P)^T; its mean over the replicas is that of M_i less the result. Vogels
@@ -113,8 +114,8 @@ def _start(item: Item, columns: int, rank: int, context: Context) -> Tensor:
     # A gradient of zeros leaves nothing to go on from.
     if held is not None and held.shape == (columns, rank) and bool(held.any()):
         return held
-    numbers = uniform(context.draw(item.name, 0)(True), columns * rank, item.target.device)
-    return numbers.reshape(columns, rank) - 0.5
+    numbers = normal(context.draw(item.name, 0)(True), columns * rank, item.target.device)
+    return numbers.reshape(columns, rank)
 
 
 def _less(said: Tensor, y: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from methods import drawn, same_bits
 from torch import nn
 
-from mpcomp.core.randomness import derive_seed, generator_for, stage_randomness, uniform
+from mpcomp.core.randomness import derive_seed, generator_for, normal, stage_randomness, uniform
 
 CPU = torch.device("cpu")
 
@@ -94,3 +94,23 @@ def test_stage_randomness_depends_on_its_arguments_alone(global_rng_untouched):
 def test_stage_randomness_is_undone_after_an_error(global_rng_untouched):
     with global_rng_untouched(), pytest.raises(RuntimeError), stage_randomness(CPU, 0, 0, 0, 0):
         raise RuntimeError
+
+
+def test_normal_is_the_inverse_of_its_distribution_function(global_rng_untouched):
+    """Of the same keys: the distribution function of what is drawn is what `uniform` draws."""
+    n = 20_000
+    with global_rng_untouched():
+        z = normal(drawn(4), n, CPU)
+    assert z.dtype == torch.float32 and z.shape == (n,) and bool(z.isfinite().all())
+    below = 0.5 * (1 + torch.erf(z.double() / 2**0.5))
+    assert float((below - uniform(drawn(4), n, CPU).double()).abs().max()) < 1e-7
+    assert abs(float(z.mean())) < 0.03 and abs(float(z.square().mean()) - 1) < 0.03
+    assert abs(float(z.pow(4).mean()) - 3) < 0.2
+
+
+def test_normal_is_finite_for_every_number_of_uniform(monkeypatch):
+    """Also for its smallest, 0, and its largest."""
+    ends = torch.tensor([0.0, (2**24 - 1) / 2**24])
+    monkeypatch.setattr("mpcomp.core.randomness.uniform", lambda *_: ends)
+    low, high = normal(drawn(0), 2, CPU).tolist()
+    assert -6 < low < -5 and high == pytest.approx(-low, abs=1e-3)

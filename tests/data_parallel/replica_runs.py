@@ -1,6 +1,8 @@
 """What the processes of these tests do: exchange gradients that are made up, or train with DDP."""
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +50,16 @@ def mean_gradients(like: dict[str, Tensor], num_replicas: int, step: int) -> dic
     """What a plain DDP would make of them."""
     own = [gradients(like, rank, step) for rank in range(num_replicas)]
     return {name: torch.stack([g[name] for g in own]).double().mean(0) for name in like}
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """A group of this process alone: its exchanges take the ways of many, and cost no process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def exchange_of(
