@@ -1,5 +1,7 @@
 """Two levels: equal to one for exact top-k, drawn alike by both ends, never rounded twice."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -18,7 +20,6 @@ from mpcomp import (
     TopK,
     parse,
 )
-from mpcomp.compressors.base import num_kept
 from mpcomp.compressors.multi_level import levels
 
 EXACT = [TopK(0.1), SampledTopK(0.1), RedSyncTopK(0.1), RedSyncTopK(0.1, search="binary")]
@@ -62,12 +63,18 @@ def test_equals_direct_top_k_for_any_ratios_and_ties(values, first, ratio):
 
 
 def test_the_second_number_follows_from_the_tensor_not_from_the_first_number():
-    """k2 = ceil(keep2 n); ceil(k1 keep2 / keep1) would be one too many here."""
-    x = torch.randn(1, 1005)
-    first, second = levels(TopK(0.1), 0.01, x[0])
-    assert first.numel() == 101 and second.numel() == num_kept(0.01, 1005) == 11  # not 10.1 -> 11
-    first, second = levels(TopK(0.7), 0.35, torch.randn(9))
-    assert first.numel() == 7 and second.numel() == num_kept(0.35, 9) == 4
+    """k2 = ceil(keep2 n); ceil(k1 keep2 / keep1) would be one too many in each of these."""
+    for n, keep, second_keep, numbers in [
+        (1001, 0.01, 0.0099, (11, 10)),  # 9.9, not 11 * 0.99 = 10.9
+        (9, 0.7, 0.65, (7, 6)),  # 5.85, not 7 * 0.65 / 0.7 = 6.5
+        (21, 0.1, 0.095, (3, 2)),  # 1.995, not 3 * 0.95 = 2.85
+    ]:
+        assert math.ceil(numbers[0] * second_keep / keep) == numbers[1] + 1
+        first, second = levels(TopK(keep), second_keep, torch.randn(n))
+        assert (first.numel(), second.numel()) == numbers
+        x = torch.randn(1, n)
+        (sent,) = MultiLevel(TopK(keep), second_keep).compress(x)[:1]
+        assert sent.numel() == numbers[1]
 
 
 @pytest.mark.parametrize("method", [*EXACT, RandomK(0.1), RandomBlock(0.1)], ids=str)

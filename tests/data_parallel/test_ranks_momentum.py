@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import preload
-from replica_runs import exchange_of, exchanged, gradients, parameters
+from replica_runs import alone, exchange_of, exchanged, gradients, parameters
 from torch import Tensor
 
 from mpcomp import DGC, RedSync
@@ -147,6 +147,21 @@ def test_what_was_sent_is_cleared(momentum_runs, method):
         assert bool((state["velocity"][cleared] == 0).all()) == (
             method.masking or method.momentum == 0
         )
+
+
+def test_same_signs_by_turns():
+    """The largest positive elements in a step, the largest negative ones in the next."""
+    exchange_steps = []
+    with alone():
+        exchange = exchange_of(RedSync(0.1, momentum=0.0, same_sign=True), parameters())
+        for step in range(5):
+            given = gradients(parameters(), 0, step)
+            exchange_steps.append(exchanged(exchange, given))
+            assert exchange.report()["paths"] == {"dense": 2, "gather": 3}
+    for step, result in enumerate(exchange_steps):
+        for name in ("wide", "conv", "tall"):
+            there = result[name][result[name] != 0].sign()
+            assert there.numel() > 5 and bool((there == (1, -1)[step % 2]).all()), (step, name)
 
 
 def test_stages_of_warm_up():
