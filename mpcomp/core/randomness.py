@@ -59,7 +59,8 @@ def normal(generator: torch.Generator, numel: int, device: torch.device) -> Tens
     rounding to fp32 hides in what way the CPU's own differ.
     """
     middle = uniform(generator, numel, torch.device("cpu")).double() + 0.5 / (1 << 24)
-    return torch.special.ndtri(middle).to(device, torch.float32)
+    numbers: Tensor = torch.special.ndtri(middle)
+    return numbers.to(device, torch.float32)
 
 
 @contextmanager

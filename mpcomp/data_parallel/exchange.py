@@ -52,6 +52,7 @@ class Exchange:
             alone by DDP.
         history: how many steps `history` keeps.
         whole: the whole model's parameters, where this rank has a part of them.
+        sizes: elements of the whole parameter, where ``parameters`` are pieces of some.
         copy_of: of each parameter here that another rank has a copy of (a tied weight) the name
             that both draw random numbers by, and under which it counts.
         waiting: a context for whatever needs other replicas, and fails if one is gone.
@@ -80,6 +81,7 @@ class Exchange:
         unused: bool = False,
         history: int = 100_000,
         whole: Mapping[str, Tensor] | None = None,
+        sizes: Mapping[str, int] | None = None,
         copy_of: Mapping[str, str] | None = None,
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
         timeout: timedelta | None = None,
@@ -87,7 +89,7 @@ class Exchange:
         self.method = method
         self.network = network or ReplicaNetwork()
         self.num_replicas = dist.get_world_size(group)
-        check_run(whole or parameters, method, self.network, self.num_replicas)
+        check_run(whole or parameters, method, self.network, self.num_replicas, sizes)
         self._device = next((p.device for p in parameters.values()), torch.device("cpu"))
         self._connections = Connections(
             group, self.network, self._device, waiting=waiting, timeout=timeout
@@ -96,7 +98,7 @@ class Exchange:
         self._everywhere = everywhere or self._connections.sum
         self._own_norm = own_norm
         self._seed = seed
-        self._compressible = matrices(parameters, self.network)
+        self._compressible = matrices(parameters, self.network, sizes)
         self._metas = {name: matrix_of(TensorMeta.of(p)) for name, p in parameters.items()}
         self._watched = list(parameters) if unused else []
         self._open: Averaging | None = None

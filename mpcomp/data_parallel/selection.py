@@ -27,13 +27,24 @@ PATH_OF = {
 }
 
 
-def matrices(parameters: Mapping[str, Tensor], network: ReplicaNetwork) -> dict[str, TensorMeta]:
-    """The parameters that may go compressed, as matrices."""
+def matrices(
+    parameters: Mapping[str, Tensor],
+    network: ReplicaNetwork,
+    sizes: Mapping[str, int] | None = None,
+) -> dict[str, TensorMeta]:
+    """The parameters that may go compressed, as matrices.
+
+    Args:
+        parameters: by name.
+        network: says from how many elements on.
+        sizes: elements of the whole parameter, where ``parameters`` are pieces; by default theirs.
+    """
     metas = {name: TensorMeta.of(p) for name, p in parameters.items()}
+    sizes = sizes or {name: meta.numel for name, meta in metas.items()}
     return {
         name: matrix_of(meta)
         for name, meta in metas.items()
-        if len(meta.shape) > 1 and meta.numel >= network.smallest
+        if len(meta.shape) > 1 and sizes[name] >= network.smallest
     }
 
 
@@ -42,6 +53,7 @@ def check_run(
     method: ReplicaMethod,
     network: ReplicaNetwork,
     num_replicas: int,
+    sizes: Mapping[str, int] | None = None,
 ) -> None:
     """Checks what ranks can tell alike before anything is connected.
 
@@ -50,6 +62,7 @@ def check_run(
         method: between replicas.
         network: how they are connected.
         num_replicas: how many.
+        sizes: as for `matrices`.
 
     Raises:
         ValueError: the method does not suit the model or the path, or the network these replicas.
@@ -59,7 +72,7 @@ def check_run(
     if wide:
         raise TypeError(f"{wide[0]} is fp64: gradients between replicas are at most fp32")
     network.check_replicas(num_replicas)
-    setting = Setting(num_replicas, matrices(parameters, network))
+    setting = Setting(num_replicas, matrices(parameters, network, sizes))
     method.check(setting)
     controller = method.controller(setting)
     if controller.waits and network.per_machine > 1:

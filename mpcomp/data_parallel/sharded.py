@@ -57,6 +57,11 @@ class ShardedParameter:
     padded: TensorMeta
     dims: int
 
+    @property
+    def numel(self) -> int:
+        """Elements of the whole parameter."""
+        return sum(piece.numel for piece in self.pieces)
+
     def key(self, rank: int) -> str:
         """Under which a piece counts as a parameter of its own."""
         return f"{self.name}/{rank}"
@@ -101,8 +106,13 @@ class ShardedExchange(Exchange):
             for rank, meta in enumerate(part.pieces)
             if meta.numel
         }
-        _check_method(method, network, pieces, dist.get_world_size(group))
-        super().__init__(pieces, method, group, network=network, seed=seed, **connections)
+        # By the whole, so that the same parameters go compressed however many ranks share them.
+        sizes = {part.key(rank): part.numel for part in parts for rank in range(len(part.pieces))}
+        metas = matrices(pieces, network, sizes)
+        _check_method(method, network, metas, dist.get_world_size(group))
+        super().__init__(
+            pieces, method, group, network=network, seed=seed, sizes=sizes, **connections
+        )
         self.param_comp = param_comp
         self.gathered = ReplicaTraffic()  # of parameters
         self.rank = dist.get_rank(group)
@@ -244,7 +254,7 @@ class ShardedExchange(Exchange):
         codec, meta = self.param_comp, self._padded(part, dtype)
         if codec is None or not compress or part.dims < 2:
             return Identity()
-        if meta.numel < self.network.smallest:
+        if part.numel < self.network.smallest:
             return Identity()
         return codec if codec.wire_bytes(shape_for(codec, meta)) < meta.dense_bytes else Identity()
 
@@ -265,7 +275,7 @@ class ShardedExchange(Exchange):
 
 
 def _check_method(
-    method: ReplicaMethod, network: ReplicaNetwork, pieces: Mapping[str, Tensor], num_ranks: int
+    method: ReplicaMethod, network: ReplicaNetwork, metas: Mapping[str, TensorMeta], num_ranks: int
 ) -> None:
     """Raises ValueError for what sharded gradients cannot be sent with."""
     if method.rhythm is not None:
@@ -273,7 +283,6 @@ def _check_method(
             f"{method} with sharded parameters: replicas that train alone need all of them each; "
             "use DDP, or a pipeline without shard=True, or another method such as conef+topk:0.1"
         )
-    metas = matrices(pieces, network)
     controller = method.controller(Setting(num_ranks, metas))
     controller.begin(0, None)
     problem = None
