@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import mpcomp
+from recipes.replica_log import NewSteps
 
 #: One color a boundary, which its two directions share.
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
@@ -26,19 +27,20 @@ class AdaptiveLog:
 
     def __init__(self, pipe: mpcomp.Pipeline) -> None:
         self._pipe = pipe
-        self._written = 0
+        self._steps = NewSteps(pipe.adaptation.history)
 
     @property
     def active(self) -> bool:
         """Whether a link is adaptive."""
         return bool(self._pipe.adaptation.links)
 
+    def note_step(self) -> None:
+        """Takes down the step that has ended."""
+        self._steps.note()
+
     def new_steps(self) -> list[dict[str, Any]]:
         """Entries of the steps since the last call; see `mpcomp.Pipeline.adaptive_history`."""
-        steps = [e for e in self._pipe.adaptive_history if e["step"] >= self._written]
-        if steps:
-            self._written = steps[-1]["step"] + 1
-        return steps
+        return self._steps.take()
 
 
 def plot_ratios(steps: Sequence[Mapping[str, Any]], path: Path) -> None:

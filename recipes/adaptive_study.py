@@ -226,7 +226,7 @@ def train(config: RunConfig, settings: Line, ranks: Ranks) -> Line:
     summary = trainer.fit(progress=False)
     links = [link for boundary in trainer.pipe.boundaries for link in boundary.links]
     sent = [link.meter.train for link in links]
-    history = trainer.pipe.adaptive_history
+    history = trainer.adaptive_log.new_steps()
     every = max(1, len(history) // 40)
     return {
         **reached(summary),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Reversible, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,7 +28,7 @@ class ReplicaLog:
         self._pipe = pipe
         self._exchange = pipe.exchange
         self._data_s = 0.0
-        self._written = 0
+        self._steps = NewSteps(() if self._exchange is None else self._exchange.history)
 
     @property
     def active(self) -> bool:
@@ -85,13 +86,40 @@ class ReplicaLog:
             }
         }
 
+    def note_step(self) -> None:
+        """Takes down the step that has ended."""
+        self._steps.note()
+
     def new_steps(self) -> list[dict[str, Any]]:
         """Entries of the steps since the last call."""
-        if self._exchange is None:
-            return []
-        steps = [e for e in self._exchange.history if e["step"] >= self._written]
-        if steps:
-            self._written = steps[-1]["step"] + 1
+        return self._steps.take()
+
+
+class NewSteps:
+    """The entries of a history of the last steps that are in no file yet.
+
+    A history forgets, so `note` is called more often than it is long.
+
+    Args:
+        history: entries with the number of their ``step``, ascending; it may be added to.
+    """
+
+    def __init__(self, history: Reversible[Mapping[str, Any]]) -> None:
+        self._history = history
+        self._noted = 0
+        self._steps: list[dict[str, Any]] = []
+
+    def note(self) -> None:
+        """Takes down what is new."""
+        new = list(takewhile(lambda e: e["step"] >= self._noted, reversed(self._history)))
+        self._steps += map(dict, reversed(new))
+        if new:
+            self._noted = new[0]["step"] + 1
+
+    def take(self) -> list[dict[str, Any]]:
+        """Entries since the last call."""
+        self.note()
+        steps, self._steps = self._steps, []
         return steps
 
 

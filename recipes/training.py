@@ -217,6 +217,8 @@ class Trainer(ABC, Generic[AnyConfig]):
             loss_sum += self._step(batches).to(self.device)
             skipped_steps += self.pipe.step_skipped
             self.end_step()
+            for log in (self.replica_log, self.adaptive_log):
+                log.note_step()
             bar.update()
             if step % 10 == 0 or step == self.steps_per_epoch:  # reading a loss waits for a GPU
                 seen = min(step * self.accumulate, self.num_batches)

@@ -52,11 +52,15 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 from typing import Any, Final, Literal, TypeAlias
 
 __all__ = ["POLICIES", "Branch", "Search", "checked_cfs", "ladder"]
+
+#: Windows that `Search.history` goes back.
+_DECISIONS = 200
 
 Branch: TypeAlias = Literal["dense", "minimum", "candidate"]
 
@@ -133,7 +137,6 @@ class Search:
         rungs: the CFs, ascending.
         steps: number of steps so far.
         saturated: whether the candidate is the CF beyond which throughput did not grow.
-        history: what was decided at the end of each window, as plain numbers and words.
     """
 
     def __init__(
@@ -155,7 +158,7 @@ class Search:
         self.smoothing = smoothing
         self.steps = 0
         self.saturated = False
-        self.history: list[dict[str, Any]] = []
+        self._history: deque[dict[str, Any]] = deque(maxlen=_DECISIONS)
         self._min = 0
         self._candidate = min(1, self._top)
         self._gain_min: float | None = None
@@ -164,6 +167,14 @@ class Search:
         self._dense: _Throughput | None = None
         self._turned = False  # whether the largest CF has been rejected
         self._stay = 0  # windows before the next higher rung is tested
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """What was decided at the end of each of the last 200 windows, in plain numbers and words.
+
+        Older decisions are forgotten, as this is a part of every checkpoint.
+        """
+        return list(self._history)
 
     @property
     def _top(self) -> int:
@@ -294,7 +305,7 @@ class Search:
             cf_candidate=self.cf_candidate,
             saturated=self.saturated,
         )
-        self.history.append(decision)
+        self._history.append(decision)
         return decision
 
     def _forget(self) -> None:
@@ -376,7 +387,7 @@ class Search:
             "turned": self._turned,
             "stay": self._stay,
             "dense": None if self._dense is None else list(astuple(self._dense)),
-            "history": [dict(decision) for decision in self.history],
+            "history": [dict(decision) for decision in self._history],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -401,4 +412,4 @@ class Search:
         self._gain_candidate = state["gain_candidate"]
         self._throughputs = {rung: _Throughput(*seen) for rung, *seen in state["throughputs"]}
         self._dense = None if state["dense"] is None else _Throughput(*state["dense"])
-        self.history = [dict(decision) for decision in state["history"]]
+        self._history = deque(map(dict, state["history"]), maxlen=_DECISIONS)

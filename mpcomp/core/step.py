@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Key", "MessageContext", "Probe", "SampleIds", "Step"]
+__all__ = ["HISTORY_STEPS", "Key", "MessageContext", "Probe", "SampleIds", "Step"]
 
+#: Steps that a history in memory goes back: a long run's log belongs into a file.
+HISTORY_STEPS = 1000
 #: What a slot of a feedback method's state is found by.
 Key = tuple[int, ...]
 #: Ids of a microbatch's rows, or the index of a batch of fixed composition.

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mpcomp.core.step import HISTORY_STEPS
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.core.traffic import ReplicaTraffic
 from mpcomp.data_parallel.averaging import Averaging, Run
@@ -50,7 +51,7 @@ class Exchange:
             rank's part; by default there is no other part.
         unused: whether a parameter may get no gradient in a step on all replicas, and is then left
             alone by DDP.
-        history: how many steps `history` keeps.
+        history: how many steps `history` goes back; a log of all belongs into a file.
         whole: the whole model's parameters, where this rank has a part of them.
         sizes: elements of the whole parameter, where ``parameters`` are pieces of some.
         copy_of: of each parameter here that another rank has a copy of (a tied weight) the name
@@ -79,7 +80,7 @@ class Exchange:
         everywhere: Callable[[Sequence[float]], list[float]] | None = None,
         own_norm: Callable[[float], float] = math.sqrt,
         unused: bool = False,
-        history: int = 100_000,
+        history: int = HISTORY_STEPS,
         whole: Mapping[str, Tensor] | None = None,
         sizes: Mapping[str, int] | None = None,
         copy_of: Mapping[str, str] | None = None,

@@ -51,7 +51,7 @@ class CompressedGradients:
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """An entry for each step: bytes, floats, seconds, and what the method was at."""
+        """An entry for each of the last 1,000 steps: bytes, floats, seconds, the method's state."""
         return list(self.exchange.history)
 
     def report(self) -> dict[str, Any]:

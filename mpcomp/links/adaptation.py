@@ -18,14 +18,11 @@ from mpcomp.adaptive.budget import Budgeted, bytes_at, share_out
 from mpcomp.adaptive.link_policy import LinkState, Searching
 from mpcomp.adaptive.method import Adaptive
 from mpcomp.core.spec import SpecValue
-from mpcomp.core.step import Step
+from mpcomp.core.step import HISTORY_STEPS, Step
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.links.link import Link
 
 __all__ = ["Adaptation", "state_of", "state_of_link"]
-
-#: Steps that `Adaptation.history` goes back.
-_HISTORY = 100_000
 
 #: Of each microbatch what crosses each cut.
 Metas = Sequence[Sequence[TensorMeta]]
@@ -54,15 +51,16 @@ class Adaptation:
         num_replicas: number of pipelines.
 
     Attributes:
-        history: of each step its number, and of each adaptive link ("0.act") what it sent with:
-            ``cf`` (1 if dense), ``branch`` ("dense", "minimum", "candidate", "budget", or "off"
-            where compression was off), ``gain`` of that (None if not known); under GraVAC's rule
-            also the average gains ``gain_min`` and ``gain_candidate``.
+        history: of each of the last `HISTORY_STEPS` steps its number, and of each adaptive link
+            ("0.act") what it sent with: ``cf`` (1 if dense), ``branch`` ("dense", "minimum",
+            "candidate", "budget", or "off" where compression was off), ``gain`` of that (None if
+            not known); under GraVAC's rule also the average gains ``gain_min`` and
+            ``gain_candidate``.
     """
 
     def __init__(self, links: Sequence[Link], *, num_ranks: int, num_replicas: int) -> None:
         self.links = [link for link in links if link.adaptive is not None]
-        self.history: deque[dict[str, Any]] = deque(maxlen=_HISTORY)
+        self.history: deque[dict[str, Any]] = deque(maxlen=HISTORY_STEPS)
         self._num_ranks = num_ranks
         self._num_replicas = num_replicas
 

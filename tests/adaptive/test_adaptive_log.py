@@ -1,5 +1,7 @@
 """The run folder's log of ratios: only new steps, in place of those of a run that was resumed."""
 
+from collections import deque
+
 import torch
 import torch.nn.functional as F
 from models import MLP_SPLIT, mlp, rows
@@ -7,7 +9,7 @@ from models import MLP_SPLIT, mlp, rows
 import mpcomp
 from mpcomp import Adaptive, TopK
 from recipes.adaptive_log import AdaptiveLog, plot_ratios
-from recipes.replica_log import append_steps, read_steps
+from recipes.replica_log import NewSteps, append_steps, read_steps
 
 
 def test_steps_are_written_once_and_drawn(tmp_path):
@@ -27,3 +29,17 @@ def test_steps_are_written_once_and_drawn(tmp_path):
     plot_ratios(read_steps(path), tmp_path / "adaptive.png")
     assert (tmp_path / "adaptive.png").read_bytes().startswith(b"\x89PNG")
     assert not AdaptiveLog(mpcomp.pipeline(mlp(), 2, **options)).active
+
+
+def test_a_log_has_all_steps_of_a_history_that_forgets():
+    history: deque[dict[str, int]] = deque(maxlen=3)
+    log = NewSteps(history)
+    taken = []
+    for step in range(20):
+        history.append({"step": step})
+        log.note()
+        if step % 7 == 6:
+            taken.append(log.take())
+    taken.append(log.take())
+    assert [len(steps) for steps in taken] == [7, 7, 6] and log.take() == []
+    assert [entry["step"] for steps in taken for entry in steps] == list(range(20))
