@@ -55,6 +55,7 @@ def pipeline(
     scaler: torch.amp.GradScaler | None = None,
     weights: str | Path | None = None,
     timeout: float = 300.0,
+    checks: str = "state",
 ) -> Pipeline:
     """Cuts ``model`` into stages that exchange compressed activations and gradients.
 
@@ -118,6 +119,10 @@ def pipeline(
         weights: folder with the model's .safetensors files, or a checkpoint; the model may then be
             on the meta device, and each rank reads its own stages alone.
         timeout: seconds that a rank waits for another before all give up.
+        checks: "state" compares, every hundred steps, what both ends of links keep, tied weights
+            and the weights of replicas; "message" besides gives each message of a cut or tie a sum
+            over its bits, 16 bytes more or 8, that its receiver compares (and an accelerator waits
+            for); "none" does neither. See docs/security.md.
 
     Returns:
         A `Pipeline`.
@@ -144,6 +149,7 @@ def build(model: nn.Module, config: PipelineConfig) -> Pipeline:
         "seed": config.seed,
         "replica": launch.replica,
         "warmup_steps": config.warmup_steps,
+        "checked": config.checks == "message",
     }
     with launch.failing_together():
         cut = launch.cut(model)

@@ -24,6 +24,7 @@ from stages.split import Where
 __all__ = ["PipelineConfig"]
 
 _ENGINES = ("local", "distributed")
+_CHECKS = ("none", "state", "message")
 
 
 def _same(shown: Callable[[Any], Any] = lambda value: value, name: str = "") -> dict[str, Any]:
@@ -82,6 +83,7 @@ class PipelineConfig:
     )
     weights: str | Path | None = field(metadata=_of_rank("a folder on the rank's own disk"))
     timeout: float = field(metadata=_same())
+    checks: str = field(metadata=_same())
 
     def __post_init__(self) -> None:
         chunks, in_flight = self.chunks, self.in_flight
@@ -130,6 +132,8 @@ class PipelineConfig:
             )
         if not _positive(self.timeout):
             raise ValueError(f"timeout={self.timeout!r}: expected seconds, more than 0")
+        if self.checks not in _CHECKS:
+            raise ValueError(f"checks={self.checks!r}: expected one of {', '.join(_CHECKS)}")
         if self.engine not in (None, *_ENGINES):
             raise ValueError(
                 f"engine={self.engine!r}: expected one of {', '.join(_ENGINES)}, or None"

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mpcomp.comm.failures import Waits
+from mpcomp.core.wire import CHECKED_HEADER_BYTES
 
 __all__ = ["Channel", "LocalChannel", "WireChannel"]
 
@@ -33,8 +34,14 @@ class Channel(ABC):
     waited_s: float = 0.0
 
     @abstractmethod
-    def post(self, microbatch: int, num_bytes: int) -> None:
-        """Prepares for a message of this length."""
+    def post(self, microbatch: int, num_bytes: int, room: int = 0) -> None:
+        """Prepares for a message of this length.
+
+        Args:
+            microbatch: its number.
+            num_bytes: of the message, the most where that varies.
+            room: bytes for one that is longer than it should be, where a transport can tell.
+        """
 
     @abstractmethod
     def send(self, microbatch: int, message: Tensor) -> None:
@@ -62,7 +69,7 @@ class LocalChannel(Channel):
         self.device = device
         self._messages: dict[int, Tensor] = {}
 
-    def post(self, microbatch: int, num_bytes: int) -> None:
+    def post(self, microbatch: int, num_bytes: int, room: int = 0) -> None:
         pass
 
     def send(self, microbatch: int, message: Tensor) -> None:
@@ -116,9 +123,13 @@ class WireChannel(Channel):
         self._posted: dict[int, tuple[Tensor, Any]] = {}
         self._sent: list[tuple[int, Tensor, Any]] = []
 
-    def post(self, microbatch: int, num_bytes: int) -> None:
+    def post(self, microbatch: int, num_bytes: int, room: int = 0) -> None:
         device = torch.device("cpu") if self._staged else self.device
+        if not self._in_order:  # NCCL wants both ends to name one length
+            num_bytes = max(num_bytes, room)
         buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=self._staged)
+        # No header is of zeros: a message that is too short must not show what was there before.
+        buffer[:CHECKED_HEADER_BYTES] = 0
         work = None if self._in_order else self._start(buffer, microbatch)
         self._posted[microbatch] = buffer, work
 

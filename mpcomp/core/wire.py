@@ -3,33 +3,39 @@
 Gradients between replicas are packed alone. The message of a cut is a header and then the payload.
 
 The header says what a receiver cannot derive: whether the sender saw non-finite values; and
-what it must agree with the receiver about: a checksum over slots and their flags, and the
+what it must agree with the receiver about: a checksum over layout, slots and their flags, and the
 compression factor. Its fields, little-endian::
 
-    0        1     2       3       4      8     12      16
-    version  kind  status  varies  check  step  cf      length (where it varies)
+    0        1     2       3     4      8     12   16      24                  32
+    version  kind  status  form  check  step  cf   length  sum over all bits
 
 Payload tensors follow in the order of the layout, each aligned to its element size.
 
-Most messages are as long as their layout says, and have a header of 16 bytes whose byte 3 is 0.
-Where the length is known only after coding (`Compressor.variable_length`), that byte is 1 and
-eight more say how long the message is, the header included. Its layout then is the longest that
-it may have: so much is posted for it, but what is sent ends with the last tensor of the payload,
-uint8 [n] of any n up to the layout's. Both ends know beforehand which of the two a message is.
+Most messages are as long as their layout says, and have a header of 16 bytes whose form is 0.
+Where the length is known only after coding (`Compressor.variable_length`), the form is 1 and
+eight bytes more say how long the message is, the header included. Its layout then is the longest
+that it may have: so much is posted for it, but what is sent ends with the last tensor of the
+payload, uint8 [n] of any n up to the layout's. Where every message is checked (form 3), it has its
+length too, and a sum over all bits but its own (`mpcomp.core.bit_sum`). Both ends know beforehand
+which of the three a message is.
 """
 
 from __future__ import annotations
 
+import functools
 import struct
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from mpcomp.core.bit_sum import bit_sum
 from mpcomp.core.tensor_meta import TensorMeta
 
 __all__ = [
+    "CHECKED_HEADER_BYTES",
     "COMPRESSED",
     "DENSE",
     "HEADER_BYTES",
@@ -39,10 +45,12 @@ __all__ = [
     "Payload",
     "aligned_length",
     "frame",
+    "layout_check",
     "message_bytes",
     "pack",
     "pack_into",
     "packed_length",
+    "seal",
     "set_status",
     "status_of",
     "unframe",
@@ -53,6 +61,8 @@ VERSION = 2
 DENSE, COMPRESSED = 0, 1
 HEADER_BYTES = 16
 LONG_HEADER_BYTES = 24  # where the length varies
+CHECKED_HEADER_BYTES = 32  # where every message has a sum over its bits
+_LONG, _CHECKED = 1, 2  # bits of the form
 _STATUS = 2  # position of the byte
 _ALIGNED = 16  # bytes; no element is longer
 _HEADER = struct.Struct("<BBBBIIf")
@@ -217,13 +227,14 @@ class Header:
     Attributes:
         kind: DENSE or COMPRESSED.
         status: 0, or 1 if the tensor had non-finite values.
-        check: checksum over slots and flags.
+        check: checksum over layout, slots and flags.
         step: number of the step, modulo 2^32.
         cf: compression factor that an adaptive link coded the message with, in fp32; 0 for a dense
             message, and where the method is fixed.
         version: of this format.
-        length: bytes of the whole message where that varies, else None. Not compared, as who
-            expects a message does not know it.
+        length: bytes of the whole message where it says so, else None. Not compared, as who
+            expects a message may not know it.
+        checked: whether there is a sum over the message's bits.
     """
 
     kind: int
@@ -233,35 +244,46 @@ class Header:
     cf: float = 0.0
     version: int = VERSION
     length: int | None = field(default=None, compare=False)
+    checked: bool = False
 
     def __post_init__(self) -> None:
         # As it travels, so that what arrives is equal to what is expected.
         object.__setattr__(self, "cf", _FP32.unpack(_FP32.pack(self.cf))[0])
 
     def to_tensor(self) -> Tensor:
-        """The header as uint8 [16], or [24] where the length varies, on the CPU."""
+        """The header as uint8 [16], [24] with a length, [32] with a sum to be; on the CPU."""
+        long = self.length is not None
+        assert long or not self.checked, "a message that is checked says its length"
         raw = _HEADER.pack(
             self.version,
             self.kind,
             self.status,
-            self.length is not None,
+            _LONG * long | _CHECKED * self.checked,
             self.check,
             self.step & 0xFFFFFFFF,
             self.cf,
         )
         if self.length is not None:
             raw += _LENGTH.pack(self.length)
+        if self.checked:
+            raw += bytes(CHECKED_HEADER_BYTES - LONG_HEADER_BYTES)
         return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
 
     @classmethod
     def of(cls, message: Tensor) -> Header:
-        """Reads the header of a message (from an accelerator this waits for it)."""
+        """Reads the header of a message (from an accelerator this waits for it).
+
+        Raises:
+            RuntimeError: there is none.
+        """
         raw = bytes(message[:LONG_HEADER_BYTES].tolist())
-        version, kind, status, varies, check, step, cf = _HEADER.unpack_from(raw)
+        if len(raw) < HEADER_BYTES:
+            raise RuntimeError(f"message of {len(raw)} bytes, which is no header")
+        version, kind, status, form, check, step, cf = _HEADER.unpack_from(raw)
         length = None
-        if varies and len(raw) == LONG_HEADER_BYTES:
+        if form & _LONG and len(raw) == LONG_HEADER_BYTES:
             (length,) = _LENGTH.unpack_from(raw, HEADER_BYTES)
-        return cls(kind, status, check, step, cf, version, length)
+        return cls(kind, status, check, step, cf, version, length, bool(form & _CHECKED))
 
 
 def set_status(message: Tensor, status: Tensor | int) -> None:
@@ -274,24 +296,43 @@ def status_of(message: Tensor) -> Tensor:
     return message[_STATUS]
 
 
-def message_bytes(layout: tuple[TensorMeta, ...], *, variable: bool = False) -> int:
+def _header_bytes(variable: bool, checked: bool) -> int:
+    if checked:
+        return CHECKED_HEADER_BYTES
+    return LONG_HEADER_BYTES if variable else HEADER_BYTES
+
+
+def message_bytes(
+    layout: tuple[TensorMeta, ...], *, variable: bool = False, checked: bool = False
+) -> int:
     """Length of a message with this layout, header included; the largest where it varies."""
-    return packed_length(layout, LONG_HEADER_BYTES if variable else HEADER_BYTES)
+    return packed_length(layout, _header_bytes(variable, checked))
 
 
-def frame(header: Header, payload: Payload, *, variable: bool = False) -> Tensor:
+@functools.lru_cache(4096)
+def layout_check(layout: tuple[TensorMeta, ...]) -> int:
+    """A number of 32 bits that two ends have in common if they have the layout of a message."""
+    return zlib.crc32(repr([(part.shape, str(part.dtype)) for part in layout]).encode())
+
+
+def frame(
+    header: Header, payload: Payload, *, variable: bool = False, checked: bool = False
+) -> Tensor:
     """Header and payload as one uint8 buffer on the payload's device.
 
     Args:
         header: of the message; its length is filled in here.
         payload: tensors of the layout, where the length varies the last one maybe shorter.
         variable: whether it does.
+        checked: whether there is room for a sum over its bits, which `seal` fills in.
     """
     device = payload[0].device if payload else torch.device("cpu")
-    length = message_bytes(tuple(map(TensorMeta.of, payload)), variable=variable)
+    layout = tuple(map(TensorMeta.of, payload))
+    length = message_bytes(layout, variable=variable, checked=checked)
     if variable:
         assert payload and payload[-1].dtype == torch.uint8 and payload[-1].dim() == 1
-        header = replace(header, length=length)
+    if variable or checked:
+        header = replace(header, length=length, checked=checked)
     message = torch.empty(length, dtype=torch.uint8, device=device)
     head = header.to_tensor()
     message[: head.numel()] = head.to(device, non_blocking=True)
@@ -299,44 +340,78 @@ def frame(header: Header, payload: Payload, *, variable: bool = False) -> Tensor
     return message
 
 
-def unframe(message: Tensor, layout: tuple[TensorMeta, ...], *, variable: bool = False) -> Payload:
+def seal(message: Tensor) -> None:
+    """Writes the sum over a message's bits into its header, when nothing else will change."""
+    _sum_of(message).copy_(_bits_of(message).reshape(1).view(torch.uint8))
+
+
+def _sum_of(message: Tensor) -> Tensor:
+    return message[LONG_HEADER_BYTES:CHECKED_HEADER_BYTES]
+
+
+def _bits_of(message: Tensor) -> Tensor:
+    """Sum over all bits of a message but those of the sum itself, int64 []."""
+    head = bit_sum(message[:LONG_HEADER_BYTES])
+    return bit_sum(torch.stack([head, bit_sum(message[CHECKED_HEADER_BYTES:])]))
+
+
+def unframe(
+    message: Tensor,
+    layout: tuple[TensorMeta, ...],
+    *,
+    variable: bool = False,
+    checked: bool = False,
+) -> Payload:
     """The payload as views into the message.
 
     Args:
-        message: as long as the layout says. Where its length varies: what was sent, or the buffer
-            that was posted for it, of which the end then has no meaning.
+        message: as long as the layout says. Where its length varies or it is checked: what was
+            sent, or the buffer that was posted for it, of which the end then has no meaning.
         layout: of the payload, the largest where it varies.
         variable: whether it does; then the header is read, so an accelerator is waited for.
+        checked: whether the message has a sum over its bits, which is compared; likewise.
 
     Raises:
-        RuntimeError: the message is not as long as the layout, or its header, says.
+        RuntimeError: the message is not as long as the layout, or its header, says, or not the one
+            that was sent.
     """
-    most = message_bytes(layout, variable=variable)
-    if not variable:
+    most = message_bytes(layout, variable=variable, checked=checked)
+    if not (variable or checked):
         if message.numel() != most:
             raise RuntimeError(f"message of {message.numel()} bytes where {most} were expected")
         return unpack(message, layout, HEADER_BYTES)
-    last = layout[-1]
-    assert last.dtype == torch.uint8 and len(last.shape) == 1
-    least = most - last.numel
-    if not least <= message.numel() <= most:
-        raise RuntimeError(
-            f"message of {message.numel()} bytes where {least} to {most} were expected"
-        )
-    length = Header.of(message).length
-    if length is None:
+    least = most
+    if variable:
+        last = layout[-1]
+        assert last.dtype == torch.uint8 and len(last.shape) == 1
+        least -= last.numel
+    expected = f"{least} to {most}" if variable else f"{most}"
+    # What is checked may have come to a buffer with room for any message.
+    if message.numel() < least or (message.numel() > most and not checked):
+        raise RuntimeError(f"message of {message.numel()} bytes where {expected} were expected")
+    header = Header.of(message)
+    if header.length is None:
         raise RuntimeError(
             f"message of {message.numel()} bytes that does not say its length, where one of "
-            f"{least} to {most} bytes was expected: the two ends have different methods"
+            f"{expected} bytes was expected: the two ends have different methods"
         )
-    if not least <= length <= most:
+    if not least <= header.length <= most:
         raise RuntimeError(
-            f"message that says it has {length} bytes where {least} to {most} were expected: "
+            f"message that says it has {header.length} bytes where {expected} were expected: "
             "its header is damaged, or the two ends have different methods"
         )
-    if length > message.numel():
+    if header.length > message.numel():
         raise RuntimeError(
-            f"message of {message.numel()} bytes that says it has {length}: it was cut short"
+            f"message of {message.numel()} bytes that says it has {header.length}: it was cut short"
         )
-    sent = (*layout[:-1], TensorMeta((length - least,), torch.uint8))
-    return unpack(message, sent, LONG_HEADER_BYTES)
+    message = message[: header.length]
+    if checked and not torch.equal(
+        _sum_of(message), _bits_of(message).reshape(1).view(torch.uint8)
+    ):
+        raise RuntimeError(
+            f"message of {header.length} bytes whose bits do not add up to what its sender has "
+            "written: it was damaged or cut short on its way"
+        )
+    if variable:
+        layout = (*layout[:-1], TensorMeta((header.length - least,), torch.uint8))
+    return unpack(message, layout, _header_bytes(variable, checked))

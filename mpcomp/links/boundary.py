@@ -121,7 +121,7 @@ class ConnectedBoundary:
     def post_activation(self, meta: TensorMeta, step: Step, microbatch: int) -> None:
         """Prepares for an activation to come (later stage's side)."""
         size = self.boundary.activation_bytes(meta, step, microbatch, self.act.device)
-        self.act.post(microbatch, size)
+        self.act.post(microbatch, size, self.boundary.act.room(meta))
 
     def send_activation(self, x: Tensor, meta: TensorMeta, step: Step, microbatch: int) -> None:
         """Sends an activation (earlier stage's side)."""
@@ -139,7 +139,7 @@ class ConnectedBoundary:
     def post_gradient(self, meta: TensorMeta, step: Step, microbatch: int) -> None:
         """Prepares for the gradient of an activation that was sent (earlier stage's side)."""
         size = self.boundary.gradient_bytes(meta, step, microbatch, self.grad.device)
-        self.grad.post(microbatch, size)
+        self.grad.post(microbatch, size, self.boundary.grad.room(meta))
 
     def send_gradient(self, x: Tensor, meta: TensorMeta, step: Step, microbatch: int) -> None:
         """Sends a gradient, in its activation's memory order (later stage's side)."""

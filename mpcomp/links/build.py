@@ -29,6 +29,7 @@ def boundaries_of(
     seed: int,
     replica: int,
     warmup_steps: int,
+    checked: bool = False,
 ) -> list[Boundary]:
     """The cuts with their links.
 
@@ -39,6 +40,7 @@ def boundaries_of(
         seed: of the run.
         replica: number of this pipeline.
         warmup_steps: training steps that go uncompressed at first.
+        checked: whether each message has a sum over its bits.
 
     Raises:
         ValueError: no such cut or method, or two that do not go together.
@@ -57,6 +59,7 @@ def boundaries_of(
                 seed=seed,
                 replica=replica,
                 warmup_steps=warmup_steps,
+                checked=checked,
                 adaptive=state_of(method),
             )
             for method, way in ((act, ACT), (grad, GRAD))

@@ -7,9 +7,10 @@ the meter and the randomness. Moving messages is left to a channel.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -28,8 +29,11 @@ from mpcomp.core.wire import (
     COMPRESSED,
     DENSE,
     Header,
+    Payload,
     frame,
+    layout_check,
     message_bytes,
+    seal,
     set_status,
     status_of,
     unframe,
@@ -84,6 +88,20 @@ class Policy(Protocol):
         """Goes on from what `state_dict` gave."""
 
 
+class _Note(NamedTuple):
+    """A flag of the end of a step.
+
+    Attributes:
+        traffic: whose message it is.
+        flag: whether there was NaN or Inf, bool [].
+        counts: whether this is the sender's, which is counted.
+    """
+
+    traffic: Traffic
+    flag: Tensor
+    counts: bool
+
+
 class Link:
     """One direction of one cut.
 
@@ -99,6 +117,7 @@ class Link:
         ends: the stages that send and receive; those on both sides of the cut by default.
         name: for messages; by default of the form ``boundary 0 act``.
         adaptive: what chooses the ratio of an adaptive method; None of others.
+        checked: whether each message has a sum over its bits, which the receiver compares.
     """
 
     def __init__(
@@ -113,6 +132,7 @@ class Link:
         ends: tuple[int, int] | None = None,
         name: str | None = None,
         adaptive: Policy | None = None,
+        checked: bool = False,
     ) -> None:
         self.method = method
         self.boundary = boundary
@@ -123,6 +143,7 @@ class Link:
             across if direction == ACT else across[::-1]
         )
         self.warmup_steps = warmup_steps
+        self.checked = checked
         self.meter = Meter()
         #: Whether messages leave the rank; if not they are coded all the same, but not counted.
         self.on_wire = True
@@ -137,7 +158,7 @@ class Link:
         self._ends = Ends(self.feedback) if self.feedback is not None else None
         #: What a method that learns a basis has learned here.
         self.bases = Bases(inner) if inner.learns_basis else None  # type: ignore[arg-type]
-        self._nonfinite: list[tuple[Traffic, Tensor]] = []
+        self._nonfinite: list[_Note] = []
         #: Plans of the step under way, by side and microbatch.
         self._step: Step | None = None
         self._plans: dict[tuple[Side, int], Plan] = {}
@@ -190,9 +211,12 @@ class Link:
         if self.bases is not None and self._announces(step, microbatch):
             padded = padded_positions(step.valid_of(microbatch), meta, x.device)
             self.bases.observe(blanked(x.detach(), padded))
-        message = frame(self._header(plan, step), payload, variable=plan.variable)
+        header = self._header(plan, step)
+        message = frame(header, payload, variable=plan.variable, checked=self.checked)
         if status is not None:
             set_status(message, status)
+        if self.checked:
+            seal(message)
         if self.adaptive is not None and step.train and self.enabled(step):
             self.adaptive.note_message(message.numel(), meta)
         traffic = self._traffic(step)
@@ -218,16 +242,21 @@ class Link:
         """
         begin = time.perf_counter()
         plan = self._plan(Side.RECEIVER, meta, step, microbatch, message.device, positions)
-        payload = unframe(message, plan.layout, variable=plan.variable)
-        if message.device.type == "cpu":  # elsewhere reading the header would stall the device
-            self._check_header(Header.of(message), plan, step, microbatch)
-        x = plan.decode(payload)
+        with self._naming(step, microbatch):
+            payload = self._payload(message, plan)
+            # Elsewhere reading the header would stall the device.
+            if message.device.type == "cpu" or self.checked:
+                self._check_header(Header.of(message), plan, step)
+            x = plan.decode(payload)
         if self.bases is not None and self._announces(step, microbatch):
             self.bases.hear(payload, meta)
         if message.device.type != "cpu":
             x.masked_fill_(status_of(message).bool(), torch.nan)
         elif status_of(message):
             x.fill_(torch.nan)
+        if step.probe is None:
+            # Also where the sender saw nothing: a damaged message may say anything.
+            self._nonfinite.append(_Note(self._traffic(step), _has_nonfinite(x), counts=False))
         self._traffic(step).seconds += time.perf_counter() - begin
         return x
 
@@ -266,7 +295,7 @@ class Link:
     def arrived(self, message: Tensor, step: Step, microbatch: int) -> Tensor:
         """The other end's tensor for a message that was encoded here in this step."""
         plan = self._planned(Side.SENDER, step, microbatch)
-        return plan.arrived(unframe(message, plan.layout, variable=plan.variable))
+        return plan.arrived(self._payload(message, plan))
 
     def message_bytes(
         self,
@@ -288,28 +317,36 @@ class Link:
             positions: for SameIndices, as in `encode`.
         """
         plan = self._plan(Side.RECEIVER, meta, step, microbatch, device, positions)
-        return message_bytes(plan.layout, variable=plan.variable)
+        return message_bytes(plan.layout, variable=plan.variable, checked=self.checked)
+
+    def room(self, meta: TensorMeta) -> int:
+        """Bytes that are kept for a message, as it may be another than the one that is due.
+
+        A transport may die of a message that is longer than its buffer; where messages are
+        checked, one up to a dense one is taken, and refused by name.
+        """
+        return message_bytes((meta,), checked=True) if self.checked else 0
 
     def carried(self, side: Side, message: Tensor, step: Step, microbatch: int) -> Tensor | None:
         """Positions of the elements in a message, for SameIndices; None if it is dense."""
         plan = self._planned(side, step, microbatch)
-        return plan.positions(unframe(message, plan.layout, variable=plan.variable))
+        return plan.positions(self._payload(message, plan))
 
     def found_nonfinite(self, train: bool = True) -> bool:
         """Whether training (or evaluation) saw a non-finite tensor here since the last call.
 
         On an accelerator this waits for it.
         """
-        noted: list[tuple[Traffic, Tensor]] = []
-        kept: list[tuple[Traffic, Tensor]] = []
+        noted: list[_Note] = []
+        kept: list[_Note] = []
         for note in self._nonfinite:
-            (noted if (note[0] is self.meter.train) == train else kept).append(note)
+            (noted if (note.traffic is self.meter.train) == train else kept).append(note)
         self._nonfinite = kept
         if not noted:
             return False
-        flags = torch.stack([flag for _, flag in noted]).tolist()
-        for (traffic, _), flag in zip(noted, flags, strict=True):
-            traffic.nonfinite += flag
+        flags = torch.stack([note.flag.to(noted[0].flag.device) for note in noted]).tolist()
+        for note, flag in zip(noted, flags, strict=True):
+            note.traffic.nonfinite += flag and note.counts
         return any(flags)
 
     def prefetch(self, ids: Sequence[SampleIds]) -> None:
@@ -493,15 +530,14 @@ class Link:
         """The status byte as a 0-d tensor, or None for an all-clear on the CPU."""
         if step.probe is not None:
             return None  # the loss will say it
-        low, high = x.detach().aminmax()  # NaN passes through both
-        nonfinite = ~(low.isfinite() & high.isfinite())
+        nonfinite = _has_nonfinite(x)
         if x.device.type == "cpu":
             if not nonfinite:
                 return None
             if not self.defers_nonfinite and (self.direction == ACT or not step.scaled):
                 self._traffic(step).nonfinite += 1
                 raise nonfinite_error(self.name, step.index)
-        self._nonfinite.append((self._traffic(step), nonfinite))
+        self._nonfinite.append(_Note(self._traffic(step), nonfinite, counts=True))
         return nonfinite.to(torch.uint8)
 
     def _header(self, plan: Plan, step: Step) -> Header:
@@ -511,15 +547,29 @@ class Link:
             probe = self._probe(step)
             cf = self.adaptive.cf if probe is None else probe.cf
         kind = DENSE if plan.dense else COMPRESSED
-        return Header(kind, 0, plan.check, step.index & 0xFFFFFFFF, cf)
+        check = plan.check ^ layout_check(plan.layout)
+        return Header(kind, 0, check, step.index & 0xFFFFFFFF, cf)
 
-    def _check_header(self, got: Header, plan: Plan, step: Step, microbatch: int) -> None:
-        expected = replace(self._header(plan, step), status=got.status)
+    def _payload(self, message: Tensor, plan: Plan) -> Payload:
+        return unframe(message, plan.layout, variable=plan.variable, checked=self.checked)
+
+    def _check_header(self, got: Header, plan: Plan, step: Step) -> None:
+        expected = replace(self._header(plan, step), status=got.status, checked=self.checked)
         if got != expected:
             raise RuntimeError(
-                f"{self.name}, step {step.index}, microbatch {microbatch}: the two ends "
-                f"disagree (message says {got}, this end expects {expected})"
+                f"the two ends disagree (message says {got}, this end expects {expected})"
             )
+
+    @contextmanager
+    def _naming(self, step: Step, microbatch: int) -> Iterator[None]:
+        """Names the message in errors that are raised of it."""
+        try:
+            yield
+        except (RuntimeError, ValueError, IndexError) as error:
+            raise RuntimeError(
+                f"{self.name}, step {step.index}, microbatch {microbatch}, from stage "
+                f"{self.sender_stage}: {error}"
+            ) from error
 
     # -- persistence --------------------------------------------------------------------------
 
@@ -544,3 +594,9 @@ class Link:
             self.adaptive = self.adaptive.fresh()
             if "adaptive" in state:
                 self.adaptive.load_state_dict(state["adaptive"])
+
+
+def _has_nonfinite(x: Tensor) -> Tensor:
+    """Whether there is NaN or Inf, bool []."""
+    low, high = x.detach().aminmax()  # NaN passes through both
+    return ~(low.isfinite() & high.isfinite())

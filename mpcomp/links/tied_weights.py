@@ -112,7 +112,8 @@ class TiedWeights:
         meta = TensorMeta((1, copy.numel()), copy.dtype)
         for i, (link, channel) in enumerate(zip(self.links, self._channels, strict=True)):
             if i not in self._here:
-                channel.post(0, link.message_bytes(meta, step, 0, copy.device))
+                size = link.message_bytes(meta, step, 0, copy.device)
+                channel.post(0, size, link.room(meta))
         messages: dict[int, Tensor] = {}
         for i, copy in self._here.items():
             grad = torch.zeros_like(copy) if copy.grad is None else copy.grad
@@ -189,7 +190,13 @@ def separate_gradients(ties: Sequence[TiedWeights], step: Step) -> Iterator[None
 
 
 def ties_of(
-    cut: Sequence[staging.Stage], method: SpecValue, *, seed: int, replica: int, warmup_steps: int
+    cut: Sequence[staging.Stage],
+    method: SpecValue,
+    *,
+    seed: int,
+    replica: int,
+    warmup_steps: int,
+    checked: bool = False,
 ) -> list[TiedWeights]:
     """The ties of a cut model.
 
@@ -199,6 +206,7 @@ def ties_of(
         seed: of the run.
         replica: number of this pipeline.
         warmup_steps: training steps that go uncompressed at first.
+        checked: whether each message has a sum over its bits.
 
     Raises:
         ValueError: more than two stages share a parameter, or a method that has no place here.
@@ -221,6 +229,7 @@ def ties_of(
                 seed=seed,
                 replica=replica,
                 warmup_steps=warmup_steps,
+                checked=checked,
                 ends=(copies[i][0], copies[1 - i][0]),
                 name=f"tied {copies[0][1]}, copy of stage {copies[i][0]}",
             )

@@ -12,13 +12,16 @@ from methods import COMPRESSORS, drawn, same_bits
 from mpcomp import TensorMeta
 from mpcomp.compressors import Compressor
 from mpcomp.core.wire import (
+    CHECKED_HEADER_BYTES,
     COMPRESSED,
     DENSE,
     HEADER_BYTES,
     LONG_HEADER_BYTES,
     Header,
     frame,
+    layout_check,
     message_bytes,
+    seal,
     set_status,
     status_of,
     unframe,
@@ -178,3 +181,73 @@ def test_a_message_that_varies_is_no_message_of_one_length():
     message, layout = sent(torch.ones(3, 4))
     with pytest.raises(RuntimeError, match="message of 44 bytes where 36 were expected"):
         unframe(message, layout)
+
+
+# -- messages with a sum over their bits -----------------------------------------------------------
+
+
+def checked(payload, variable):
+    message = frame(Header(COMPRESSED, step=7), payload, variable=variable, checked=True)
+    set_status(message, 1)  # as a flag of the device is, behind the payload
+    seal(message)
+    return message
+
+
+@pytest.mark.parametrize("variable", [False, True])
+def test_each_bit_of_a_checked_message_counts(variable):
+    payload = NonZeros().compress(torch.arange(1.0, 6.0))
+    layout = NonZeros().layout(TensorMeta((8,)))
+    if not variable:
+        layout = (*layout[:1], TensorMeta.of(payload[1]))
+    message = checked(payload, variable)
+    assert message.numel() == CHECKED_HEADER_BYTES + 8 + 5 == 45
+    assert message[3] == 3 and Header.of(message) == Header(COMPRESSED, 1, step=7, checked=True)
+    assert message_bytes(layout, variable=variable, checked=True) == (48 if variable else 45)
+    room = torch.cat([message, torch.full((50,), 77, dtype=torch.uint8)])
+    for arrived in (message, room):  # the buffer may be larger than any message that is due
+        found = unframe(arrived, layout, variable=variable, checked=True)
+        assert all(same_bits(a, b) for a, b in zip(found, payload, strict=True))
+    for place in range(message.numel()):
+        for bit in range(8):
+            other = room.clone()
+            other[place] ^= 1 << bit
+            with pytest.raises(RuntimeError, match="bits do not add up|bytes where|its length"):
+                unframe(other, layout, variable=variable, checked=True)
+
+
+@pytest.mark.parametrize("variable", [False, True])
+def test_a_checked_message_that_was_cut_short_or_never_came(variable):
+    payload = NonZeros().compress(torch.arange(1.0, 13.0))
+    message, layout = checked(payload, variable), NonZeros().layout(TensorMeta((12,)))
+    for stale in (0, 255):
+        for end in range(message.numel()):
+            arrived = torch.full_like(message, stale)
+            arrived[:end] = message[:end]
+            if torch.equal(arrived, message):
+                continue
+            with pytest.raises(RuntimeError):
+                unframe(arrived, layout, variable=variable, checked=True)
+            with pytest.raises(RuntimeError, match=f"message of {end} bytes"):
+                unframe(message[:end], layout, variable=variable, checked=True)
+
+
+def test_a_checked_message_is_none_of_another_form():
+    message, layout = checked((torch.ones(4),), False), (TensorMeta((4,)),)
+    plain = frame(Header(COMPRESSED), (torch.ones(8),))
+    assert message.numel() == plain.numel() == 48
+    with pytest.raises(RuntimeError, match="48 bytes where 32 were expected"):
+        unframe(message, layout)
+    with pytest.raises(RuntimeError, match="does not say its length"):
+        unframe(plain, layout, checked=True)
+
+
+def test_layouts_of_one_length_have_different_checks():
+    of_16_bytes = [
+        (TensorMeta((4,)),),
+        (TensorMeta((2, 2)),),
+        (TensorMeta((4,), torch.int32),),
+        (TensorMeta((2,)), TensorMeta((2,))),
+        (TensorMeta((2,), torch.float64),),
+    ]
+    assert len({layout_check(layout) for layout in of_16_bytes}) == 5
+    assert layout_check(of_16_bytes[0]) == layout_check((TensorMeta((4,)),))

@@ -12,6 +12,7 @@ from methods import COMPRESSORS, FEEDBACK, round_trip, same_bits, varies
 from mpcomp import (
     AQSGD,
     EF21,
+    Cast,
     ErrorFeedback,
     Feedback,
     Identity,
@@ -412,3 +413,58 @@ def test_every_call_of_a_pass_draws_anew():
     kept = [carry(link, x, step) != 0 for step in steps]
     assert torch.equal(kept[1], kept[3])
     assert not torch.equal(kept[0], kept[1]) and not torch.equal(kept[1], kept[2])
+
+
+# -- damaged messages -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", slow_but_one_a_class(METHODS), ids=str)
+def test_one_flipped_bit_of_a_checked_message_is_an_error_that_names_it(method):
+    """Without a check EF21's ends, or AQ-SGD's, would be apart for ever."""
+    here, there = (link_of(method, checked=True) for _ in range(2))
+    generator = torch.Generator().manual_seed(5)
+    for index in range(3):
+        x = torch.randn(SHAPE, generator=generator)
+        step = step_of(index)
+        size = there.message_bytes(TensorMeta.of(x), step, 0, x.device)
+        message = here.encode(x, step, 0)
+        assert message.numel() <= size and (message.numel() == size or varies(method))
+        place, bit = (int(torch.randint(n, (), generator=generator)) for n in (size, 8))
+        damaged = message.clone()
+        damaged[place % message.numel()] ^= 1 << bit
+        with pytest.raises(
+            RuntimeError, match=f"boundary 0 act, step {index}, microbatch 0, from stage 0: message"
+        ):
+            there.decode(damaged, TensorMeta.of(x), step, 0)
+        there.discard()
+        there.message_bytes(TensorMeta.of(x), step, 0, x.device)
+        assert same_bits(
+            there.decode(message, TensorMeta.of(x), step, 0), here.arrived(message, step, 0)
+        )
+        for link in (here, there):
+            link.commit()
+    assert here.meter.train.wire_bytes >= 3 * 32
+
+
+def test_a_message_of_another_layout_is_named_although_it_is_as_long():
+    """Half precision of two kinds: the same bytes, and other numbers."""
+    x = torch.randn(SHAPE)
+    here, there = link_of(Cast("fp16")), link_of(Cast("bf16"))
+    message = here.encode(x, step_of(), 0)
+    assert message.numel() == there.message_bytes(TensorMeta.of(x), step_of(), 0, x.device)
+    with pytest.raises(RuntimeError, match="microbatch 0, from stage 0: the two ends disagree"):
+        there.decode(message, TensorMeta.of(x), step_of(), 0)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("train", [True, False])
+def test_a_message_that_says_nan_is_flagged_where_it_arrives(value, train):
+    """Its sender saw none, and the status says so."""
+    x = torch.randn(SHAPE)
+    here, there = link_of(Identity()), link_of(Identity())
+    step = step_of(train=train)
+    message = here.encode(x, step, 0)
+    message[HEADER_BYTES + 40 : HEADER_BYTES + 44] = torch.tensor([value]).view(torch.uint8)
+    assert not there.decode(message, TensorMeta.of(x), step, 0).isfinite().all()
+    assert not there.found_nonfinite(not train) and there.found_nonfinite(train)
+    assert not there.found_nonfinite(train) and not here.found_nonfinite(train)

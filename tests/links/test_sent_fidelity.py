@@ -318,7 +318,8 @@ def test_an_error_can_wait_for_the_end_of_the_step(method, direction, bad):
         assert not here.found_nonfinite(train=not step.train)
         assert here.found_nonfinite(step.train) and not here.found_nonfinite(step.train)
         assert here.meter.of(step.train).nonfinite == 1
-        assert not there.found_nonfinite(step.train)
+        assert there.found_nonfinite(step.train), "who receives it need not trust the status"
+        assert there.meter.of(step.train).nonfinite == 0, "it is counted where it was made"
         here.discard()
         there.discard()
         assert num_stored(here) == num_stored(there) == 0
