@@ -3,22 +3,28 @@
 Once, before any connection is made, every rank writes what it was given into the store as JSON and
 reads what the others wrote. At each step a few hashes are compared: ranks that were handed other
 data would train on the x of one batch and the y of another, and no message would show it.
+
+Of a batch all elements count. Whole numbers must be the same; of floating-point ones a sketch must
+agree to within rounding (`mpcomp.core.sketch`), as ranks may have computed them on unlike
+processors, and only one of them will use its own.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from mpcomp.comm.failures import PeerError
 from mpcomp.comm.mesh import ProcessMesh
+from mpcomp.core.bit_sum import bit_sum
+from mpcomp.core.sketch import NUM_SKETCHED, sketch, sketches_agree
 from mpcomp.core.step import Step
 
 __all__ = [
@@ -33,8 +39,6 @@ __all__ = [
     "step_name",
 ]
 
-#: Elements of a tensor that its fingerprint reads: batches that differ, differ all over.
-_SAMPLED = 1 << 16
 #: In place of what a rank was to say.
 _FAILED = "failed before the handshake"
 
@@ -115,12 +119,13 @@ class StepFingerprint(NamedTuple):
     """A rank's announcement of what it is about to do, in whole numbers.
 
     Attributes:
-        data: hash of what all ranks of a replica were handed.
+        data: hash of what all ranks of a replica were handed, but for floating-point elements.
         settings: hash of what must be the same on all ranks.
         rows: of the batch, or terms of the loss.
         trained: the first stage there with something to train, or the number of stages.
         tied_trained: of `mpcomp.links.tied_weights.trained_and_frozen`.
         tied_frozen: likewise.
+        sketched: of those elements, fp64 numbers as the integers that their bits are.
     """
 
     data: int
@@ -129,6 +134,7 @@ class StepFingerprint(NamedTuple):
     trained: int
     tied_trained: int
     tied_frozen: int
+    sketched: tuple[int, ...]
 
     @classmethod
     def of(
@@ -151,7 +157,26 @@ class StepFingerprint(NamedTuple):
         """
         on = (step.compress_act, step.compress_grad, step.compress_dp)
         own = (step.index, step.train, *on, step.loss_scale)
-        return cls(fingerprint(*data), fingerprint(own, step.lr, *settings), rows, trained, *tied)
+        floats: list[Tensor] = []
+        exact = fingerprint(*_without_floats(data, floats))
+        bits = struct.unpack(f"<{NUM_SKETCHED}q", struct.pack(f"<{NUM_SKETCHED}d", *sketch(floats)))
+        return cls(exact, fingerprint(own, step.lr, *settings), rows, trained, *tied, bits)
+
+    @classmethod
+    def from_numbers(cls, numbers: Sequence[int]) -> StepFingerprint:
+        """The inverse of `numbers`."""
+        count = len(cls._fields) - 1
+        return cls(*numbers[:count], tuple(numbers[count:]))
+
+    @property
+    def numbers(self) -> list[int]:
+        """All of it, as whole numbers of 64 bits."""
+        return [*self[:-1], *self.sketched]
+
+    @property
+    def sketch(self) -> tuple[float, ...]:
+        """The sketch of floating-point elements."""
+        return struct.unpack(f"<{NUM_SKETCHED}d", struct.pack(f"<{NUM_SKETCHED}q", *self.sketched))
 
 
 def step_name(step: Step) -> str:
@@ -174,8 +199,17 @@ def check_step(gathered: Sequence[StepFingerprint], step: Step, num_in_pipeline:
             "calls on every rank, in the same order"
         ),
     )
+    row = num_in_pipeline
+    firsts = [gathered[rank - rank % row] for rank in range(len(gathered))]
+    same = [
+        sketches_agree(one.sketch, first.sketch)
+        for one, first in zip(gathered, firsts, strict=True)
+    ]
     check_alike(
-        [{"data": one.data} for one in gathered],
+        [
+            {"data": one.data, "elements": agrees}
+            for one, agrees in zip(gathered, same, strict=True)
+        ],
         lambda found: (
             f"rank {found[0].rank} and rank {found[0].first} were given different data in "
             f"{step_name(step)}: the batch, target or sample ids differ. Seed the loader's shuffle "
@@ -222,10 +256,7 @@ def exchange(mesh: ProcessMesh, what: str, value: Any) -> list[Any]:
 
 
 def fingerprint(*values: Any) -> int:
-    """A 63-bit hash of nested tensors and plain values, equal for equal values.
-
-    Of a large tensor 65,536 elements, evenly spread, are read.
-    """
+    """A 63-bit hash of nested tensors and plain values, equal for equal values."""
     digest = hashlib.blake2b(digest_size=8)
     _feed(digest, values)
     return int.from_bytes(digest.digest(), "little") >> 1
@@ -234,10 +265,7 @@ def fingerprint(*values: Any) -> int:
 def _feed(digest: Any, value: Any) -> None:
     if isinstance(value, Tensor):
         _feed_text(digest, (tuple(value.shape), value.dtype))
-        flat = value.detach().reshape(-1)
-        if flat.numel() > _SAMPLED:
-            flat = flat[:: flat.numel() // _SAMPLED]
-        digest.update(flat.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        digest.update(struct.pack("<q", int(bit_sum(value))))
     elif isinstance(value, Mapping):
         _feed_text(digest, f"mapping of {len(value)}")
         for key in sorted(value, key=repr):
@@ -255,6 +283,18 @@ def _feed_text(digest: Any, value: Any) -> None:
     """Adds a value with its length, so that (1, 11) and (11, 1) are not one string of digits."""
     text = repr(value).encode()
     digest.update(f"{len(text)}:".encode() + text)
+
+
+def _without_floats(value: Any, floats: list[Tensor]) -> Any:
+    """``value`` with shape and dtype in place of floating-point tensors, which go to ``floats``."""
+    if isinstance(value, Tensor) and value.is_floating_point():
+        floats.append(value)
+        return "tensor", tuple(value.shape), value.dtype
+    if isinstance(value, Mapping):
+        return {key: _without_floats(value[key], floats) for key in sorted(value, key=repr)}
+    if isinstance(value, tuple | list):
+        return [_without_floats(item, floats) for item in value]
+    return value
 
 
 def _shown(value: Any) -> str:

@@ -238,9 +238,9 @@ class DistributedEngine(Engine):
             trained=min(training, default=len(self._places)),
             tied=trained_and_frozen(self._all_ties),
         )
-        gathered = self.mesh.all_gather(list(own), f"start of {step_name(step)}")
+        gathered = self.mesh.all_gather(own.numbers, f"start of {step_name(step)}")
         row = self.mesh.num_in_pipeline
-        found = [StepFingerprint(*line) for line in gathered]
+        found = [StepFingerprint.from_numbers(line) for line in gathered]
         check_step(found, step, row)
         of_replica = found[row * self.mesh.replica : row * (self.mesh.replica + 1)]
         if step.train:

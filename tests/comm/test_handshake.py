@@ -1,6 +1,5 @@
 """Fingerprints of what ranks are handed: equal for equal values, different for any other."""
 
-import hashlib
 import itertools
 
 import pytest
@@ -9,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from models import images, rows
 
-from mpcomp.comm.handshake import fingerprint
+from mpcomp.comm.handshake import StepFingerprint, check_step, fingerprint
+from mpcomp.core.step import Step
 
 DTYPES = [
     torch.float32,
@@ -45,7 +45,7 @@ def test_equal_values_have_equal_fingerprints():
 def test_it_is_the_same_in_every_process_and_fits_into_a_signed_integer():
     """Ranks compare it: nothing in it may come from Python's own, salted hash."""
     found = fingerprint("a", 1, torch.arange(3), {"b": (2.0, None)})
-    assert found == 8918647671904918687
+    assert found == 8409725673266810356
     assert all(0 <= fingerprint(i) < 1 << 63 for i in range(100))
 
 
@@ -147,14 +147,13 @@ def test_signs_and_nan_are_bits():
 
 @pytest.mark.parametrize("numel", [(1 << 16) - 1, 1 << 16, (1 << 16) + 1, LARGE, LARGE + 12345])
 def test_other_large_batches_differ(numel):
-    """Batches differ all over; of a large one evenly spread elements are read."""
     x, y = torch.randn(2, numel)
     assert fingerprint(x) != fingerprint(y)
     assert fingerprint(x) == fingerprint(x.clone())
 
 
-@pytest.mark.parametrize("numel", [1 << 15, (1 << 16)])
-def test_up_to_65536_elements_each_one_counts(numel):
+@pytest.mark.parametrize("numel", [1 << 15, 1 << 16, 1 << 20])
+def test_each_element_of_a_large_tensor_counts(numel):
     x = torch.zeros(numel)
     original = fingerprint(x)
     for position in (0, 1, numel // 3, numel - 2, numel - 1):
@@ -173,27 +172,58 @@ def test_rows_in_another_order_differ():
     assert fingerprint(x, y) != fingerprint(x, y[order])
 
 
-def test_the_cost_is_that_of_the_sample(monkeypatch):
-    """However large the tensor: 2¹⁷ elements are hashed at most."""
-    hashed = []
-    real = hashlib.blake2b
+def step_fingerprint(*data):
+    return StepFingerprint.of(Step(3, True), ("bf16",), data, rows=8, trained=0, tied=(0, 0))
 
-    class Counting:
-        def __init__(self, **kwargs):
-            self.inner = real(**kwargs)
 
-        def update(self, raw):
-            hashed.append(len(raw))
-            self.inner.update(raw)
+def refused(*data, others):
+    """Whether ranks with these batches are told apart; the second one is named then."""
+    mine, theirs = step_fingerprint(*data), step_fingerprint(*others)
+    both = [StepFingerprint.from_numbers(each.numbers) for each in (mine, theirs)]
+    assert both == [mine, theirs]
+    check_step([mine, mine, mine, mine], Step(3, True), 2)
+    check_step([mine, mine, theirs, theirs], Step(3, True), 2)  # replicas have their own data
+    try:
+        check_step(both, Step(3, True), 2)
+    except ValueError as error:
+        assert "rank 1 and rank 0 were given different data in step 3" in str(error)
+        return True
+    return False
 
-        def digest(self):
-            return self.inner.digest()
 
-    monkeypatch.setattr(hashlib, "blake2b", Counting)
-    for numel in (1 << 16, (1 << 17) - 1, LARGE):
-        hashed.clear()
-        fingerprint(torch.zeros(numel))
-        assert 1 << 18 <= sum(hashed) <= 4 * (1 << 17) + 100
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("count", [4, 200_000], ids=["small", "large"])
+def test_a_rounding_apart_is_the_same_batch_and_other_pixels_are_not(dtype, count):
+    """Unlike processors round otherwise; of a large batch every element counts."""
+    generator = torch.Generator().manual_seed(count)
+    x = torch.rand(count, 3, generator=generator).to(dtype)
+    y = torch.arange(count)
+    rounded = (x.double() * (1 + 1e-7 * torch.randn(x.shape, generator=generator))).to(dtype)
+    assert not refused(x, y, others=(x.clone(), y))
+    assert not refused(x, y, others=(rounded, y))
+    third = x.clone()
+    third[:, 2] = third[:, 2].flip(0)  # a third of all pixels
+    assert refused(x, y, others=(third, y))
+    assert refused(x, y, others=(x.flip(0), y))
+    assert refused(x, y, others=(x, y + (y == count - 1)))  # of whole numbers each one counts
+    assert refused(x, y, others=(2 * x, y))
+    assert refused(x, y, others=(x.T.reshape(3, count), y))
+
+
+def test_blocks_that_change_places_and_tensors_that_do():
+    x, y = torch.randn(2, 5 << 14)
+    assert refused(x, others=(x.reshape(5, -1).flip(0).reshape(-1),))
+    assert refused(x, y, others=(y, x))
+    assert refused({"a": x, "b": y}, others=({"a": y, "b": x},))
+    assert not refused({"a": x, "b": y}, others=({"b": y, "a": x},))
+
+
+def test_zeros_and_nan_are_values_too():
+    x = torch.zeros(10)
+    nan = torch.full((10,), torch.nan)
+    assert not refused(x, others=(x,)) and not refused(nan, others=(nan,))
+    assert refused(x, others=(nan,)) and refused(x, others=(x + 1e-3,))
+    assert not refused(torch.empty(0), others=(torch.empty(0),))
 
 
 @pytest.mark.gpu

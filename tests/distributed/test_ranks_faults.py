@@ -391,7 +391,7 @@ def other_data(num_stages, kwargs):
     x, y = rows(10, 50)
     ids = torch.arange(10)
     calls = {
-        "x": lambda: pipe.forward_backward(x + 1e-6 * odd, y, sample_ids=ids),
+        "x": lambda: pipe.forward_backward(x + 1e-2 * odd, y, sample_ids=ids),
         "y": lambda: pipe.forward_backward(x, (y + odd) % 5, sample_ids=ids),
         "ids": lambda: pipe.forward_backward(x, y, sample_ids=ids + odd),
         "rows": lambda: pipe.forward_backward(x[odd:], y[odd:], sample_ids=ids[odd:]),
