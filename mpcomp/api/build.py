@@ -187,4 +187,5 @@ def build(model: nn.Module, config: PipelineConfig) -> Pipeline:
         warmup_steps=config.warmup_steps,
         replica_sync=replica_sync,
         plain_model=plain.model,
+        compares_copies=config.checks != "none",
     )

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import stages as staging
 from mpcomp import checkpoint
+from mpcomp.api.equal_copies import EqualCopies
 from mpcomp.api.evaluation import Metric, evaluating, mean_over
 from mpcomp.api.generation import generate
 from mpcomp.api.loss_probe import measure_losses
@@ -83,6 +84,7 @@ class Pipeline(OriginalNames):
         warmup_steps: int = 0,
         replica_sync: ReplicaSync | None = None,
         plain_model: nn.Module | None = None,
+        compares_copies: bool = True,
     ) -> None:
         # Where stages are sharded, plans are made with copies of them, which must follow too.
         super().__init__(stages, elsewhere=[s for s in cut if all(s is not o for o in stages)])
@@ -107,6 +109,10 @@ class Pipeline(OriginalNames):
         self._began = 0.0  # when the open step did
         self.adaptation = Adaptation(
             self.links, num_ranks=self.mesh.num_ranks, num_replicas=self.mesh.num_replicas
+        )
+        alike = replica_sync is not None and replica_sync.keeps_weights_equal
+        self._copies = EqualCopies(
+            self.mesh, self.links, ties, stages if alike else (), enabled=compares_copies
         )
         #: Of the last steps on this rank: seconds, and of these waiting for messages.
         self.step_times: deque[tuple[float, float]] = deque(maxlen=100)
@@ -709,6 +715,7 @@ class Pipeline(OriginalNames):
         )
         for link in self.links:
             link.check_step(step, sizes)
+        self._copies.begin(step)
         return step
 
     def _finish_step(self, loss: StepLoss | None = None) -> Tensor | None:
@@ -718,7 +725,14 @@ class Pipeline(OriginalNames):
             return None
         overflowed = self._overflowed(step)
         result = finish_step(
-            self.mesh, self.crossings, step, loss, overflowed, self.adaptation, self._began
+            self.mesh,
+            self.crossings,
+            step,
+            loss,
+            overflowed,
+            self.adaptation,
+            self._began,
+            self._copies,
         )
         self._finish_replicas(result.finite)
         if self.scaler is not None and step.scaled and self.mesh.num_ranks > 1:

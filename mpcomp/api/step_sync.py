@@ -5,7 +5,7 @@ everywhere. Ranks find out in one sum, which also takes the loss to all of them,
 bytes::
 
     [stopped, loss, its dtype, wire bytes, dense bytes, a flag for each link that saw NaN or Inf,
-     what adaptive links have measured]
+     what adaptive links have measured, sums over copies that must be equal]
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mpcomp.api.equal_copies import EqualCopies
 from mpcomp.comm.mesh import Mesh
 from mpcomp.core.checks import nonfinite_error
 from mpcomp.core.loss import StepLoss
@@ -57,6 +58,7 @@ def finish_step(
     overflowed: bool,
     adaptation: Adaptation,
     began: float,
+    copies: EqualCopies,
 ) -> StepResult:
     """Ends a step: all ranks commit what links noted, or all discard it.
 
@@ -68,8 +70,10 @@ def finish_step(
         overflowed: whether a loss scaler will skip it because of this rank's gradients.
         adaptation: of the adaptive links, which decide for the next step.
         began: when the step did, on the scale of `time.perf_counter`.
+        copies: what must be the same in several places.
 
     Raises:
+        RuntimeError: copies have come apart.
         FloatingPointError: NaN or Inf at a cut (in a gradient only without a loss scaler).
     """
     links = [link for boundary in boundaries for link in boundary.links]
@@ -81,11 +85,14 @@ def finish_step(
     if total is not None and not alone:
         own_loss = [float(total), _LOSS_DTYPES.index(total.dtype)]
     measured = adaptation.figures(time.perf_counter() - began)
+    compared = copies.figures(step)
     sums = mesh.all_reduce_sum(
-        [float(failed or overflowed), *own_loss, *bytes_sent(links), *broken, *measured]
+        [float(failed or overflowed), *own_loss, *bytes_sent(links), *broken, *compared, *measured]
     )
     stopped, value, dtype, wire_bytes, dense_bytes, *rest = sums
-    flags, measured = rest[: len(links)], rest[len(links) :]
+    flags, rest = rest[: len(links)], rest[len(links) :]
+    compared, measured = rest[: len(compared)], rest[len(compared) :]
+    copies.check(step, compared)
     found = [link for link, flag in zip(links, flags, strict=True) if flag]
     finite = not (found or stopped)
     for boundary in boundaries:

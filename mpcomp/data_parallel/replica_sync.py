@@ -61,6 +61,11 @@ class ReplicaSync(ABC):
         if self.enabled and self.exchange is not None:
             self.exchange.check_begin(step.lr)
 
+    @property
+    def keeps_weights_equal(self) -> bool:
+        """Whether all replicas have the same weights after each of the optimizer's steps."""
+        return self.exchange is None or self.exchange.method.rhythm is None
+
     def begin(self, step: Step) -> None:  # noqa: B027  (most have nothing to do)
         """Before the first microbatch of a step, or of a pass of evaluation."""
 

@@ -52,6 +52,10 @@ class ShardedAverage(ReplicaSync):
 
     exchange: ShardedExchange | None
 
+    @property
+    def keeps_weights_equal(self) -> bool:
+        return False  # each has its own piece
+
     def __init__(
         self,
         stages: Sequence[staging.Stage],

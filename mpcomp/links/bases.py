@@ -233,6 +233,11 @@ class Bases:
         coder = self._method.at(receiver.basis, None, room=True)
         receiver.heard = coder.heard(payload, meta)
 
+    def check(self, side: Side) -> int:
+        """A number that both ends have in common as long as they have the same bases."""
+        known = {w: e.basis for of, w, e in self._ends if of is side and e.basis is not None}
+        return sum(width * basis.checksum for width, basis in known.items())
+
     def commit(self) -> None:
         """Keeps what was noted in a step."""
         for _, _, end in self._ends:

@@ -18,11 +18,12 @@ from torch import Tensor
 from mpcomp.comm.channels import Channel
 from mpcomp.compressors.base import Compressor
 from mpcomp.compressors.identity import Identity, or_dense
+from mpcomp.core.bit_sum import bit_sum
 from mpcomp.core.checks import check_tensor, nonfinite_error
 from mpcomp.core.padding import blanked, padded_positions
 from mpcomp.core.randomness import generator_for
 from mpcomp.core.spec import SpecValue
-from mpcomp.core.step import MessageContext, Probe, SampleIds, Step
+from mpcomp.core.step import Key, MessageContext, Probe, SampleIds, Step
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.core.traffic import Meter, Traffic
 from mpcomp.core.wire import (
@@ -150,6 +151,9 @@ class Link:
         #: Whether NaN and Inf are noted for the end of the step also where an error could be
         #: raised at once: with several ranks, all of them must raise it.
         self.defers_nonfinite = False
+        #: Whether this step notes whose slots its messages belong to, for `bits`.
+        self.notes_slots = False
+        self._noted: dict[Side, dict[int, tuple[EndState, list[Key]]]] = {}
         self.adaptive = adaptive
         inner = method if adaptive is None else method.inner  # type: ignore[attr-defined]
         #: The feedback method, also of an adaptive link, whose ratio then is not the present one.
@@ -392,6 +396,7 @@ class Link:
     def _forget_plans(self) -> None:
         self._step = None
         self._plans.clear()
+        self._noted.clear()
 
     def _planned(self, side: Side, step: Step, microbatch: int) -> Plan:
         """The plan of a message that was coded here in this step."""
@@ -435,6 +440,10 @@ class Link:
         end = None
         if self._ends is not None and step.train:
             end = self._ends.end(side, meta, device)
+            if self.notes_slots and end.estimate is not None:
+                assert self.feedback is not None
+                keys = list(self.feedback.slots(context, meta.num_rows))
+                self._noted.setdefault(side, {})[microbatch] = end, keys
         coder = self._coder(side, meta, step, microbatch, positions)
         if isinstance(coder, Feedback):
             if end is not None:
@@ -570,6 +579,40 @@ class Link:
                 f"{self.name}, step {step.index}, microbatch {microbatch}, from stage "
                 f"{self.sender_stage}: {error}"
             ) from error
+
+    # -- copies of both ends --------------------------------------------------------------------
+
+    def bits(self, side: Side) -> Tensor:
+        """A sum over the bits of what an end here has kept, as the other end has; int64 [].
+
+        Of the slots of the open step's messages, as the steps before it have left them, if
+        `notes_slots` was set before it; zero of an end that is not here.
+        """
+        sums = [bit_sum(rows) for rows in self._kept_rows(side)]
+        if self.bases is not None:
+            sums.append(torch.tensor(self.bases.check(side)))
+        if not sums:
+            return torch.zeros((), dtype=torch.int64)
+        return bit_sum(torch.stack([each.cpu() for each in sums]))
+
+    def bits_by_slot(self, side: Side) -> dict[str, int]:
+        """As `bits`, by the slot's key; "basis" for a basis."""
+        found: dict[str, int] = {}
+        slots = (keys for _, (_, keys) in sorted(self._noted.get(side, {}).items()))
+        for keys, rows in zip(slots, self._kept_rows(side), strict=True):
+            found |= {
+                str(key[0] if len(key) == 1 else key): int(bit_sum(row))
+                for key, row in zip(keys, rows, strict=True)
+            }
+        if self.bases is not None:
+            found["basis"] = self.bases.check(side)
+        return found
+
+    def _kept_rows(self, side: Side) -> Iterator[Tensor]:
+        """Estimates of each microbatch's slots at an end, fp32 [rows, n]."""
+        for _, (end, keys) in sorted(self._noted.get(side, {}).items()):
+            assert end.estimate is not None
+            yield end.fields[end.estimate].read(keys, 1.0, None)
 
     # -- persistence --------------------------------------------------------------------------
 

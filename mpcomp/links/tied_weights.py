@@ -54,7 +54,8 @@ class TiedWeights:
         self.copies = tuple(copies)
         self.links = links
         self.failed = False  # as a boundary has it
-        self._here: dict[int, nn.Parameter] = {}
+        #: The copies on this rank: 0 is the first.
+        self.here: dict[int, nn.Parameter] = {}
         self._channels: Sequence[Channel] = ()
 
     @property
@@ -77,30 +78,30 @@ class TiedWeights:
             stages: those of this rank, by number.
             channels: of both links, where the other copy is on another rank.
         """
-        self._here = {
+        self.here = {
             i: stages[stage].get_parameter(name)
             for i, (stage, name) in enumerate(self.copies)
             if stage in stages
         }
-        if len(self._here) == 2:
+        if len(self.here) == 2:
             assert channels is None
-            channels = LocalChannel(self._here[1].device), LocalChannel(self._here[0].device)
+            channels = LocalChannel(self.here[1].device), LocalChannel(self.here[0].device)
         self._channels = channels or ()
 
     @property
     def trains(self) -> bool:
         """Whether there is a copy here that gathers gradients."""
-        return any(copy.requires_grad for copy in self._here.values())
+        return any(copy.requires_grad for copy in self.here.values())
 
     @property
     def rests(self) -> bool:
         """Whether there is a copy here that does not."""
-        return not all(copy.requires_grad for copy in self._here.values())
+        return not all(copy.requires_grad for copy in self.here.values())
 
     def take_gradients(self) -> dict[int, Tensor | None]:
         """Takes away what the copies here have gathered in earlier steps."""
-        before = {i: copy.grad for i, copy in self._here.items()}
-        for copy in self._here.values():
+        before = {i: copy.grad for i, copy in self.here.items()}
+        for copy in self.here.values():
             copy.grad = None
         return before
 
@@ -108,22 +109,22 @@ class TiedWeights:
         """Gives each copy here the sum of both gradients of this step, and what it had before."""
         # One message a step of each copy, whatever microbatches its gradient was gathered from.
         step = replace(step, num_microbatches=1, valid=())
-        copy = next(iter(self._here.values()))
+        copy = next(iter(self.here.values()))
         meta = TensorMeta((1, copy.numel()), copy.dtype)
         for i, (link, channel) in enumerate(zip(self.links, self._channels, strict=True)):
-            if i not in self._here:
+            if i not in self.here:
                 size = link.message_bytes(meta, step, 0, copy.device)
                 channel.post(0, size, link.room(meta))
         messages: dict[int, Tensor] = {}
-        for i, copy in self._here.items():
+        for i, copy in self.here.items():
             grad = torch.zeros_like(copy) if copy.grad is None else copy.grad
             row = grad.detach().reshape(1, -1)
             messages[i] = self.links[i].encode(row, step, 0)
             self.links[i].hand_over(row, messages[i], self._channels[i], step, 0)
         parts = [self._part(i, messages, meta, step) for i in range(2)]
-        for i in self._here:
+        for i in self.here:
             self._channels[i].finish()
-        for i, copy in self._here.items():
+        for i, copy in self.here.items():
             other = copy.device
             total = (parts[0].to(other) + parts[1].to(other)).reshape(copy.shape)
             former = before[i]
@@ -132,7 +133,7 @@ class TiedWeights:
 
     def _part(self, i: int, messages: Mapping[int, Tensor], meta: TensorMeta, step: Step) -> Tensor:
         """The gradient of copy ``i`` as its message says, at both ends alike."""
-        if 1 - i in self._here:  # which receives it
+        if 1 - i in self.here:  # which receives it
             return self.links[i].decode(self._channels[i].receive(0), meta, step, 0)
         return self.links[i].arrived(messages[i], step, 0)
 
@@ -185,7 +186,7 @@ def separate_gradients(ties: Sequence[TiedWeights], step: Step) -> Iterator[None
     except BaseException:
         for tie, held in zip(training, before, strict=True):
             for i, grad in held.items():
-                tie._here[i].grad = grad
+                tie.here[i].grad = grad
         raise
 
 
