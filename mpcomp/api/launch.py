@@ -21,7 +21,7 @@ from torch import nn
 
 import stages as staging
 from mpcomp.api.config import PipelineConfig
-from mpcomp.comm.handshake import announcing_failure, exchange, shake_hands
+from mpcomp.comm.handshake import announcing_failure, exchange, shake_hands, show_secret
 from mpcomp.comm.mesh import ProcessMesh, join
 from mpcomp.core.dtensor import on_meta
 from mpcomp.data_parallel.base import ReplicaMethod
@@ -213,6 +213,7 @@ class DistributedLaunch(Launch):
         device = _device(config)
         join(device, config.timeout)
         self.mesh = ProcessMesh(config.replicas, config.timeout, device)
+        show_secret(self.mesh)
         self.replica = self.mesh.replica
         if self.mesh.num_ranks < 2:
             raise ValueError(
@@ -246,6 +247,7 @@ class DistributedLaunch(Launch):
         if split is None:
             return num_stages
         times = exchange(mesh, "times", staging.seconds(staging.blocks(model), self.config.sample))
+        _check_times(times)
         # All replicas are cut alike, so the slowest machine at each place counts.
         slowest = [
             [
@@ -390,6 +392,18 @@ class DistributedLaunch(Launch):
                 f"recompute=True with schedule={self._schedule.name!r}, which splits backward into "
                 "two passes: each would recompute the stage; use another schedule or "
                 "recompute=False"
+            )
+
+
+def _check_times(of_ranks: Sequence[object]) -> None:
+    """Raises ValueError unless every rank says how long each block takes."""
+    num_blocks = len(of_ranks[0]) if isinstance(of_ranks[0], list) else 0
+    for rank, times in enumerate(of_ranks):
+        known = isinstance(times, list) and len(times) == num_blocks > 0
+        if not known or not all(isinstance(s, float) and 0 <= s < float("inf") for s in times):  # type: ignore[union-attr]
+            raise ValueError(
+                f"rank {rank} says {times!r:.80} in place of the seconds that each of "
+                f"{num_blocks} blocks takes: run the same script on every rank"
             )
 
 

@@ -285,7 +285,7 @@ class Faults:
         try:
             if not self._store.check([_key(rank)]):
                 return None
-            return _Record(**json.loads(self._store.get(_key(rank))))
+            return _record(rank, self._size, self._store.get(_key(rank)))
         except RuntimeError as error:  # the store went meanwhile: what is known must do
             self._unreachable = _first_line(str(error))
             return None
@@ -301,6 +301,18 @@ def _watch_waits(
             return
         faults.leave_early()
         del faults
+
+
+def _record(rank: int, size: int, raw: bytes) -> _Record | None:
+    """A rank's record as it lies in the store; None of what is no record."""
+    try:
+        match json.loads(raw):
+            case {"where": str(where), "reason": str(reason), "peer": peer, "waited": bool(waited)}:
+                known = peer if type(peer) is int and 0 <= peer < size else None
+                return _Record(rank, where, reason, known, waited)
+    except (ValueError, RecursionError):
+        pass  # who cannot say it is as one who has said nothing
+    return None
 
 
 def _key(rank: int) -> str:

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import secrets
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +25,7 @@ from torch import Tensor
 
 from mpcomp.comm.failures import PeerError
 from mpcomp.comm.mesh import ProcessMesh
+from mpcomp.comm.secret import ENVIRONMENT, ENVIRONMENT_FILE, given_secret
 from mpcomp.core.bit_sum import bit_sum
 from mpcomp.core.sketch import NUM_SKETCHED, sketch, sketches_agree
 from mpcomp.core.step import Step
@@ -36,11 +39,14 @@ __all__ = [
     "exchange",
     "fingerprint",
     "shake_hands",
+    "show_secret",
     "step_name",
 ]
 
 #: In place of what a rank was to say.
 _FAILED = "failed before the handshake"
+#: Characters of what a rank says.
+_LONGEST = 1 << 26
 
 
 class Difference(NamedTuple):
@@ -112,7 +118,11 @@ def shake_hands(mesh: ProcessMesh, config: Mapping[str, Any]) -> None:
             "the same arguments on every rank"
         )
 
-    check_alike(exchange(mesh, "hello", dict(config)), message)
+    said = exchange(mesh, "hello", dict(config))
+    for rank, values in enumerate(said):
+        if not isinstance(values, dict):
+            raise ValueError(f"rank {rank} says {_shown(values)} in place of its pipeline")
+    check_alike(said, message)
 
 
 class StepFingerprint(NamedTuple):
@@ -226,8 +236,7 @@ def announcing_failure(mesh: ProcessMesh) -> Iterator[None]:
         yield
     except Exception as error:
         for what in ("times", "hello"):
-            failure = json.dumps({_FAILED: f"{type(error).__name__}: {error}"})
-            mesh.store.set(f"{what}/{mesh.rank}", failure)
+            _say(mesh, what, {_FAILED: f"{type(error).__name__}: {error}"})
         raise
 
 
@@ -235,10 +244,11 @@ def exchange(mesh: ProcessMesh, what: str, value: Any) -> list[Any]:
     """Values that JSON can hold, from every rank, through the store: no connection is needed.
 
     Raises:
-        ValueError: a rank has failed before it came to this.
+        ValueError: a rank has failed before it came to this, or what it says cannot be understood
+            or comes from somebody who has not the secret.
         PeerError: a rank has not come within the timeout.
     """
-    mesh.store.set(f"{what}/{mesh.rank}", json.dumps(value))
+    _say(mesh, what, value)
     keys = [f"{what}/{rank}" for rank in range(mesh.num_ranks)]
     try:
         mesh.store.wait(keys, timedelta(seconds=mesh.timeout_s))
@@ -248,11 +258,86 @@ def exchange(mesh: ProcessMesh, what: str, value: Any) -> list[Any]:
             f"rank {', '.join(late)} did not come to the handshake within {mesh.timeout_s:g} s: "
             "it has failed, was not started, or cannot reach the rendezvous"
         ) from error
-    values = [json.loads(mesh.store.get(key)) for key in keys]
+    values = [_heard(mesh, what, rank, mesh.store.get(key)) for rank, key in enumerate(keys)]
     for rank, found in enumerate(values):
         if isinstance(found, dict) and _FAILED in found:
             raise ValueError(f"rank {rank} cannot take part: {found[_FAILED]}")
     return values
+
+
+def _say(mesh: ProcessMesh, what: str, value: Any) -> None:
+    """Writes what this rank says into the store, behind its code where there is a secret."""
+    text = json.dumps(value)
+    code = "" if mesh.secret is None else mesh.secret.code(what, str(mesh.rank), text)
+    mesh.store.set(f"{what}/{mesh.rank}", f"{code} {text}")
+
+
+def _heard(mesh: ProcessMesh, what: str, rank: int, raw: bytes) -> Any:
+    """What a rank says.
+
+    Raises:
+        ValueError: nothing that can be understood, or believed.
+    """
+    try:
+        if len(raw) > _LONGEST:
+            raise ValueError(f"{len(raw)} bytes, at most {_LONGEST} are read")
+        code, _, text = raw.decode().partition(" ")
+        if mesh.secret is not None and not mesh.secret.made(code, what, str(rank), text):
+            raise ValueError("it does not come from somebody who has the secret")
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"rank {rank} says what this one cannot take for {what!r} ({error}): the ranks run "
+            "different versions of mpcomp, or a stranger has reached the rendezvous"
+        ) from error
+
+
+def show_secret(mesh: ProcessMesh, environment: Mapping[str, str] = os.environ) -> None:
+    """Has all ranks show that they share a secret, before anything else that they say is read.
+
+    First each says a random number, then a code of all these numbers and its own rank, which only
+    who has the secret can make, and only for this run. What ranks say afterwards has a code too.
+    Without a secret on any rank nothing is shown.
+
+    Args:
+        mesh: the ranks, before they connect.
+        environment: where this rank's secret is found.
+
+    Raises:
+        ValueError: ranks have different secrets, or some have none; on every rank.
+        PeerError: a rank has not come within the timeout.
+    """
+    try:
+        own = given_secret(environment)
+    except ValueError as error:
+        _say(mesh, "secret/number", {_FAILED: str(error)})
+        raise
+    numbers = exchange(mesh, "secret/number", None if own is None else secrets.token_hex(16))
+    without = [rank for rank, number in enumerate(numbers) if number is None]
+    if len(without) == len(numbers):
+        return
+    if without:
+        with_one = [rank for rank in range(len(numbers)) if rank not in without]
+        raise ValueError(
+            f"{_ranks(without)} showed no secret, but {_ranks(with_one)} did: set {ENVIRONMENT} or "
+            f"{ENVIRONMENT_FILE} alike on every rank; if they are, somebody else has joined"
+        )
+    assert own is not None
+    nonces = [str(number) for number in numbers]
+    codes = exchange(mesh, "secret/code", own.code("rank", str(mesh.rank), *nonces))
+    others = [
+        rank for rank, code in enumerate(codes) if not own.made(code, "rank", str(rank), *nonces)
+    ]
+    if others:
+        raise ValueError(
+            f"{_ranks(others)} showed another secret than rank {mesh.rank} has: set {ENVIRONMENT} "
+            f"or {ENVIRONMENT_FILE} alike on every rank; if they are, somebody else has joined"
+        )
+    mesh.secret = own.for_run(nonces)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {', '.join(map(str, ranks))}"
 
 
 def fingerprint(*values: Any) -> int:

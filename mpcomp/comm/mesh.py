@@ -29,6 +29,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from mpcomp.comm.all_gather import LARGEST_RECORD, AllGather
 from mpcomp.comm.failures import Faults, PeerError, Waits, grace_of
+from mpcomp.comm.secret import Secret
 
 __all__ = ["ATTEMPT", "LocalMesh", "Mesh", "ProcessMesh", "join", "launched"]
 
@@ -38,6 +39,9 @@ ATTEMPT: Final = "MPCOMP_ATTEMPT"
 
 #: Pipelines made so far in this process: all ranks make them in the same order.
 _counter = itertools.count()
+
+#: Bytes of an object that one rank gives to all.
+_LARGEST_OBJECT = 1 << 30
 
 #: What a collective is for that is given no other purpose, in errors.
 _END_OF_STEP = "end of a step"
@@ -231,6 +235,8 @@ class ProcessMesh(Mesh):
         self.wait_s = timeout_s - grace_of(timeout_s)
         store = dist.distributed_c10d._get_default_store()
         self.store = PrefixStore(f"mpcomp/{next(_counter)}", store)
+        #: Of this run, where ranks share a secret (`mpcomp.comm.handshake.show_secret`).
+        self.secret: Secret | None = None
         self.waits = Waits()
         self._groups: list[dist.ProcessGroup] = []
         self._closing: list[Callable[[], None]] = []
@@ -356,6 +362,12 @@ class ProcessMesh(Mesh):
             length = torch.tensor([len(raw)])
             with self.waiting(what):
                 dist.broadcast(length, src=source, group=self._control)
+            if not 0 <= length <= _LARGEST_OBJECT:
+                raise RuntimeError(
+                    f"{what} of {int(length)} bytes from rank {source}: at most {_LARGEST_OBJECT} "
+                    "are taken"
+                )
+            with self.waiting(what):
                 data = torch.empty(int(length), dtype=torch.uint8)
                 if raw:
                     data.copy_(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
@@ -367,8 +379,7 @@ class ProcessMesh(Mesh):
         if self.rank == source:
             assert x is not None
             described = [list(x.shape), str(x.dtype).removeprefix("torch.")]
-        shape, dtype = self.broadcast_object(described, source, what)
-        host = torch.empty(shape, dtype=getattr(torch, dtype))
+        host = _empty_as(self.broadcast_object(described, source, what), source, what)
         if x is not None and self.rank == source:
             host.copy_(x.detach())
         if host.numel():
@@ -397,6 +408,16 @@ class ProcessMesh(Mesh):
     def _collective(self, what: str, where: str = "") -> Iterator[None]:
         with self.failing_together(where), self.waiting(what):
             yield
+
+
+def _empty_as(described: Any, source: int, what: str) -> Tensor:
+    """A tensor of the shape and dtype that a rank has announced."""
+    match described:
+        case [[*shape], str(name)] if all(type(size) is int and size >= 0 for size in shape):
+            dtype = getattr(torch, name, None)
+            if isinstance(dtype, torch.dtype):
+                return torch.empty(shape, dtype=dtype)
+    raise RuntimeError(f"{what} from rank {source} is announced as {described!r:.80}: no tensor")
 
 
 def _destroy(groups: list[dist.ProcessGroup]) -> None:

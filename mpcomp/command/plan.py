@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 import stages
+from mpcomp.comm.handshake import show_secret
 from mpcomp.comm.mesh import ProcessMesh, join
 from mpcomp.comm.probe import measure_chain
 from mpcomp.command.models import Candidate, candidate
@@ -228,6 +229,7 @@ class _Group:
         device = torch.device("cpu")
         join(device, TIMEOUT_S)
         self.mesh = ProcessMesh(1, TIMEOUT_S, device)
+        show_secret(self.mesh)
         self.mesh.connect([f"rank {rank}" for rank in range(self.mesh.num_ranks)])
 
     def measure(self, profile: Profile) -> tuple[list[list[Compute]], list[tuple[float, float]]]:

@@ -88,20 +88,50 @@ def encode_indices(positions: Tensor, n: int) -> Tensor:
 
 
 def decode_indices(code: Tensor, n: int, k: int) -> Tensor:
-    """Inverse of `encode_indices`: int64 [k], ascending."""
+    """Inverse of `encode_indices`: int64 [k], ascending.
+
+    Raises:
+        ValueError: no such code; on the CPU, as an accelerator is not waited for. There what comes
+            of a damaged one are other positions below ``n``.
+    """
     if k in (0, n):
         return torch.arange(k, device=code.device)
+    positions = _decoded(code, n, k)
+    if positions.device.type != "cpu":
+        return positions.clamp_(0, n - 1)
+    ascending = bool((positions[1:] > positions[:-1]).all())
+    if not ascending or not 0 <= int(positions[0]) <= int(positions[-1]) < n:
+        raise _damaged(n, k)
+    return positions
+
+
+def _decoded(code: Tensor, n: int, k: int) -> Tensor:
+    """What a code says: int64 [k], of a damaged one any numbers."""
     kind = _cheapest(n, k)
     if kind == "integers":
         return bits.unpack(code.reshape(1, -1), (n - 1).bit_length(), k)[0].to(torch.int64)
     if kind == "bitmask":
-        return nonzero(bits.unpack_bools(code, n), k)
+        return _set(bits.unpack_bools(code, n), n, k)
     low = _low_width(n, k)
     split = bits.packed_bytes(k, low)
-    upper = nonzero(bits.unpack_bools(code[split:], _upper_bits(n, k)), k)
+    upper = _set(bits.unpack_bools(code[split:], _upper_bits(n, k)), n, k)
     high = upper - torch.arange(k, device=code.device)
     lows = bits.unpack(code[:split].reshape(1, -1), low, k)[0]
     return (high << low) | lows.to(torch.int64)
+
+
+def _set(mask: Tensor, n: int, k: int) -> Tensor:
+    positions = nonzero(mask, k)
+    if positions.numel() != k:
+        raise _damaged(n, k)
+    return positions
+
+
+def _damaged(n: int, k: int) -> ValueError:
+    return ValueError(
+        f"a code that is not of {k} ascending positions below {n}: it is damaged, or the two ends "
+        "have different methods"
+    )
 
 
 def _mask(positions: Tensor, n: int) -> Tensor:
