@@ -57,6 +57,8 @@ class Pipeline(OriginalNames):
     processes they are those of the stages on this rank; every rank makes the same calls, with the
     same data, and the second way to train is not available.
 
+    It begins in the mode of the model, training or evaluation; `train` and `eval` change it.
+
     Attributes:
         stages: the stage modules of this rank.
         cut_stages: all of them; those of other ranks on "meta".
@@ -88,6 +90,7 @@ class Pipeline(OriginalNames):
     ) -> None:
         # Where stages are sharded, plans are made with copies of them, which must follow too.
         super().__init__(stages, elsewhere=[s for s in cut if all(s is not o for o in stages)])
+        self.training = all(stage.training for stage in cut)
         self.cut_stages = list(cut)
         self.boundaries = list(boundaries)
         self.ties = list(ties)
@@ -280,7 +283,7 @@ class Pipeline(OriginalNames):
             that of their batches together.
 
         Raises:
-            ValueError: no loss function, fewer rows than chunks, or bad sample ids.
+            ValueError: no loss function, evaluation mode, fewer rows than chunks, or bad sample ids.
             TypeError: a batch without tensors, or a stage whose output is not a tensor.
             FloatingPointError: NaN or Inf at a cut (in a gradient only without a loss scaler).
                 Links are then as before the step; gradients of the microbatches differentiated
@@ -291,7 +294,11 @@ class Pipeline(OriginalNames):
                 "forward_backward needs the loss: pipeline(..., loss_fn=F.cross_entropy)"
             )
         if not self.training:
-            raise ValueError("forward_backward in evaluation mode: call pipe.train() first")
+            raise ValueError(
+                "forward_backward in evaluation mode: call pipe.train() first, or dropout and "
+                "BatchNorm would do what they do in evaluation. A model that transformers' "
+                "from_pretrained gives is in that mode, and so is its pipeline"
+            )
         self._finish_step()
         batch, target = with_target(batch, target)
         sizes = self._microbatch_rows(batch, True)

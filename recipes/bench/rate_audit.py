@@ -199,7 +199,7 @@ class Audit:
 
     def _pipe(self, acts: Any = None, grads: Any = None) -> mpcomp.Pipeline:
         # Pipelines share the model's weights, so that each costs next to nothing.
-        return mpcomp.pipeline(
+        pipe = mpcomp.pipeline(
             self.model,
             chunks=1,
             split=self.split,
@@ -208,6 +208,8 @@ class Audit:
             loss_fn=mpcomp.CausalLMLoss(),
             engine="local",
         )
+        pipe.train()  # a loaded model is in evaluation mode
+        return pipe
 
     def _visit(self) -> Seen:
         """Activations that cross the cuts, and the gradients that come back."""

@@ -409,6 +409,22 @@ def test_tokens_of_both_kinds_of_whole_numbers(dtype):
     )
 
 
+def test_a_model_in_evaluation_mode_is_not_trained_as_if_it_were_not(tmp_path):
+    """As transformers loads it: without dropout, until somebody says otherwise."""
+    gpt2().save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, resid_pdrop=0.5)
+    pipe = mpcomp.pipeline(model, 2, split=2)
+    assert not pipe.training and not any(stage.training for stage in pipe.stages)
+    with pytest.raises(ValueError, match=r"evaluation mode: call pipe.train\(\).*from_pretrained"):
+        pipe.forward_backward(text(4))
+    assert pipe.evaluate([text(4)]) == pipe.evaluate([text(4)])
+    pipe.train()
+    assert all(module.training for module in pipe.modules())
+    dropped, again = pipe.forward_backward(text(4)), pipe.forward_backward(text(4))
+    assert dropped != again  # each step draws its own
+    assert mpcomp.pipeline(model.train(), 2, split=2).training
+
+
 def test_a_tied_model_trains_by_forward_backward_alone():
     pipe = mpcomp.pipeline(gpt2(), 2, split=2)
     with pytest.raises(ValueError, match=r"two stages share transformer.wte.weight.*forward_backw"):
