@@ -100,6 +100,9 @@ def finish_step(
     if found and not (step.scaled and all(link.direction != "act" for link in found)):
         raise nonfinite_error(_origin(found).name, step.index)
     adaptation.finish_step(step, measured, finite=finite)
+    if not step.index & (step.index + 1):  # after 1, 2, 4, ... steps, as an accelerator waits
+        for link in links:
+            link.warn_of_error(link.meter.train)
     if loss is not None and not alone:
         replicas = mesh.num_replicas
         of_dtype = _LOSS_DTYPES[int(dtype) // replicas]
@@ -115,6 +118,8 @@ def raise_if_nonfinite(mesh: Mesh, links: Sequence[Link], step: int) -> None:
     for link, flag in zip(links, flags, strict=True):
         if flag:
             raise nonfinite_error(link.name, step)
+    for link in links:
+        link.warn_of_error(link.meter.eval)
 
 
 def bytes_sent(links: Sequence[Link]) -> tuple[int, int]:

@@ -7,6 +7,7 @@ the meter and the randomness. Moving messages is left to a channel.
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -163,6 +164,7 @@ class Link:
         #: What a method that learns a basis has learned here.
         self.bases = Bases(inner) if inner.learns_basis else None  # type: ignore[arg-type]
         self._nonfinite: list[_Note] = []
+        self._has_warned = False
         #: Plans of the step under way, by side and microbatch.
         self._step: Step | None = None
         self._plans: dict[tuple[Side, int], Plan] = {}
@@ -352,6 +354,30 @@ class Link:
         for note, flag in zip(noted, flags, strict=True):
             note.traffic.nonfinite += flag and note.counts
         return any(flags)
+
+    def warn_of_error(self, traffic: Traffic) -> None:
+        """Warns, once, if what arrives is further from what was meant than nothing would be.
+
+        A residual is sent later, and an unbiased code is right on average: gradients may well
+        arrive so. An activation is used as it arrives.
+
+        Args:
+            traffic: of training or evaluation, as metered here so far.
+        """
+        made_good = self.feedback is not None or getattr(self.method, "is_unbiased", False)
+        if self._has_warned or (made_good and self.direction != ACT):
+            return
+        error = traffic.relative_error
+        if error > 1.01:  # not for rounding's sake
+            self._has_warned = True
+            warnings.warn(
+                f"{self.name}: with {self.method} what arrives is wrong by {error:.3g} of its norm "
+                "(zeros would be by 1), and training or inference on it is worse than without. "
+                "Outliers take a scale that all elements share: give each token or group one "
+                "(quant:8:scale=token, step:0.3), use more bits or a larger share, or send this "
+                "link uncompressed (None)",
+                stacklevel=2,
+            )
 
     def prefetch(self, ids: Sequence[SampleIds]) -> None:
         """Begins to read what the ends here will need for a step with these ids.
