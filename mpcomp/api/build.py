@@ -16,7 +16,7 @@ from torch import nn
 from mpcomp.api.config import PipelineConfig
 from mpcomp.api.launch import DistributedLaunch, Launch, LocalLaunch
 from mpcomp.api.pipeline import Pipeline
-from mpcomp.api.weights import check_weights, load_weights, to_meta
+from mpcomp.api.weights import check_weights, load_weights, refuse_part_for_whole, to_meta
 from mpcomp.comm.mesh import launched
 from mpcomp.compressors import Compressor
 from mpcomp.core.loss import LossFn
@@ -174,6 +174,8 @@ def build(model: nn.Module, config: PipelineConfig) -> Pipeline:
             load_weights(stage, config.weights)
         stage.to(launch.device_of(i))
     plain = launch.prepare(model, cut, own)
+    if len(own) < len(cut):
+        refuse_part_for_whole(model)
     engine, replica_sync = launch.engine(cut, boundaries, ties, plain)
     return Pipeline(
         [cut[i] for i in own],

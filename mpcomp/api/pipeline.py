@@ -283,7 +283,7 @@ class Pipeline(OriginalNames):
             that of their batches together.
 
         Raises:
-            ValueError: no loss function, evaluation mode, fewer rows than chunks, or bad sample ids.
+            ValueError: no loss function, evaluation mode, fewer rows than chunks, or bad ids.
             TypeError: a batch without tensors, or a stage whose output is not a tensor.
             FloatingPointError: NaN or Inf at a cut (in a gradient only without a loss scaler).
                 Links are then as before the step; gradients of the microbatches differentiated

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import stages as staging
 from mpcomp.checkpoint.files import weights_files
 
-__all__ = ["check_weights", "load_weights", "to_meta"]
+__all__ = ["check_weights", "load_weights", "refuse_part_for_whole", "to_meta"]
 
 
 def check_weights(stages: Iterable[staging.Stage], weights: str | Path | None) -> None:
@@ -97,6 +97,26 @@ def to_meta(stage: nn.Module) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 module._buffers[name] = made.setdefault(id(buffer), buffer.to("meta"))
+
+
+def refuse_part_for_whole(model: nn.Module) -> None:
+    """Makes ``state_dict`` of a model an error as long as other ranks have a part of its weights.
+
+    A copy that has them all (`Pipeline.merge`) may keep the hook.
+    """
+    if _check_whole not in model._state_dict_hooks.values():
+        model.register_state_dict_post_hook(_check_whole)
+
+
+def _check_whole(model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    elsewhere = [name for name, x in state.items() if isinstance(x, Tensor) and x.is_meta]
+    if elsewhere:
+        raise ValueError(
+            f"state_dict of a model that is cut over several ranks: {elsewhere[0]} and "
+            f"{len(elsewhere) - 1} more of its {len(state)} tensors are trained on other ranks and "
+            "have no values here. Take pipe.merge().state_dict(), on every rank, or write a "
+            "checkpoint with pipe.save(folder)"
+        )
 
 
 def _tensors(stage: nn.Module) -> list[tuple[str, Tensor]]:
