@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -25,6 +26,7 @@ from mpcomp.api.original_names import OriginalNames
 from mpcomp.api.report import print_report, report_of
 from mpcomp.api.scaling import check_without_gradients, gradients_overflowed, overflow_gradients
 from mpcomp.api.step_sync import bytes_sent, finish_step, raise_if_nonfinite
+from mpcomp.api.weights import whole_again
 from mpcomp.core.loss import LossFn, StepLoss, num_terms, with_target
 from mpcomp.core.microbatch import gather, map_tensors, num_rows, rows_of_chunks, scatter
 from mpcomp.core.padding import valid_positions
@@ -105,6 +107,7 @@ class Pipeline(OriginalNames):
         self.step_skipped = False
         self._loss_fn = loss_fn
         self.scaler = scaler
+        self._has_warned_of_part = False
         self._lr_of: torch.optim.Optimizer | None = None
         self._compress_act = self._compress_grad = self._compress_dp = True
         self._warmup_steps = warmup_steps
@@ -285,13 +288,19 @@ class Pipeline(OriginalNames):
         Raises:
             ValueError: no loss function, evaluation mode, fewer rows than chunks, or bad ids.
             TypeError: a batch without tensors, or a stage whose output is not a tensor.
-            FloatingPointError: NaN or Inf at a cut (in a gradient only without a loss scaler).
-                Links are then as before the step; gradients of the microbatches differentiated
-                until then have been added, so ``zero_grad`` before going on.
+            FloatingPointError: NaN or Inf at a cut or in the loss (in a gradient, and in the loss,
+                only without a loss scaler). Links are then as before the step; gradients of the
+                microbatches differentiated until then have been added, so ``zero_grad`` before
+                going on.
         """
         if self._loss_fn is None:
             raise ValueError(
                 "forward_backward needs the loss: pipeline(..., loss_fn=F.cross_entropy)"
+            )
+        if torch.is_inference_mode_enabled():
+            raise ValueError(
+                "forward_backward under torch.inference_mode(), in which nothing has a gradient: "
+                "leave it for training"
             )
         if not self.training:
             raise ValueError(
@@ -562,7 +571,8 @@ class Pipeline(OriginalNames):
             return model.to(self.engine.device_of(0))
         self._align_replicas()
         whole = copy.deepcopy(model)
-        state = self.mesh.all_gather_tensors(_on_cpu(self.state_dict()), "weights")
+        whole_again(whole)
+        state = self.mesh.all_gather_tensors(_on_cpu(super().state_dict()), "weights")
         whole.load_state_dict(state, assign=True)
         staging.tie_names(whole, self.cut_stages)
         return whole.cpu()
@@ -593,6 +603,31 @@ class Pipeline(OriginalNames):
 
     # -- persistence --------------------------------------------------------------------------
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The state under the original model's names: with several processes that of this rank.
+
+        It then says so, once: a file that every rank writes would end with the part of one.
+        """
+        if self.num_ranks > 1 and not self._has_warned_of_part:
+            self._has_warned_of_part = True
+            warnings.warn(
+                f"pipe.state_dict() on rank {self.rank} of {self.num_ranks} is the part of this "
+                "rank's stages, and a file that all ranks write would hold one of the parts: take "
+                "pipe.merge().state_dict(), on every rank, for the whole, or pipe.save(folder) for "
+                "a checkpoint, in which each rank writes its own",
+                stacklevel=2,
+            )
+        return super().state_dict(*args, **kwargs)
+
+    @contextmanager
+    def _parts_are_meant(self) -> Iterator[None]:
+        """Within it `state_dict` warns of nothing, as a checkpoint wants each rank's part."""
+        before, self._has_warned_of_part = self._has_warned_of_part, True
+        try:
+            yield
+        finally:
+            self._has_warned_of_part = before
+
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Names the optimizer that steps by the gradients, for the methods that must know it.
 
@@ -617,9 +652,11 @@ class Pipeline(OriginalNames):
     ) -> None:
         """Writes a checkpoint, each rank its part; see `mpcomp.checkpoint.save`."""
         self._finish_step()
-        checkpoint.save(
-            self._run_state(), Path(folder), optimizer=optimizer, scheduler=scheduler, extra=extra
-        )
+        run = self._run_state()
+        with self._parts_are_meant():
+            checkpoint.save(
+                run, Path(folder), optimizer=optimizer, scheduler=scheduler, extra=extra
+            )
 
     def load(
         self,
@@ -633,7 +670,8 @@ class Pipeline(OriginalNames):
         See `mpcomp.checkpoint.load`.
         """
         run = self._run_state()
-        extra = checkpoint.load(run, Path(folder), optimizer=optimizer, scheduler=scheduler)
+        with self._parts_are_meant():
+            extra = checkpoint.load(run, Path(folder), optimizer=optimizer, scheduler=scheduler)
         self.num_steps = run.num_steps
         self._open = None  # only now: a load that fails leaves an open step open
         for each in self.crossings:

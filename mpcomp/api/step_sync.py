@@ -10,6 +10,7 @@ bytes::
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from mpcomp.api.equal_copies import EqualCopies
 from mpcomp.comm.mesh import Mesh
-from mpcomp.core.checks import nonfinite_error
+from mpcomp.core.checks import nonfinite_error, nonfinite_loss_error
 from mpcomp.core.loss import StepLoss
 from mpcomp.core.step import Step
 from mpcomp.links.adaptation import Adaptation
@@ -74,7 +75,8 @@ def finish_step(
 
     Raises:
         RuntimeError: copies have come apart.
-        FloatingPointError: NaN or Inf at a cut (in a gradient only without a loss scaler).
+        FloatingPointError: NaN or Inf at a cut or in the loss (in a gradient, and in the loss, only
+            without a loss scaler).
     """
     links = [link for boundary in boundaries for link in boundary.links]
     broken = [float(link.found_nonfinite(train=True)) for link in links]
@@ -94,11 +96,15 @@ def finish_step(
     compared, measured = rest[: len(compared)], rest[len(compared) :]
     copies.check(step, compared)
     found = [link for link, flag in zip(links, flags, strict=True) if flag]
-    finite = not (found or stopped)
+    # Where the first stages are frozen, no gradient crosses a cut to show it.
+    lost = loss is not None and not step.scaled and not _is_finite(total if alone else value)
+    finite = not (found or stopped or lost)
     for boundary in boundaries:
         boundary.finish_step(finite)
     if found and not (step.scaled and all(link.direction != "act" for link in found)):
         raise nonfinite_error(_origin(found).name, step.index)
+    if lost:
+        raise nonfinite_loss_error(step.index)
     adaptation.finish_step(step, measured, finite=finite)
     if not step.index & (step.index + 1):  # after 1, 2, 4, ... steps, as an accelerator waits
         for link in links:
@@ -126,6 +132,10 @@ def bytes_sent(links: Sequence[Link]) -> tuple[int, int]:
     """Bytes that this rank has sent in training, and what they would have been uncompressed."""
     traffic = [link.meter.train for link in links]
     return sum(t.wire_bytes for t in traffic), sum(t.dense_bytes for t in traffic)
+
+
+def _is_finite(loss: Tensor | float | None) -> bool:
+    return loss is None or math.isfinite(float(loss))
 
 
 def _origin(found: Sequence[Link]) -> Link:

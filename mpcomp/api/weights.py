@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import stages as staging
 from mpcomp.checkpoint.files import weights_files
 
-__all__ = ["check_weights", "load_weights", "refuse_part_for_whole", "to_meta"]
+__all__ = ["check_weights", "load_weights", "refuse_part_for_whole", "to_meta", "whole_again"]
 
 
 def check_weights(stages: Iterable[staging.Stage], weights: str | Path | None) -> None:
@@ -102,10 +102,17 @@ def to_meta(stage: nn.Module) -> None:
 def refuse_part_for_whole(model: nn.Module) -> None:
     """Makes ``state_dict`` of a model an error as long as other ranks have a part of its weights.
 
-    A copy that has them all (`Pipeline.merge`) may keep the hook.
+    `whole_again` takes that from a copy which has them all.
     """
-    if _check_whole not in model._state_dict_hooks.values():
-        model.register_state_dict_post_hook(_check_whole)
+    whole_again(model)  # of an earlier pipeline
+    model.register_state_dict_post_hook(_check_whole)  # type: ignore[no-untyped-call]
+
+
+def whole_again(model: nn.Module) -> None:
+    """Takes back `refuse_part_for_whole`, so that nothing of this library is saved with a model."""
+    hooks = model._state_dict_hooks
+    for number in [number for number, hook in hooks.items() if hook is _check_whole]:
+        del hooks[number]
 
 
 def _check_whole(model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-__all__ = ["check_tensor", "nonfinite_error"]
+__all__ = ["check_tensor", "nonfinite_error", "nonfinite_loss_error"]
+
+_CURE = (
+    "Lower the learning rate, clip gradients, or use bf16; with fp16 give the pipeline a loss "
+    "scaler (scaler=torch.amp.GradScaler(...))"
+)
 
 
 def check_tensor(x: Tensor, link: str) -> None:
@@ -29,7 +34,13 @@ def check_tensor(x: Tensor, link: str) -> None:
 def nonfinite_error(link: str, step: int) -> FloatingPointError:
     """The error for NaN or Inf on a link, named as in "boundary 0 act"."""
     return FloatingPointError(
-        f"NaN or Inf at {link}, step {step}: the model has diverged or overflowed. Lower the "
-        "learning rate, clip gradients, or use bf16; with fp16 give the pipeline a loss scaler "
-        "(scaler=torch.amp.GradScaler(...))"
+        f"NaN or Inf at {link}, step {step}: the model has diverged or overflowed. {_CURE}"
+    )
+
+
+def nonfinite_loss_error(step: int) -> FloatingPointError:
+    """The error for a loss of NaN or Inf, where all that crossed the cuts was finite."""
+    return FloatingPointError(
+        f"the loss of step {step} is NaN or Inf, though what crossed the cuts was finite: the last "
+        f"stage or loss_fn has overflowed, or divides by 0. {_CURE}"
     )

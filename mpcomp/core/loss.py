@@ -138,15 +138,42 @@ class StepLoss:
         self.factor = float(replicas * share)
 
     def __call__(self, output: Tensor, target: Any, microbatch: int) -> Tensor:
-        """The weighted and scaled loss, 0-d with its graph."""
+        """The weighted and scaled loss, 0-d with its graph.
+
+        Raises:
+            TypeError: the loss function returns no tensor.
+            ValueError: more than one number, or one without a gradient.
+        """
         terms = self._terms[microbatch]
         if self._summed:
-            loss = self._loss_fn(output, target)
+            loss = _one_number(self._loss_fn(output, target))
         elif terms:
-            loss = self._loss_fn(output, target) * (terms / self.terms)
+            loss = _one_number(self._loss_fn(output, target)) * (terms / self.terms)
         else:
             loss = (output[:0] * 0).sum()  # of the output, as each microbatch goes backward
         if self.factor != 1:
             loss = loss * self.factor
         self.total = loss.detach() if self.total is None else self.total + loss.detach()
         return self._scaler.scale(loss) if self._scaler is not None else loss
+
+
+def _one_number(loss: object) -> Tensor:
+    """What a loss function returned, 0-d, if a step can be trained by it."""
+    if not isinstance(loss, Tensor):
+        raise TypeError(
+            f"loss_fn returned a {type(loss).__name__}: expected a 0-d tensor, the mean over a "
+            "microbatch; return that alone, without .item(), and other figures from the metric of "
+            "pipe.evaluate"
+        )
+    if loss.numel() != 1:
+        raise ValueError(
+            f"loss_fn returned a tensor of shape {list(loss.shape)}: expected one number, the mean "
+            "over a microbatch; leave out reduction='none', or end with .mean()"
+        )
+    if not loss.requires_grad:
+        raise ValueError(
+            "the loss has no gradient, so nothing would be trained: loss_fn, or the model's last "
+            "stage, detaches it (.detach(), .data, torch.no_grad(), argmax) or does not use the "
+            "output, or all parameters are frozen; return a loss that is computed from the output"
+        )
+    return loss.reshape(())

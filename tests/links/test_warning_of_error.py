@@ -40,9 +40,7 @@ def test_said_once_with_the_link_and_the_cure(phase):
                 pipe.evaluate([batch()])
 
     (message,) = messages_of(run)
-    assert message.startswith(
-        "boundary 0 act: with randomk:0.2:unbiased=True what arrives"
-    )
+    assert message.startswith("boundary 0 act: with randomk:0.2:unbiased=True what arrives")
     assert "scale=token" in message and "None" in message
 
 
