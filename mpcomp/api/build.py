@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mpcomp.api.advice import advise_on_cut, advise_on_threads
 from mpcomp.api.config import PipelineConfig
 from mpcomp.api.launch import DistributedLaunch, Launch, LocalLaunch
 from mpcomp.api.pipeline import Pipeline
@@ -166,6 +167,11 @@ def build(model: nn.Module, config: PipelineConfig) -> Pipeline:
         crossings: list[Boundary | TiedWeights] = [*boundaries, *ties]
         methods = [[str(link.method) for link in each.links] for each in crossings]
     launch.connect(cut, methods)
+    if 0 in own and launch.replica == 0:  # one rank speaks for all
+        if config.split is None or isinstance(config.split, int):
+            advise_on_cut(model, cut)
+        if launch.device_of(0).type == "cpu":
+            advise_on_threads(launch.local_ranks)
     for i, stage in enumerate(cut):
         if i not in own:
             to_meta(stage)

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import os
+import platform
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -64,12 +65,14 @@ class Launch(ABC):
 
     Attributes:
         replica: which pipeline this rank is in.
+        local_ranks: processes of the run on this machine, once they are connected.
 
     Raises:
         ValueError: this engine cannot do what the configuration asks for.
     """
 
     replica = 0
+    local_ranks = 1
 
     def __init__(self, config: PipelineConfig) -> None:
         self.config = config
@@ -289,6 +292,8 @@ class DistributedLaunch(Launch):
             "methods": methods,
         }
         shake_hands(self.mesh, {**what_it_comes_to, **self.config.compared()})
+        machine = platform.node()
+        self.local_ranks = exchange(self.mesh, "machine", machine).count(machine)
         self.mesh.connect(self._rank_names(len(cut)))
 
     def _rank_names(self, num_stages: int) -> list[str]:

@@ -1,0 +1,86 @@
+"""Advice at the start: what will run, and give the right numbers, but slowly.
+
+Warnings, as nothing here is wrong, and each names its numbers and what to do about them.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+import stages as staging
+from stages.hints import listing
+
+__all__ = ["advise_on_cut", "advise_on_threads", "num_cores"]
+
+#: Times its share of the parameters that a stage may hold without a word; of two stages, 7/8.
+_SHARE = 1.75
+
+
+def advise_on_cut(model: nn.Module, cut: Sequence[staging.Stage]) -> None:
+    """Warns if one stage has far more than its share of the parameters.
+
+    It is for cuts that were chosen by a number of stages: whoever names blocks has chosen.
+
+    Args:
+        model: that was cut.
+        cut: all stages.
+    """
+    sizes = [sum(p.numel() for p in stage.parameters()) for stage in cut]
+    total, largest = sum(sizes), max(sizes)
+    if largest * len(cut) <= _SHARE * total:
+        return
+    stage = cut[sizes.index(largest)]
+    units = [unit.name for unit in staging.blocks(model)]
+    warnings.warn(
+        f"{stage.name} has {largest / total:.0%} of all parameters, where {1 / len(cut):.0%} would "
+        f"be its share of {len(cut)} stages: the other stages will wait for it. This model can be "
+        f"cut after {listing(units[:-1])}; what lies between is one unit. Cut it into fewer "
+        "stages, name blocks inside the large one (split=[...]), rewrite that as an "
+        "nn.Sequential, or balance by measured time (split='time', sample=x)",
+        stacklevel=4,
+    )
+
+
+def advise_on_threads(local_ranks: int) -> None:
+    """Warns if this machine's cores have more threads to run than they can.
+
+    Threads of one operation wait for each other: where cores are shared, a step can take a hundred
+    times as long. Whoever has set OMP_NUM_THREADS has chosen, and one thread waits for no other.
+
+    Args:
+        local_ranks: processes of this run on this machine.
+    """
+    threads, cores = torch.get_num_threads(), num_cores()
+    if "OMP_NUM_THREADS" in os.environ or threads == 1:
+        return
+    share = max(1, cores // local_ranks)
+    cure = (
+        "Set OMP_NUM_THREADS={} before the start, or call torch.set_num_threads({}): threads "
+        "that wait for each other on shared cores can make a step many times slower"
+    )
+    if local_ranks > 1 and threads * local_ranks > cores:
+        warnings.warn(
+            f"{local_ranks} ranks of {threads} threads each on {cores} cores. "
+            + cure.format(share, share),
+            stacklevel=4,
+        )
+        return
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    if load > cores:
+        warnings.warn(
+            f"other processes keep this machine busy (load {load:.0f} on {cores} cores), and torch "
+            f"would run {threads} threads here. " + cure.format(1, 1),
+            stacklevel=4,
+        )
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
