@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from stages.chain import Chain, expand, has_hooks, is_plain
+from stages.chain import Chain, expand, has_hooks, is_compiled, is_plain
 from stages.graph import Trace
 from stages.language_models import Decoder, is_causal_lm
 from stages.stage import Origin, Piece, Stage
@@ -40,6 +40,12 @@ def line_of(model: nn.Module, names: Sequence[str] = ()) -> Line:
     """Lay `model` out as a line; `names` are blocks that must not be hidden inside others."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"got a {type(model).__name__} as the model; accepted is an nn.Module")
+    if is_compiled(model):
+        raise ValueError(
+            "the model is compiled (torch.compile), and a cut goes through the middle of what was "
+            "compiled as one; cut the model itself, and compile its blocks in place before: "
+            "for block in model.layers: block.compile()"
+        )
     if has_hooks(model):
         raise ValueError(
             f"{type(model).__name__} has hooks on the model itself, which no stage would run; "

@@ -26,6 +26,12 @@ def has_hooks(module: nn.Module) -> bool:
     )
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `module` is what torch.compile gives for one, or was compiled in place."""
+    wrapped = isinstance(getattr(module, "_orig_mod", None), nn.Module)
+    return wrapped or getattr(module, "_compiled_call_impl", None) is not None
+
+
 def is_plain(module: nn.Module) -> bool:
     """Whether `module` is a `nn.Sequential` that may be replaced by its children."""
     return (
@@ -34,6 +40,7 @@ def is_plain(module: nn.Module) -> bool:
         and "forward" not in vars(module)
         and len(module) > 0
         and not has_hooks(module)
+        and not is_compiled(module)
     )
 
 

@@ -10,10 +10,13 @@ ancestors of blocks that were named. The trace is a line of nodes, and a cut is 
 
 import inspect
 import operator
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise, zip_longest
+from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import torch
@@ -23,6 +26,9 @@ from torch.fx.node import Argument, map_arg
 from stages.chain import is_plain
 from stages.hints import listing, nearest
 from stages.stage import Piece, Stage, ancestors
+
+#: The folder of the code that traces, in which no model's mistakes are.
+_TORCH = str(Path(torch.__file__).parent)
 
 
 class Trace:
@@ -220,10 +226,37 @@ def _trace_as(model: nn.Module, names: Sequence[str], training: bool) -> fx.Grap
         return graph
     except Exception as error:  # anything at all can happen in code that is being traced
         raise ValueError(
-            f"cannot trace the forward of {type(model).__name__} to cut it: {error}. Only code "
-            "between blocks is traced; move what branches on values, or is otherwise more than "
-            "calls of modules and functions, into a block, or write the model as an nn.Sequential"
+            f"cannot trace the forward of {type(model).__name__} to cut it: {_cause(model, error)}"
         ) from error
+
+
+def _cause(model: nn.Module, error: Exception) -> str:
+    """What a trace ended with, where in the model's own code, and what to do about it."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(_TORCH) and frame.filename != __file__
+    ]
+    forward = model.forward
+    own = getattr(inspect.unwrap(forward), "__code__", None)
+    code = getattr(forward, "__code__", None)  # of the outermost decorator, if there is one
+    if own is not code and own and code and not any(_is_in(frame, own) for frame in frames):
+        return (
+            f"it is wrapped by a decorator ({code.co_filename}:{code.co_firstlineno}), in which "
+            f"torch.fx ends with {str(error)!r} before it comes to the forward itself. Write a "
+            "module of your own whose forward calls the model's blocks (embeddings, layers, head) "
+            "and returns one tensor, or an nn.Sequential of them, and cut that"
+        )
+    at = f", at {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
+    return (
+        f"{error}{at}. Only code between blocks is traced, with optional arguments at their "
+        "defaults; move what branches on values, or is otherwise more than calls of modules and "
+        "functions, into a block, or write the model as an nn.Sequential"
+    )
+
+
+def _is_in(frame: traceback.FrameSummary, code: CodeType) -> bool:
+    return (frame.filename, frame.name) == (code.co_filename, code.co_name)
 
 
 @contextmanager

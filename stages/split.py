@@ -71,9 +71,14 @@ def _read(model: nn.Module, where: Where) -> tuple[list[str], list[int]]:
 
 def _named_cut(model: nn.Module, where: str) -> list[str]:
     if where != "paper":
+        words = [word.strip() for word in where.split(",")]
+        cuts: list[object] = [int(word) if word.isdecimal() else word for word in words]
+        meant = cuts[0] if len(cuts) == 1 and isinstance(cuts[0], int) else cuts
+        kind = "a number of stages" if isinstance(meant, int) else "blocks to cut after"
+        if isinstance(cuts[0], int) and meant is cuts:
+            kind = "block counts"
         raise ValueError(
-            f"where is {where!r}; the only string accepted is 'paper'. To cut after a block of "
-            f"that name pass [{where!r}]"
+            f"where is {where!r}; the only string accepted is 'paper'. For {kind} pass {meant!r}"
         )
     cut = getattr(Decoder(model) if is_causal_lm(model) else model, "paper_cut", None)
     if cut is None:

@@ -155,6 +155,13 @@ class Stage(nn.Module):
             kwargs = {key: _cloned(value) for key, value in kwargs.items()}
         output = self._run(self, *args, **kwargs)
         if not isinstance(output, Tensor):
+            if self.index == self.num_stages - 1:
+                raise TypeError(
+                    f"{self.name} returned {_kind_of(output)}, as the whole model does; accepted "
+                    f"is one tensor. Let the forward of {type(self.original).__name__} return its "
+                    "output alone (logits), and compute the loss outside of it: "
+                    "pipeline(..., loss_fn=...)"
+                )
             raise TypeError(
                 f"{self.name} returned a {type(output).__name__} from its last block "
                 f"{self.block_names[-1]!r}; accepted is one tensor. Cut the model after another "
@@ -323,6 +330,15 @@ def _cloned(value: object) -> object:
 
 def _version(x: Tensor) -> int | None:
     return None if x.is_inference() else x._version
+
+
+def _kind_of(output: object) -> str:
+    """The type of what is no tensor, and of what is in it."""
+    inside = list(output.values()) if isinstance(output, Mapping) else output
+    kind = f"a {type(output).__name__}"
+    if isinstance(inside, (tuple, list)):
+        kind += f" ({', '.join(type(value).__name__ for value in inside)})"
+    return kind
 
 
 def _storage(x: Tensor) -> object:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,14 +33,14 @@ def mean_over(
         mesh: the ranks; sums from those with outputs are added up.
 
     Raises:
-        ValueError: the loader is empty, or nothing in it counts.
+        ValueError: the loader is empty, nothing in it counts, or a metric is no single number.
+        TypeError: the loader yields something else, or the metric returns something else.
     """
     totals: dict[str, float] = {}
     terms = 0
     judged, named = False, True
     for item in loader:
-        batch, target, *_ = (item, None) if isinstance(item, Mapping) else item
-        outputs, targets = infer(*with_target(batch, target))
+        outputs, targets = infer(*with_target(*_pair_of(item)))
         for output, part in zip(outputs, targets, strict=bool(outputs)):
             judged = True
             with mesh.failing_together("metric"):  # others wait for its value
@@ -48,10 +48,12 @@ def mean_over(
                 if not weight:
                     continue  # the mean over nothing is NaN
                 value = metric(output, map_tensors(part, lambda t: t.to(mesh.device)))
+                several = value.items() if isinstance(value, Mapping) else [("", value)]
+                means = [(key, _number(mean)) for key, mean in several]
             named = isinstance(value, Mapping)
             terms += weight
-            for key, mean in value.items() if isinstance(value, Mapping) else [("", value)]:
-                totals[key] = totals.get(key, 0.0) + float(mean) * weight
+            for key, mean in means:
+                totals[key] = totals.get(key, 0.0) + mean * weight
     own = [totals, terms, named] if judged else None
     found = [sums for sums in mesh.all_gather_object(own) if sums]
     if not found:
@@ -60,8 +62,40 @@ def mean_over(
     if not found:
         raise ValueError("evaluate: no token of the loader's batches has a label")
     all_terms = sum(terms for _, terms, _ in found)
-    means = {key: sum(totals[key] for totals, *_ in found) / all_terms for key in found[0][0]}
-    return means if found[0][2] else means[""]
+    result = {key: sum(totals[key] for totals, *_ in found) / all_terms for key in found[0][0]}
+    return result if found[0][2] else result[""]
+
+
+def _pair_of(item: object) -> tuple[Any, Any]:
+    """Batch and target that a loader yielded; no target of a mapping, which has its labels."""
+    if isinstance(item, Mapping):
+        return item, None
+    if not isinstance(item, Sequence) or isinstance(item, str) or len(item) < 2:
+        shape = f" of shape {list(item.shape)}" if isinstance(item, Tensor) else ""
+        if isinstance(item, Sequence) and not isinstance(item, str):
+            shape = f" of length {len(item)}"
+        raise TypeError(
+            f"evaluate: the loader yielded a {type(item).__name__}{shape}: expected pairs (batch, "
+            "target), or mappings with 'labels'. For one batch pass [(x, y)]; for outputs alone "
+            "call pipe(x) under torch.no_grad()"
+        )
+    return item[0], item[1]
+
+
+def _number(mean: object) -> float:
+    """What a metric returned, or one of its values."""
+    if isinstance(mean, Tensor) and mean.numel() != 1:
+        raise ValueError(
+            f"the metric returned a tensor of shape {list(mean.shape)}: expected one number, the "
+            "mean over a microbatch; leave out reduction='none', or end with .mean()"
+        )
+    try:
+        return float(mean)  # type: ignore[arg-type]
+    except TypeError as error:
+        raise TypeError(
+            f"the metric returned a {type(mean).__name__}: expected a number, a 0-d tensor, or a "
+            "mapping from names to those"
+        ) from error
 
 
 @contextmanager

@@ -27,9 +27,16 @@ def clip_grad_norm_(
         error_if_nonfinite: raise if the norm is NaN or Inf.
 
     Raises:
+        TypeError: something else than a pipeline.
         ValueError: max_norm is not positive.
         RuntimeError: the norm is not finite, and that was to be an error.
     """
+    if not isinstance(pipe, Pipeline):
+        raise TypeError(
+            f"clip_grad_norm_ got a {type(pipe).__name__}: pass the pipeline itself, "
+            "mpcomp.clip_grad_norm_(pipe, max_norm), as the norm is one over the stages of all "
+            "ranks; a plain model's parameters are for torch.nn.utils.clip_grad_norm_"
+        )
     if not max_norm > 0:
         raise ValueError(f"max_norm={max_norm}: expected a positive number")
     again = {name for tie in pipe.ties for _, name in tie.copies[1:]}  # counted once

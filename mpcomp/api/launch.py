@@ -154,6 +154,8 @@ class LocalLaunch(Launch):
             given, one = [torch.device(d) for d in devices or ()], False
             if devices is not None and not given:
                 raise ValueError("devices=[]: expected at least one device, or None")
+        for device in given:
+            _check_there(device)
         if split is None or split == "time":
             if not given and torch.cuda.device_count() > 1:
                 given = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
@@ -234,6 +236,7 @@ class DistributedLaunch(Launch):
         return self._schedule.place_of(stage, self.mesh.num_in_pipeline)
 
     def cut(self, model: nn.Module) -> list[staging.Stage]:
+        _check_there(self.mesh.device)  # here, where a failure is told to the other ranks
         cut = staging.split(model, self._where(model))
         self._schedule.check_stages(len(cut), self.mesh.num_in_pipeline)
         self._check_one_stage(cut)
@@ -430,3 +433,20 @@ def _device(config: PipelineConfig) -> torch.device:
     if local_rank < torch.cuda.device_count():
         return torch.device("cuda", local_rank)
     return torch.device("cpu")
+
+
+def _check_there(device: torch.device) -> None:
+    """Raises ValueError if a device is of CUDA and torch has none of that number."""
+    if device.type != "cuda":
+        return
+    count = torch.cuda.device_count()
+    if (device.index or 0) < count:
+        return
+    if torch.version.cuda is None:
+        there = f"torch {torch.__version__} is built without CUDA"
+    else:
+        there = f"torch finds {count} CUDA devices on this machine"
+    raise ValueError(
+        f"devices: {str(device)!r} is not there, {there}. Leave devices out, pass 'cpu', or name "
+        "devices that are there"
+    )

@@ -183,8 +183,14 @@ def _part(part: str, inner: Any, spec: str) -> Any:
     hints = typing.get_type_hints(cls)
     fields = [f.name for f in dataclasses.fields(cls) if f.name != cls.spec_inner]
     positional = iter([f for f in fields if f not in arguments])
-    for setting in settings:
+    for i, setting in enumerate(settings):
         key, has_key, value = setting.partition("=")
+        if not has_key and inner is None and cls.spec_inner is not None and setting in names:
+            outer, inside = ":".join([name, *settings[:i]]), ":".join(settings[i:])
+            raise ValueError(
+                f"spec {spec!r}: {setting} is a method and no setting of {name}, which takes a "
+                f"method behind a '+'; write {outer}+{inside}"
+            )
         if not has_key:
             key, value = next(positional, ""), setting
             if not key:

@@ -63,6 +63,9 @@ def test_chunks_below_one(chunks):
         (["three"], "'three'.*end of the model.*empty stage"),
         (["relu", "tanh"], "comes before"),
         (["tanh", "tanh"], "named twice"),
+        ("tanh,relu", r"For blocks to cut after pass \['tanh', 'relu'\]"),
+        ("3", "For a number of stages pass 3"),
+        ("1, 4", r"For block counts pass \[1, 4\]"),
         ("paper", "no paper_cut"),
     ],
 )
@@ -79,6 +82,26 @@ def test_a_parameter_shared_across_a_cut_is_named():
     model.three.weight = model.two.weight = nn.Parameter(torch.randn(19, 19))
     with pytest.raises(ValueError, match=r"'two.weight' in stage 1 and 'three.weight' in stage 2"):
         pipe_of(model)
+
+
+@pytest.mark.parametrize("way", ["wrapped", "in place"])
+def test_a_compiled_model(way):
+    model = mlp()
+    if way == "wrapped":
+        model = torch.compile(model)
+    else:
+        model.compile()
+    with pytest.raises(ValueError, match=r"the model is compiled.*block.compile\(\)"):
+        pipe_of(model)
+
+
+def test_compiled_blocks_stay_so():
+    """A plain chain inside that was compiled as one is one block."""
+    model = nn.Sequential(nn.Linear(13, 7), nn.Sequential(nn.ReLU(), nn.Linear(7, 5)))
+    model[1].compile()
+    pipe = pipe_of(model, split=2)
+    assert pipe.stages[1].block_names == ("1",)
+    assert pipe.stages[1].get_submodule("1")._compiled_call_impl is not None
 
 
 def test_devices_that_do_not_fit():
@@ -330,6 +353,48 @@ def test_a_learning_rate_that_is_not_known_changes_nothing(lr):
     with pytest.raises(ValueError, match=r"call pipe.follow\(optimizer\)"):
         watch.pipe.forward_backward(*images(4, 9))
     watch.assert_untouched()
+
+
+@pytest.mark.parametrize("what", ["parameters", "model"])
+def test_a_norm_of_something_else_than_a_pipeline(what):
+    pipe = pipe_of()
+    given = pipe.parameters() if what == "parameters" else pipe.merge()
+    with pytest.raises(TypeError, match=r"pass the pipeline itself.*torch.nn.utils.clip_grad_norm"):
+        mpcomp.clip_grad_norm_(given, 1.0)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without CUDA")
+@pytest.mark.parametrize("devices", ["cuda", ["cpu", "cuda:1", "cpu"]])
+def test_devices_that_are_not_there(devices):
+    with pytest.raises(ValueError, match=r"devices: 'cuda.* is not there, torch .*'cpu'"):
+        pipe_of(devices=devices)
+
+
+LOADERS = {
+    "tensors": (
+        lambda x, y: [x],
+        None,
+        TypeError,
+        r"yielded a Tensor of shape \[4, 13\].*\(x, y\)",
+    ),
+    "a pair": (lambda x, y: (x, y), None, TypeError, r"a Tensor of shape \[4, 13\].*\[\(x, y\)\]"),
+    "lone": (lambda x, y: [(x,)], None, TypeError, "a tuple of length 1: expected pairs"),
+    "unreduced": (
+        lambda x, y: [(x, y)],
+        lambda o, t: F.cross_entropy(o, t, reduction="none"),
+        ValueError,
+        r"metric returned a tensor of shape \[2\].*reduction='none'",
+    ),
+    "two figures": (lambda x, y: [(x, y)], lambda o, t: (1, 2), TypeError, "a tuple.*a mapping"),
+    "words": (lambda x, y: [(x, y)], lambda o, t: {"loss": None}, TypeError, "a NoneType"),
+}
+
+
+@pytest.mark.parametrize("case", LOADERS)
+def test_what_cannot_be_evaluated(case):
+    loader, metric, error, message = LOADERS[case]
+    with pytest.raises(error, match=message):
+        pipe_of().evaluate(loader(*rows(4)), metric)
 
 
 def test_no_loss_function():

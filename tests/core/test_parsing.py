@@ -105,6 +105,9 @@ def test_any_method_has_a_spec_that_gives_it_back(method):
 @pytest.mark.parametrize(
     "spec, message",
     [
+        ("ef21:topk:0.1", r"topk is a method and no setting of ef21.*write ef21\+topk:0.1"),
+        ("ef:decay=0.9:quant:4", r"write ef:decay=0.9\+quant:4"),
+        ("topk:0.1:fp16", r"fp16 is a method.*write topk:0.1\+fp16"),
         ("topkk:0.1", r"unknown method 'topkk'.*did you mean 'topk'.*known: .*aqsgd"),
         ("quantize:4", "did you mean 'quant'"),
         ("ef12+topk:0.1", "did you mean 'ef21'"),

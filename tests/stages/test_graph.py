@@ -1,5 +1,8 @@
 """Models with a forward of their own: cut by names or numbers, and what is refused."""
 
+import functools
+import inspect
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -211,6 +214,64 @@ def test_an_optional_argument_is_held_at_its_default():
 def test_refused(model, where, message):
     with pytest.raises(ValueError, match=message):
         split(model, where)
+
+
+class Pops(Net):
+    def forward(self, x, cache=None):
+        x = self.a(x)
+        cache.pop()
+        return self.b(x)
+
+
+def without_defaults(forward):
+    @functools.wraps(forward)
+    def wrapper(self, *args, **kwargs):
+        if kwargs.pop("shout", False):
+            print("called")
+        return forward(self, *args, **kwargs)
+
+    return wrapper
+
+
+class Wrapped(Net):
+    @without_defaults
+    def forward(self, x, scale=1.0, mask=None, cache=None, **kwargs):
+        return self.c(self.b(self.a(x) * scale))
+
+
+class Returns(Net):
+    def forward(self, x, y=None):
+        logits = self.b(self.a(x))
+        return logits, None if y is None else F.cross_entropy(logits, y)
+
+
+@pytest.mark.parametrize(
+    "model, line",
+    [
+        (Pops(), "cache.pop()"),
+        (Branches(), "return self.c(self.b(self.a(x)) if x.sum() > 0 else x)"),
+    ],
+)
+def test_what_cannot_be_traced_is_shown_in_the_models_code(model, line):
+    with pytest.raises(ValueError) as caught:
+        split(model, 2)
+    assert f"at {__file__}:" in str(caught.value) and f"({line}" in str(caught.value)
+
+
+def test_a_decorator_that_tracing_ends_in_is_named():
+    with pytest.raises(ValueError, match="cannot trace") as caught:
+        split(Wrapped(), 2)
+    line = inspect.getsourcelines(without_defaults)[1] + 1
+    assert f"wrapped by a decorator ({__file__}:{line})" in str(caught.value)
+    assert "Write a module of your own" in str(caught.value)
+
+
+def test_a_model_that_returns_its_loss_as_well():
+    first, last = split(Returns(), 2)
+    with pytest.raises(
+        TypeError, match=r"a tuple \(Tensor, NoneType\), as the whole.*of Returns re"
+    ):
+        last(first(torch.randn(2, 3)))
 
 
 def test_tracing_runs_nothing():
