@@ -35,7 +35,8 @@ from mpcomp.links.tied_weights import TiedWeights
 
 __all__ = ["PERIOD", "EqualCopies"]
 
-#: Steps between two comparisons; the first step has one.
+#: Steps between two comparisons. Mistakes of a script show in its first steps, so steps whose
+#: numbers are powers of two, and the first, have one too until then.
 PERIOD: Final = 100
 #: Sums of so many bits times a number of replicas are exact in fp64.
 _BITS: Final = 40
@@ -71,7 +72,8 @@ class EqualCopies:
 
     def due(self, step: Step) -> bool:
         """Whether copies are compared at the end of a step."""
-        return self._enabled and step.train and step.index % PERIOD == 0
+        early = step.index < PERIOD and step.index & (step.index - 1) == 0
+        return self._enabled and step.train and (early or step.index % PERIOD == 0)
 
     def begin(self, step: Step) -> None:
         """Has links note which slots the messages of the step belong to."""
@@ -181,8 +183,10 @@ class EqualCopies:
         named = f"{what} at step {step.index}: {_listed('', differing)} are not the same"
         if alike or not rounding:
             raise RuntimeError(
-                f"{named}. Each copy must be trained by the same optimizer, which steps after "
-                "every forward_backward or after none; go on from the last checkpoint"
+                f"{named}. Give all ranks the same weights, by torch.manual_seed with one number "
+                "before the model is made or by one file, and build the optimizer, the same on all "
+                "ranks, over pipe.parameters(): it has both copies of a tied weight, of which the "
+                "model's own parameters() has one. If that is so, go on from the last checkpoint"
             )
         if not self._warned:
             self._warned = True

@@ -67,6 +67,7 @@ def test_a_turned_bit_is_found_in_the_step_that_compares(method, key, slot, role
         key = keys[1]
         slot = str(key[0] if len(key) == 1 else key)
     spoil(link, role, key)
+    pipe.num_steps = 3
     step(pipe, 100)  # no step that compares
     pipe.num_steps = equal_copies.PERIOD
     before = links_state(pipe)
@@ -89,7 +90,8 @@ def test_tied_weights_that_have_come_apart_are_named(copy):
     pipe.forward_backward(text(4))
     with torch.no_grad():
         pipe.ties[0].here[copy].view(torch.int32)[3, 5] ^= 1
-    pipe.forward_backward(text(4))
+    pipe.num_steps = 3
+    pipe.forward_backward(text(4))  # which compares nothing
     pipe.num_steps = 2 * equal_copies.PERIOD
     with pytest.raises(
         RuntimeError,
@@ -133,6 +135,18 @@ def compared(first, second, kind=None):
     one._mesh.told = told
     one.check(step, sums)
     return sums
+
+
+@pytest.mark.parametrize("lr", [0.5, 1e-4])
+def test_an_optimizer_over_the_uncut_model_ends_with_the_cure(lr):
+    """It has one of both copies; the first step whose number is a power of two shows it."""
+    model = gpt2()
+    pipe = mpcomp.pipeline(model, 2, split=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    pipe.forward_backward(text(4))
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=r"at step 1: the two copies of .*pipe.parameters\(\)"):
+        pipe.forward_backward(text(4))
 
 
 def test_replicas_are_compared_parameter_by_parameter():

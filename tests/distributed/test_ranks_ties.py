@@ -419,3 +419,30 @@ def test_a_rank_that_dies_in_the_exchange_is_named(ranks, victim):
             message, seconds = found
             assert message.startswith(f"rank {victim} (stage {victim}) is gone"), (rank, found)
             assert seconds < 45.0
+
+
+# -- copies that come apart ------------------------------------------------------------------------
+
+
+def come_apart():
+    """The errors of ranks with seeds of their own, and of an optimizer over the uncut model."""
+    errors = []
+    for seeds_differ in (True, False):
+        torch.manual_seed(dist.get_rank() if seeds_differ else 0)
+        model = gpt2()
+        pipe = mpcomp.pipeline(model, 2, split=2, timeout=60.0)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if not p.is_meta], lr=0.1)
+        with pytest.raises(RuntimeError) as caught:
+            for number in range(2):
+                step(pipe, optimizer, *text(4, number))
+                pipe.evaluate([text(4, number)])  # which compares nothing
+        errors.append((pipe.num_steps, str(caught.value)))
+    return errors
+
+
+def test_copies_that_come_apart_are_an_error_on_all_ranks(ranks):
+    found = ranks(come_apart, 2)
+    assert found[0] == found[1]
+    (first, seeds), (second, optimizer) = found[0]
+    assert first == 0 and "torch.manual_seed" in seeds
+    assert second == 1 and "pipe.parameters()" in optimizer
