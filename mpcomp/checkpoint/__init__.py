@@ -23,8 +23,9 @@ before it changes anything on any. No rank waits for another longer than ``timeo
 `mpcomp.pipeline`, also not for one that writes a large part to a slow disk.
 """
 
+from mpcomp.checkpoint.finding import exists
 from mpcomp.checkpoint.loading import load
 from mpcomp.checkpoint.run_state import RunState
 from mpcomp.checkpoint.saving import save
 
-__all__ = ["RunState", "load", "save"]
+__all__ = ["RunState", "exists", "load", "save"]

@@ -1,9 +1,14 @@
-"""The files of a checkpoint: writing a part, reading it tensor by tensor, telling what is one."""
+"""The files of a checkpoint: writing a part, reading it tensor by tensor, telling what is one.
+
+Every tensor has a checksum in ``checkpoint.json``, and so has that file itself: a bit that a disk
+has lost is an error, and not a weight. Checkpoints from before there were checksums are read too.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +18,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+
+from mpcomp.checkpoint.forms import OF_PART, OF_SEVERAL, check_form
 
 __all__ = [
     "Part",
@@ -27,8 +34,6 @@ __all__ = [
 
 FORMAT, VERSION = "mpcomp checkpoint", 1
 WEIGHTS, STATE, META = "weights.safetensors", "state.safetensors", "checkpoint.json"
-_KEYS_OF_PART = {"num_steps", "cut", "links", "optimizer", "scheduler", "scaler", "extra"}
-_KEYS_OF_SEVERAL = {"token", "num_steps", "cut", "placement", "num_replicas", "links"}
 
 
 def part_name(rank: int, num_ranks: int) -> str:
@@ -51,18 +56,23 @@ def write_part(
         OSError: the folder cannot be written.
         TypeError: ``meta`` has what JSON cannot hold.
     """
-    for name, tensors in ((WEIGHTS, weights), (STATE, state)):
+    checksums = {}
+    for name, given in ((WEIGHTS, weights), (STATE, state)):
+        tensors = _on_cpu(given)
+        checksums[_kind(name)] = {key: _checksum(value) for key, value in tensors.items()}
         try:
-            save_file(_on_cpu(tensors), folder / name)
+            save_file(tensors, folder / name)
         except SafetensorError as error:
             raise OSError(f"{folder / name} cannot be written: {error}") from error
         sync(folder / name)
-    write_meta(folder, meta)
+    write_meta(folder, {**meta, "checksums": checksums})
 
 
 def write_meta(folder: Path, meta: Mapping[str, Any]) -> None:
     """Writes ``checkpoint.json``, and waits until the disk has it."""
-    entries = {"format": FORMAT, "version": VERSION, **meta}
+    # As they are read again: of names that are numbers, for example, JSON makes text.
+    entries = json.loads(json.dumps({"format": FORMAT, "version": VERSION, **meta}))
+    entries["checksum"] = _checksum_of_json(entries)
     (folder / META).write_text(json.dumps(entries, indent=1))
     sync(folder / META)
     sync(folder)
@@ -83,6 +93,20 @@ def sync(path: Path) -> None:
 def _on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Contiguous copies that share no storage, which safetensors would refuse."""
     return {key: value.detach().cpu().contiguous().clone() for key, value in tensors.items()}
+
+
+def _kind(file: str) -> str:
+    return file.partition(".")[0]
+
+
+def _checksum(tensor: Tensor) -> int:
+    """Of a contiguous tensor on the CPU: its dtype, shape and bytes."""
+    about = zlib.crc32(f"{tensor.dtype} {list(tensor.shape)}".encode())
+    return zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy(), about)
+
+
+def _checksum_of_json(entries: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(entries, sort_keys=True).encode())
 
 
 # -- reading --------------------------------------------------------------------------------------
@@ -116,7 +140,7 @@ class Part:
                 f"{folder} is no complete checkpoint: {', '.join(missing)} missing; expected a "
                 "folder that Pipeline.save has written"
             )
-        meta = _read_meta(folder, _KEYS_OF_PART)
+        meta = _read_meta(folder, OF_PART)
         shapes = _with_file(folder / WEIGHTS, _shapes)
         state = _with_file(folder / STATE, lambda file: frozenset(file.keys()))
         return cls(folder, meta, shapes, state)
@@ -140,6 +164,13 @@ class Part:
         read: dict[str, Tensor] = _with_file(
             self.folder / file, lambda opened: {n: opened.get_tensor(n).clone() for n in names}
         )
+        if "checksums" in self.meta:
+            checksums = self.meta["checksums"][_kind(file)]
+            for name, tensor in read.items():
+                if checksums.get(name) != _checksum(tensor):
+                    raise ValueError(
+                        f"{self.folder / file} is damaged: {name} is not what was written"
+                    )
         return read
 
 
@@ -156,7 +187,6 @@ class Saved:
         num_replicas: number of pipelines.
         links: for several processes, traffic and whether there is state, by link.
         replicas: what their exchanges have in common; None where they compress nothing.
-        parts: folder of each rank's part.
     """
 
     folder: Path
@@ -167,7 +197,6 @@ class Saved:
     num_replicas: int
     links: dict[str, Any] | None
     replicas: dict[str, Any] | None
-    parts: list[Path]
 
     @classmethod
     def of(cls, folder: Path) -> Saved:
@@ -178,14 +207,18 @@ class Saved:
         """
         if not (folder / META).is_file():
             Part.of(folder)  # raises, and says what is missing
-        meta = _read_meta(folder, {"num_steps", "cut"})
+        meta = _read_json(folder)
         if "placement" not in meta:
+            _check_meta(folder, meta, OF_PART)
             Part.of(folder)
             placement = [list(range(len(meta["cut"]["stages"])))]
-            token, steps = meta.get("token"), meta["num_steps"]
-            return cls(folder, token, steps, meta["cut"], placement, 1, None, None, [folder])
-        meta = _read_meta(folder, _KEYS_OF_SEVERAL)
-        count = len(meta["placement"]) * meta["num_replicas"]
+            return cls(
+                folder, meta.get("token"), meta["num_steps"], meta["cut"], placement, 1, None, None
+            )
+        _check_meta(folder, meta, OF_SEVERAL)
+        placed = sorted(stage for stages in meta["placement"] for stage in stages)
+        if placed != list(range(len(meta["cut"]["stages"]))):
+            raise ValueError(f"{folder / META} is damaged: its placement is not that of its stages")
         return cls(
             folder,
             meta["token"],
@@ -195,8 +228,16 @@ class Saved:
             meta["num_replicas"],
             meta["links"],
             meta.get("replicas"),  # not in old checkpoints
-            [folder / part_name(rank, count) for rank in range(count)],
         )
+
+    @property
+    def num_parts(self) -> int:
+        """Ranks that have saved it."""
+        return len(self.placement) * self.num_replicas
+
+    def part_folder(self, rank: int) -> Path:
+        """Folder of one rank's part."""
+        return self.folder if self.links is None else self.folder / part_name(rank, self.num_parts)
 
     def part(self, rank: int) -> Part:
         """Opens one rank's part.
@@ -204,7 +245,7 @@ class Saved:
         Raises:
             ValueError: it is not complete, damaged, of another format, or of another save.
         """
-        part = Part.of(self.parts[rank])
+        part = Part.of(self.part_folder(rank))
         if self.links is not None and part.meta.get("token") != self.token:
             raise ValueError(
                 f"{part.folder} is not of the same save as the rest of {self.folder}: it is of "
@@ -226,21 +267,36 @@ def _shapes(file: Any) -> dict[str, torch.Size]:
     return {name: torch.Size(file.get_slice(name).get_shape()) for name in names}
 
 
-def _read_meta(folder: Path, keys: set[str]) -> dict[str, Any]:
+def _read_meta(folder: Path, form: Any) -> dict[str, Any]:
+    meta = _read_json(folder)
+    _check_meta(folder, meta, form)
+    return meta
+
+
+def _read_json(folder: Path) -> dict[str, Any]:
     path = folder / META
     try:
         meta = json.loads(path.read_text())
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise ValueError(f"{path} is damaged or foreign: {error}") from error
     if not isinstance(meta, dict) or meta.get("format") != FORMAT:
         raise ValueError(f"{path} was not written by Pipeline.save")
+    return meta
+
+
+def _check_meta(folder: Path, meta: dict[str, Any], form: Any) -> None:
     if meta.get("version") != VERSION:
         raise ValueError(
             f"{folder} has checkpoint version {meta.get('version')}; this mpcomp reads {VERSION}"
         )
-    if lacking := keys - meta.keys():
-        raise ValueError(f"{path} is damaged: it lacks {', '.join(sorted(lacking))}")
-    return meta
+    try:
+        if "checksum" in meta:
+            entries = {name: value for name, value in meta.items() if name != "checksum"}
+            if _checksum_of_json(entries) != meta["checksum"]:
+                raise ValueError("it is not what was written (its checksum differs)")
+        check_form(meta, form)
+    except ValueError as error:
+        raise ValueError(f"{folder / META} is damaged: {error}") from error
 
 
 def _missing(folder: Path) -> list[str]:
@@ -270,7 +326,7 @@ def weights_files(folder: Path) -> list[Path]:
 
 def _is_of_several(folder: Path) -> bool:
     try:
-        _read_meta(folder, _KEYS_OF_SEVERAL)
+        _read_meta(folder, OF_SEVERAL)
     except ValueError:
         return False
     return True

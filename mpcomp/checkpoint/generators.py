@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from mpcomp.comm.mesh import Mesh
 
-__all__ = ["generator_states", "set_generators"]
+__all__ = ["check_generators", "generator_states", "set_generators"]
 
 
 def generator_states(mesh: Mesh) -> dict[str, Tensor]:
@@ -18,6 +19,23 @@ def generator_states(mesh: Mesh) -> dict[str, Tensor]:
     for i in _own_gpus(mesh):
         states[f"cuda.{i}"] = torch.cuda.get_rng_state(i)
     return states
+
+
+def check_generators(folder: Path, states: Mapping[str, Tensor]) -> None:
+    """Checks that torch takes the `generator_states` of a checkpoint.
+
+    Raises:
+        ValueError: that of the CPU is missing, or one is of another form.
+    """
+    try:
+        torch.Generator().set_state(states["cpu"])
+    except (KeyError, TypeError, RuntimeError) as error:
+        raise ValueError(
+            f"{folder} is damaged: its state of torch's generator is none ({error})"
+        ) from error
+    for name, state in states.items():
+        if name != "cpu" and (state.dtype != torch.uint8 or state.shape != (16,)):
+            raise ValueError(f"{folder} is damaged: its state of the generator {name} is none")
 
 
 def set_generators(mesh: Mesh, states: Mapping[str, Tensor]) -> None:

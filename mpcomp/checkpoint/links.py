@@ -5,7 +5,8 @@ And of adaptive links what they have come to, which is the same on all ranks, as
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -90,6 +91,8 @@ def check_links(run: RunState, saved: Saved, links: Mapping[str, Any]) -> None:
         )
     own = {_key(link): str(link.method) for link in run.links}
     for key in held:
+        if key not in own:
+            raise ValueError(f"{saved.folder} is damaged: it has state of {key}, and no such cut")
         if own[key] != links[key]["method"]:
             raise ValueError(
                 f"{saved.folder} holds state of {links[key]['method']} for {key}, this pipeline "
@@ -104,9 +107,9 @@ def check_links(run: RunState, saved: Saved, links: Mapping[str, Any]) -> None:
 
 
 def restored_links(
-    run: RunState, parts: Iterable[Part], total: Mapping[str, Any] | None
-) -> list[tuple[Link, dict[str, Any], dict[str, Any]]]:
-    """For each link its state, as it takes it, and its traffic, by phase.
+    run: RunState, parts: Sequence[Part], total: Mapping[str, Any] | None
+) -> Callable[[], None]:
+    """Reads the links' states and traffic into new ends; gives what puts them in place.
 
     Args:
         run: to be loaded.
@@ -114,7 +117,7 @@ def restored_links(
         total: links with the traffic of all ranks: they go on where they are sent from, in the
             first replica. None to go on with the traffic of the parts.
     """
-    restored = []
+    restored: list[Callable[[], None]] = []
     fresh = {phase: traffic.to_state() for phase, traffic in Meter().phases.items()}
     for link in run.links:
         key, roles = _key(link), _roles_here(run, link)
@@ -134,8 +137,21 @@ def restored_links(
         if total is not None:
             counts_here = "sender" in roles and run.mesh.replica == 0
             traffic = total[key]["traffic"] if counts_here and key in total else {}
-        restored.append((link, state, {**fresh, **traffic}))
-    return restored
+        ends = (("sender", link.sender_stage), ("receiver", link.receiver_stage))
+        devices = {role: run.device_of(stage) for role, stage in ends}
+        restored.append(link.restored(state, devices))
+        restored.append(partial(_count_on, link, {**fresh, **traffic}))
+
+    def put() -> None:
+        for each in restored:
+            each()
+
+    return put
+
+
+def _count_on(link: Link, traffic: Mapping[str, Any]) -> None:
+    for phase, counts in traffic.items():
+        link.meter.phases[phase].load_state(counts)
 
 
 def _key(link: Link) -> str:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +15,10 @@ import torch
 from torch import Tensor
 
 from mpcomp.checkpoint.files import Part, Saved
-from mpcomp.checkpoint.generators import set_generators
-from mpcomp.checkpoint.links import (
-    check_links,
-    restored_links,
-    sum_of_links,
-)
+from mpcomp.checkpoint.finding import find
+from mpcomp.checkpoint.forms import check_like
+from mpcomp.checkpoint.generators import check_generators, set_generators
+from mpcomp.checkpoint.links import check_links, restored_links, sum_of_links
 from mpcomp.checkpoint.optimizers import restored_optimizer
 from mpcomp.checkpoint.replicas import check_replicas, needs_all_replicas, restored_replicas
 from mpcomp.checkpoint.run_state import RunState
@@ -53,33 +56,76 @@ def load(
         PeerError: another rank has gone.
     """
     mesh = run.mesh
+    saved = find(mesh, folder)
     with SharedOutcome(mesh) as opening:
-        saved = Saved.of(folder)
-        own = [saved.token, saved.num_steps, len(saved.parts)]
-        opening.value = [own, list(run.here)]
-    _check_one_save(folder, [of_rank for of_rank, _ in opening.values])
-    placement = [stages for _, stages in opening.values[: mesh.num_in_pipeline]]
+        opening.value = list(run.here)
+    placement = opening.values[: mesh.num_in_pipeline]
     unchanged = (
         saved.placement == placement
         and saved.num_replicas == mesh.num_replicas
         and saved.cut["stages"] == run.cut_entry()["stages"]
     )
-    with SharedOutcome(mesh):
-        restore = _prepared(run, saved, unchanged, optimizer, scheduler)
-    with SharedOutcome(mesh):
-        extra = restore()
-    return extra
+    with SharedOutcome(mesh), _reading(folder):
+        restoration = _prepared(run, saved, unchanged, optimizer, scheduler)
+    put_back = restoration.remember()
+    try:
+        with SharedOutcome(mesh), _reading(folder):
+            restoration.put()
+    except BaseException:
+        put_back()
+        raise
+    with SharedOutcome(mesh):  # of which nothing can fail any more
+        run.model.load_state_dict(restoration.weights)
+        set_generators(mesh, restoration.generators)
+        run.num_steps = saved.num_steps
+    return restoration.extra
 
 
-def _check_one_save(folder: Path, saves: Sequence[Sequence[Any]]) -> None:
-    """On every rank alike: separate disks may hold different saves."""
-    for rank, of_rank in enumerate(saves):
-        if of_rank != saves[0]:
-            raise ValueError(
-                f"{folder} is not of the same save on all ranks: step {of_rank[1]} on rank {rank}, "
-                f"step {saves[0][1]} on rank 0. If a save was interrupted, the former or the new "
-                f"checkpoint is beside it, under a name that begins with .{folder.name}-"
-            )
+@contextmanager
+def _reading(folder: Path) -> Iterator[None]:
+    """Within, all that foreign values can lead to is an error about the checkpoint."""
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
+        raise ValueError(
+            f"{folder} is damaged, or not of this model and these methods "
+            f"({type(error).__name__}: {error})"
+        ) from error
+
+
+@dataclass
+class _Restoration:
+    """All that a rank goes on with, read and checked.
+
+    Attributes:
+        weights: by name.
+        generators: states by device.
+        extra: for the caller.
+        put: puts everything else in place; what it changes is among ``changed``.
+        changed: objects whose attributes it binds anew, and ...
+        states: those that have a ``state_dict``, for what they change in place.
+    """
+
+    weights: dict[str, Tensor]
+    generators: dict[str, Tensor]
+    extra: dict[str, Any]
+    put: Callable[[], None]
+    changed: list[Any]
+    states: list[Any]
+
+    def remember(self) -> Callable[[], None]:
+        """What makes everything as it is now: no copies but of a few numbers."""
+        attributes = [(each, dict(vars(each))) for each in self.changed]
+        states = [(each, copy.deepcopy(each.state_dict())) for each in self.states]
+
+        def put_back() -> None:
+            for each, before in attributes:
+                vars(each).clear()
+                vars(each).update(before)
+            for each, state in states:
+                each.load_state_dict(state)
+
+        return put_back
 
 
 def _prepared(
@@ -88,8 +134,8 @@ def _prepared(
     unchanged: bool,
     optimizer: _Optimizer | None,
     scheduler: _Scheduler | None,
-) -> Callable[[], dict[str, Any]]:
-    """Checks and reads all that this rank needs; returns what will put it in place.
+) -> _Restoration:
+    """Checks and reads all that this rank needs.
 
     Args:
         run: to be loaded.
@@ -117,37 +163,36 @@ def _prepared(
     for what, wanted in (("optimizer", optimizer), ("scheduler", scheduler)):
         if wanted is not None and plain[what] is None:
             raise ValueError(f"{folder} holds no {what}: it was saved without one")
-    state_of_optimizer = (
-        restored_optimizer(folder, run, optimizer, parts) if optimizer is not None else None
-    )
     weights: dict[str, Tensor] = {}
     for part in parts:
         weights.update(part.read_weights(own.keys() - weights.keys()))
-    of_links = restored_links(run, parts, None if unchanged else links)
-    of_replicas = restored_replicas(run, saved, _by_replica(run, saved, parts), unchanged)
     generators = nearest.read_state("generator.")
+    check_generators(folder, generators)
+    puts: list[Callable[[], None]] = []
+    if optimizer is not None:
+        of_optimizer = restored_optimizer(folder, run, optimizer, parts)
+        puts.append(partial(optimizer.load_state_dict, of_optimizer))
+    plainly = [(scheduler, "scheduler"), (run.scaler, "scaler")]
+    for each, what in plainly:
+        if each is not None and plain[what] is not None:
+            state = check_like(each.state_dict(), plain[what], f"{folder}: the {what}")
+            puts.append(partial(each.load_state_dict, state))
+    puts.append(restored_links(run, parts, None if unchanged else links))
+    puts.append(restored_replicas(run, saved, _by_replica(run, saved, parts), unchanged))
+    meters = [traffic for link in run.links for traffic in link.meter.phases.values()]
+    rebound = [optimizer, run.exchange, *run.links, *meters]
+    def put() -> None:
+        for each in puts:
+            each()
 
-    def restore() -> dict[str, Any]:
-        run.model.load_state_dict(weights)
-        if optimizer is not None and state_of_optimizer is not None:
-            optimizer.load_state_dict(state_of_optimizer)
-        if scheduler is not None:
-            scheduler.load_state_dict(plain["scheduler"])
-        if run.scaler is not None and plain["scaler"] is not None:
-            run.scaler.load_state_dict(plain["scaler"])
-        for link, state, traffic in of_links:
-            ends = (("sender", link.sender_stage), ("receiver", link.receiver_stage))
-            devices = {role: run.device_of(stage) for role, stage in ends}
-            link.load_state_dict(state, devices)
-            for phase, counts in traffic.items():
-                link.meter.phases[phase].load_state(counts)
-        of_replicas()
-        run.num_steps = saved.num_steps
-        set_generators(mesh, generators)
-        extra: dict[str, Any] = nearest.meta["extra"]
-        return extra
-
-    return restore
+    return _Restoration(
+        weights,
+        generators,
+        nearest.meta["extra"],
+        put,
+        [each for each in rebound if each is not None],
+        [each for each, _ in plainly if each is not None],
+    )
 
 
 def _ranks_to_read(run: RunState, saved: Saved, unchanged: bool) -> list[int]:
@@ -163,8 +208,10 @@ def _ranks_to_read(run: RunState, saved: Saved, unchanged: bool) -> list[int]:
         per_replica = len(saved.placement)
         replica = mesh.replica if mesh.replica < saved.num_replicas else 0
         ranks = [replica * per_replica + place for place in range(per_replica)]
-    needed = range(len(saved.parts)) if needs_all_replicas(run, saved) else ranks
-    missing = [saved.parts[rank].name for rank in needed if not saved.parts[rank].is_dir()]
+    needed = range(saved.num_parts) if needs_all_replicas(run, saved) else ranks
+    lacking = (rank for rank in needed if not saved.part_folder(rank).is_dir())
+    # Not all: of a damaged number of replicas there are too many.
+    missing = [saved.part_folder(rank).name for rank in islice(lacking, 64)]
     if missing:
         if saved.links is not None:  # if the parts would not help, that is the error
             check_links(run, saved, saved.links)
@@ -175,7 +222,7 @@ def _ranks_to_read(run: RunState, saved: Saved, unchanged: bool) -> list[int]:
             + (
                 ""
                 if unchanged
-                else f", or start the {len(saved.parts)} ranks that it was saved by, with the same "
+                else f", or start the {saved.num_parts} ranks that it was saved by, with the same "
                 "split and schedule, where they ran"
             )
         )
@@ -189,7 +236,7 @@ def _by_replica(run: RunState, saved: Saved, own: Sequence[Part]) -> list[Sequen
     count = len(saved.placement)
     return [
         [saved.part(rank) for rank in range(first, first + count)]
-        for first in range(0, len(saved.parts), count)
+        for first in range(0, saved.num_parts, count)
     ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from mpcomp.checkpoint.files import is_checkpoint, part_name, write_part
 from mpcomp.checkpoint.generators import generator_states
 from mpcomp.checkpoint.links import links_entries, sum_of_links
+from mpcomp.checkpoint.locking import FolderLock
 from mpcomp.checkpoint.optimizers import optimizer_entry
 from mpcomp.checkpoint.replacing import Replacement, new_token
 from mpcomp.checkpoint.replicas import replicas_entry, whole_of_replicas
@@ -28,6 +29,7 @@ def save(
     optimizer: torch.optim.Optimizer | None = None,
     scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
     extra: Mapping[str, Any] | None = None,
+    keep: int | None = None,
 ) -> None:
     """Writes weights, optimizer, links' and replicas' state, generators and step to ``folder``.
 
@@ -40,20 +42,56 @@ def save(
         optimizer: its state is stored by parameter name, so that it survives another cut.
         scheduler: a learning-rate scheduler.
         extra: anything JSON can hold; `load` returns it.
+        keep: number of checkpoints to be left: what is replaced becomes ``folder-step-00000120``.
+            None keeps none.
 
     Raises:
-        ValueError: ``folder`` exists and is no checkpoint; nothing is written.
+        ValueError: ``folder`` exists and is no checkpoint, or another run is writing it; nothing
+            is written.
         OSError: the folder cannot be written.
         TypeError: ``extra`` has what JSON cannot hold.
         PeerError: another rank has gone. Where the new folder is in place by then, the former one
-            stays beside it, under a name that begins with a full stop and ends in "-old".
+            stays beside it, in a hidden folder, and `load` takes the one that all ranks have.
     """
     mesh = run.mesh
-    several = mesh.num_ranks > 1
     with SharedOutcome(mesh) as start:
         _check_replaceable(folder)
         start.value = [new_token(), list(run.here)]
     token = start.values[0][0]
+    lock = FolderLock(folder, token)
+    try:
+        with SharedOutcome(mesh):
+            lock.take()
+        with SharedOutcome(mesh):
+            lock.check()
+        replacement = _written(run, folder, start.values, optimizer, scheduler, extra)
+        with SharedOutcome(mesh):  # nothing is being deleted any more when `save` returns
+            replacement.finish(keep)
+            lock.release()
+    finally:
+        lock.release()
+
+
+def _written(
+    run: RunState,
+    folder: Path,
+    starts: Sequence[Sequence[Any]],
+    optimizer: torch.optim.Optimizer | None,
+    scheduler: torch.optim.lr_scheduler.LRScheduler | None,
+    extra: Mapping[str, Any] | None,
+) -> Replacement:
+    """Writes the checkpoint and puts it in place, on all ranks, or changes nothing on any.
+
+    Args:
+        run: the state of the run.
+        folder: to be replaced.
+        starts: token and stages of each rank.
+        optimizer: as of `save`, like the others.
+        scheduler: likewise.
+        extra: likewise.
+    """
+    mesh, token = run.mesh, starts[0][0]
+    several = mesh.num_ranks > 1
     common = {"token": token, "num_steps": run.num_steps, "cut": run.cut_entry()}
     replacement = Replacement(folder, token)
     try:
@@ -75,7 +113,7 @@ def save(
             writing.value = [entries, _for_others(meta["replicas"])] if several else None
         with SharedOutcome(mesh):
             if several:
-                placement = [stages for _, stages in start.values[: mesh.num_in_pipeline]]
+                placement = [stages for _, stages in starts[: mesh.num_in_pipeline]]
                 whole = {
                     "placement": placement,
                     "num_replicas": mesh.num_replicas,
@@ -91,8 +129,7 @@ def save(
     except BaseException:
         replacement.undo()
         raise
-    with SharedOutcome(mesh):  # nothing is being deleted any more when `save` returns
-        replacement.finish()
+    return replacement
 
 
 def _for_others(entry: Mapping[str, Any] | None) -> dict[str, Any] | None:

@@ -184,10 +184,21 @@ class SlotStore:
         return state
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Restores what `state_dict` gave."""
+        """Restores what `state_dict` gave.
+
+        Raises:
+            ValueError: it is of rows of another form; nothing has changed then.
+        """
+        keys = [tuple(key) for key in state["keys"].tolist()]
+        for i, table in enumerate(self._tables):
+            found, own = state[f"rows{i}"], (len(keys), *table.row_shape)
+            if (tuple(found.shape), found.dtype) != (own, table.dtype):
+                raise ValueError(
+                    f"stored rows are {list(found.shape)} of {found.dtype}, here {list(own)} of "
+                    f"{table.dtype}: use the same model, method and storage"
+                )
         if self._ahead is not None:
             self._ahead.clear()
-        keys = [tuple(key) for key in state["keys"].tolist()]
         self._slots = {key: i for i, key in enumerate(keys)}
         for i, table in enumerate(self._tables):
             if keys:

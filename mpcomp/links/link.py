@@ -161,8 +161,9 @@ class Link:
         self.feedback = inner if isinstance(inner, Feedback) else None
         self._seed = (seed, replica, boundary, direction)
         self._ends = Ends(self.feedback) if self.feedback is not None else None
-        #: What a method that learns a basis has learned here.
-        self.bases = Bases(inner) if inner.learns_basis else None  # type: ignore[arg-type]
+        #: The method that learns a basis, and what it has learned here.
+        self._learning: Any = inner if inner.learns_basis else None
+        self.bases = Bases(self._learning) if self._learning is not None else None
         self._nonfinite: list[_Note] = []
         self._has_warned = False
         #: Plans of the step under way, by side and microbatch.
@@ -653,16 +654,38 @@ class Link:
 
     def load_state_dict(self, state: dict[str, Any], device: dict[str, torch.device]) -> None:
         """Restores `state_dict`; ``device`` says where each role's end lives."""
-        self._forget_plans()
+        self.restored(state, device)()
+
+    def restored(
+        self, state: dict[str, Any], device: dict[str, torch.device]
+    ) -> Callable[[], None]:
+        """Makes new ends from a `state_dict`; gives what puts them in the place of the present ones.
+
+        Until that is called nothing has changed.
+
+        Args:
+            state: to be restored.
+            device: where each role's end lives.
+
+        Raises:
+            ValueError, KeyError: it is the state of another method or of other tensors.
+        """
         rows = {name: value for name, value in state.items() if name != "adaptive"}
-        if self._ends is not None:
-            self._ends.load_state_dict(rows, device)
-        if self.bases is not None:
-            self.bases.load_state_dict(rows)
-        if self.adaptive is not None:
-            self.adaptive = self.adaptive.fresh()
-            if "adaptive" in state:
-                self.adaptive.load_state_dict(state["adaptive"])
+        ends = Ends(self.feedback) if self.feedback is not None else None
+        if ends is not None:
+            ends.load_state_dict(rows, device)
+        bases = Bases(self._learning) if self._learning is not None else None
+        if bases is not None:
+            bases.load_state_dict(rows)
+        adaptive = self.adaptive.fresh() if self.adaptive is not None else None
+        if adaptive is not None and "adaptive" in state:
+            adaptive.load_state_dict(state["adaptive"])
+
+        def put() -> None:
+            self._forget_plans()
+            self._ends, self.bases, self.adaptive = ends, bases, adaptive
+
+        return put
 
 
 def _has_nonfinite(x: Tensor) -> Tensor:
