@@ -121,7 +121,7 @@ def _check_mapping(value: Mapping[str, Any], form: Mapping[Any, Any], where: str
 def check_like(own: Any, saved: Any, where: str) -> Any:
     """A value of JSON in the types of the present one, which went through JSON as well.
 
-    Numbers may become other numbers, and whatever is None may become anything.
+    Numbers may become other numbers, and None anything; what is no number may become None.
 
     Args:
         own: the present value.
@@ -131,7 +131,8 @@ def check_like(own: Any, saved: Any, where: str) -> Any:
     Raises:
         ValueError: it is of another kind.
     """
-    if own is None or saved is None:
+    of_number = isinstance(own, int | float) and not isinstance(own, bool)
+    if own is None or (saved is None and not of_number):
         return saved
     if isinstance(own, Mapping) and isinstance(saved, Mapping):
         # JSON has no other names than text, as a schedule's milestones have.
@@ -144,7 +145,6 @@ def check_like(own: Any, saved: Any, where: str) -> Any:
             return type(own)(saved) if type(own) in (list, tuple) else saved
         kept = [check_like(a, b, f"{where}[{i}]") for i, (a, b) in enumerate(zip(own, saved))]
         return tuple(kept) if isinstance(own, tuple) else kept
-    of_number = isinstance(own, int | float) and not isinstance(own, bool)
     if _is_kind(saved, NUMBER) if of_number else type(saved) is type(own):
         return saved
     raise ValueError(f"{where} is {_shown(saved)}, here it is {_shown(own)}")

@@ -86,6 +86,12 @@ def _reading(folder: Path) -> Iterator[None]:
     """Within, all that foreign values can lead to is an error about the checkpoint."""
     try:
         yield
+    except torch.OutOfMemoryError:
+        raise
+    except ValueError as error:
+        if str(folder) in str(error):
+            raise
+        raise ValueError(f"{folder} cannot be loaded: {error}") from error
     except (LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
         raise ValueError(
             f"{folder} is damaged, or not of this model and these methods "

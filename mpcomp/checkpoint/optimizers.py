@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from mpcomp.checkpoint.files import Part
+from mpcomp.checkpoint.forms import check_like
 from mpcomp.checkpoint.run_state import RunState
 from mpcomp.core.dtensor import distribute_like, full_tensor
 
@@ -83,10 +84,11 @@ def restored_optimizer(
             key, _, name = compound.partition(".")
             if name in index:
                 state.setdefault(index[name], {})[key] = _ordered_as(parameters[name], value)
-    groups = [
-        {**of_group, "params": [index[name] for name in names_of]}
-        for of_group, names_of in zip(settings, own, strict=True)
-    ]
+    groups = []
+    for group, of_group, names_of in zip(optimizer.param_groups, settings, own, strict=True):
+        present = {key: value for key, value in group.items() if key != "params"}
+        of_group = check_like(present, of_group, f"{folder}: the optimizer's setting")
+        groups.append({**of_group, "params": [index[name] for name in names_of]})
     return {"state": state, "param_groups": groups}
 
 
