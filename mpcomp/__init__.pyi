@@ -5,6 +5,7 @@ from .api.build import pipeline as pipeline
 from .api.grad_norm import clip_grad_norm_ as clip_grad_norm_
 from .api.healing import heal as heal
 from .api.pipeline import Pipeline as Pipeline
+from .checkpoint.periodic import Checkpoints as Checkpoints
 from .comm.failures import PeerError as PeerError
 from .compressors import ECSQ as ECSQ
 from .compressors import KLT as KLT

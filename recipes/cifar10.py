@@ -150,9 +150,19 @@ class ImageTrainer(Trainer[ImageConfig]):
         """The cosine alone goes by epochs."""
         if not self._by_steps:
             self.scheduler.step()
+        counted = self.counted()
+        return {"train_accuracy": counted["right"] / counted["seen"]}
+
+    def counted(self) -> dict[str, Any]:
+        """Images of the epoch so far, and how many were right."""
         counts = self.pipe.collect((int(self.loss.num_right), self.loss.num_seen))
         right, seen = zip(*counts, strict=True)
-        return {"train_accuracy": sum(right) / sum(seen)}
+        return {"right": sum(right), "seen": sum(seen)}
+
+    def go_on_in_epoch(self, counted: Mapping[str, Any]) -> None:
+        """The first rank goes on with what all have counted."""
+        if self.ranks.speaks:
+            self.loss.num_right, self.loss.num_seen = counted["right"], counted["seen"]
 
     def shown(self) -> dict[str, str]:
         """Accuracy in training, on the rank with the last stage."""

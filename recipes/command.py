@@ -19,7 +19,8 @@ from typing import Any, Final, Generic, NoReturn, TypeVar
 from mpcomp.data_parallel.network import PATHS
 from recipes import plots
 from recipes.config import LISTS, OPTIMIZERS, PRECISIONS, SMALL, AnyConfig
-from recipes.ranks import Ranks, joined
+from recipes.launcher import may_restart, num_restarts
+from recipes.ranks import RENDEZVOUS_S, Ranks, joined
 from recipes.run_folder import RunFolder, write_json
 from recipes.summary import Summary, table
 from recipes.training import Trainer
@@ -86,6 +87,9 @@ class Parser(argparse.ArgumentParser):
         add("--seed", type=int)
         add("--out", type=Path, metavar="FOLDER", help="run folder (default runs/<time>-<data>)")
         add("--resume", type=Path, metavar="FOLDER", help="go on with the run in this folder")
+        add("--save-every-steps", type=int, metavar="N", help="beside the end of each epoch")
+        add("--save-every-minutes", type=float, metavar="M", help="likewise")
+        add("--keep", type=int, metavar="K", help="checkpoints (default 1, the last)")
         add("--stop-after", type=int, metavar="EPOCHS", help="stop early, to be resumed later")
         add("--compare", action="store_true", help="train without compression first, to compare")
         several = self.add_argument_group("several processes, under torchrun").add_argument
@@ -132,7 +136,7 @@ class Recipe(Generic[AnyConfig, AnyData]):
 
 def run_recipe(recipe: Recipe[AnyConfig, AnyData], argv: Sequence[str] | None = None) -> None:
     """Runs the recipe; a mistake in the input ends it with one line."""
-    with joined() as ranks:
+    with joined(_timeout(argv)) as ranks:
         options = vars(recipe.parser.parse_args(argv))
         now = ranks.gather(time.strftime("%Y%m%d-%H%M%S"))[0]
         folder, config, compare = ranks.together(
@@ -144,6 +148,17 @@ def run_recipe(recipe: Recipe[AnyConfig, AnyData], argv: Sequence[str] | None = 
         _check_same(ranks, {**config.to_json(), "compare": compare, "stop_after": stop_after})
         runs = _train(recipe, config, folder, ranks, compare=compare, stop_after=stop_after)
         print(f"\n{table(runs, per_step=recipe.per_step)}\n\nrun folder: {folder.path}")
+
+
+def _timeout(argv: Sequence[str] | None) -> float:
+    """The option of this name, needed before there is anybody to read all options with."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--timeout")
+    given = parser.parse_known_args(argv)[0].timeout
+    try:
+        return float(given) if given is not None and float(given) > 0 else RENDEZVOUS_S
+    except ValueError:  # which is said once all are there
+        return RENDEZVOUS_S
 
 
 def _started(
@@ -163,6 +178,15 @@ def _started(
         )
     name = re.sub(r"[^\w.]+", "-", Path(config.data).name)  # of a glob, or with a configuration
     folder = RunFolder(options.get("out", Path("runs") / f"{now}-{name}"))
+    if may_restart() and "out" not in options:
+        raise ValueError(
+            "torchrun's --max-restarts, and no --out: pass --out a folder, in which a restarted "
+            "run finds its checkpoint"
+        )
+    if num_restarts() and folder.config.exists():
+        was = recipe.config.from_json(folder.read_config())
+        if was == config:
+            return folder, config, compare  # torchrun's next attempt, at the same run
     folder.check()
     return folder, config, compare
 

@@ -53,6 +53,8 @@ class RunConfig:
     at_least_1: ClassVar[tuple[str, ...]] = (
         *("chunks", "epochs", "eval_every", "batch_size", "threads", "train_limit", "replicas"),
         "base_batch",
+        "save_every_steps",
+        "keep",
     )
 
     data: str
@@ -82,6 +84,9 @@ class RunConfig:
     threads: int | None = None  # of torch on CPU; None leaves them
     train_limit: int | None = None
     seed: int = 0
+    save_every_steps: int | None = None  # of the optimizer, beside the end of each epoch
+    save_every_minutes: float | None = None
+    keep: int = 1  # checkpoints
     # Of several processes, under torchrun:
     replicas: int = 1  # copies of the pipeline, each with its part of every batch
     dp_comp: str = "none"  # what compresses their gradients
@@ -100,7 +105,7 @@ class RunConfig:
             check_at_least(name, getattr(self, name), 1)
         for name in self.at_least_0:
             check_at_least(name, getattr(self, name), 0)
-        for name in ("lr", "clip", "timeout"):
+        for name in ("lr", "clip", "timeout", "save_every_minutes"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name} is {value}; pass a number above 0")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -26,11 +27,15 @@ import torch.distributed as dist
 import mpcomp
 from mpcomp.comm.handshake import exchange
 from mpcomp.comm.mesh import ProcessMesh, join, launched
+from recipes.launcher import end_with_launcher, reach_store, rendezvous, within
 
 T = TypeVar("T")
 
 # Before training one rank may have to wait while another downloads a data set.
 START_TIMEOUT_S: Final = 1800.0
+
+# In which the processes find each other, unless --timeout says otherwise.
+RENDEZVOUS_S: Final = 300.0
 
 # By then the first rank has noticed the failure of another, or is gone itself.
 GRACE_S: Final = 10.0
@@ -62,7 +67,8 @@ class Ranks:
         """A value that JSON can hold, of every rank, by rank; every rank calls it."""
         if self.world is None:
             return [value]
-        return exchange(self.world, f"recipe/{next(self._turns)}", value)
+        world, what = self.world, f"recipe/{next(self._turns)}"
+        return within(world.timeout_s + GRACE_S, lambda: exchange(world, what, value))
 
     def together(self, work: Callable[[], T]) -> T:
         """The result of ``work`` here; every rank calls it, and does in it what is its own.
@@ -91,14 +97,17 @@ class Ranks:
         line = f"error: {error}"
         if self.world is None:
             sys.exit(line)
-        if not self.writes and self._is_said(line, isinstance(error, mpcomp.PeerError)):
-            sys.exit(1)
+        world = self.world
+        of_another = isinstance(error, mpcomp.PeerError)
+        with suppress(mpcomp.PeerError):  # the store may be gone, with the machine that has it
+            if not self.writes and within(2 * GRACE_S, lambda: self._is_said(line, of_another)):
+                sys.exit(1)
         print(line, file=sys.stderr, flush=True)
         if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun ends with what is there
             about = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
             Path(path).write_text(json.dumps({"message": about}))
-        with suppress(RuntimeError):  # the store may be gone, with the machine that has it
-            self.world.store.set(f"said/{self.machine}", line)
+        with suppress(RuntimeError, mpcomp.PeerError):
+            within(GRACE_S, lambda: world.store.set(f"said/{self.machine}", line))
         sys.exit(1)
 
     def _is_said(self, line: str, of_another: bool) -> bool:
@@ -119,21 +128,51 @@ class Ranks:
         return False
 
 
+class Stopped(Exception):
+    """The end of a run at a signal, after a step of which there is a checkpoint.
+
+    Args:
+        number: of the signal.
+        epoch: the step's, from 1.
+        step: of that epoch, from 1.
+    """
+
+    def __init__(self, number: int, epoch: int, step: int) -> None:
+        super().__init__(
+            f"stopped by {signal.Signals(number).name} after step {step} of epoch {epoch}; go on "
+            "with --resume and the folder of the run"
+        )
+        self.number = number
+
+
 @contextmanager
-def joined() -> Iterator[Ranks]:
+def joined(timeout_s: float = RENDEZVOUS_S) -> Iterator[Ranks]:
     """Joins torchrun's other processes, if there are some, and leaves them at the end.
 
     Within it only the first rank prints. A mistake in the input, numbers that are not finite and
-    the failure of another rank end the process with one line.
+    the failure of another rank end the process with one line. So does the end of torchrun, without
+    one.
+
+    Args:
+        timeout_s: in which the processes are to find each other.
     """
     already = dist.is_initialized()
-    ranks = _join() if launched() else Ranks()
+    try:
+        ranks = _join(timeout_s, already) if launched() else Ranks()
+    except mpcomp.PeerError as error:
+        if int(os.environ.get("LOCAL_RANK", "0")) == 0:  # all on this machine would say the same
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(1)
     try:
         with nullcontext() if ranks.speaks else _silence():
             yield ranks
             ranks.gather(None)  # none leaves while another may still need it
     except (ValueError, FloatingPointError, mpcomp.PeerError) as error:
         ranks.fail(error)
+    except Stopped as stopped:
+        if ranks.speaks:
+            print(f"\n{stopped}", flush=True)
+        sys.exit(128 + stopped.number)
     except KeyboardInterrupt:
         if ranks.size == 1:
             raise
@@ -145,9 +184,21 @@ def joined() -> Iterator[Ranks]:
             dist.destroy_process_group()
 
 
-def _join() -> Ranks:
+def _join(timeout_s: float, already: bool) -> Ranks:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    join(device, START_TIMEOUT_S)
+    if not already:
+        end_with_launcher()
+        # By torchrun's own processes; started by hand, the first has the store itself.
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or os.environ["RANK"] != "0":
+            reach_store(timeout_s)
+        try:
+            join(device, timeout_s)
+        except dist.DistError as error:
+            raise mpcomp.PeerError(
+                f"the processes have not found each other through {rendezvous()} "
+                f"({str(error).partition(chr(10))[0]}): check that all of them have been started, "
+                "and that their machines can reach each other"
+            ) from error
     mesh = ProcessMesh(1, START_TIMEOUT_S, device)
     return Ranks(
         rank=mesh.rank,

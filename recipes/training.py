@@ -9,8 +9,9 @@ from __future__ import annotations
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from itertools import islice
 from typing import Any, ClassVar, Generic
 
 import torch
@@ -23,7 +24,7 @@ from recipes.adaptive_log import AdaptiveLog
 from recipes.config import AnyConfig
 from recipes.metric import Metric
 from recipes.placement import check_ranks, common_dtype, devices_of, parse_split
-from recipes.ranks import Ranks
+from recipes.ranks import Ranks, Stopped
 from recipes.replica_log import ReplicaLog
 from recipes.run_folder import RunFolder, write_json
 from recipes.summary import History, Summary
@@ -60,6 +61,8 @@ class Trainer(ABC, Generic[AnyConfig]):
             torch.amp.GradScaler(self.device.type) if self.dtype is torch.float16 else None
         )
         self.history: History = []
+        #: Of an epoch that is to be gone on with: what was counted in it, and after how many steps.
+        self._within: dict[str, Any] | None = None
 
     def cut(self, model: nn.Module, num_batches: int, **choices: Any) -> None:
         """Makes the pipeline.
@@ -126,6 +129,13 @@ class Trainer(ABC, Generic[AnyConfig]):
     def end_step(self) -> None:
         """Called after each step of the optimizer."""
 
+    def counted(self) -> dict[str, Any]:
+        """Numbers that `end_epoch` needs of the epoch so far; the same on all ranks."""
+        return {}
+
+    def go_on_in_epoch(self, counted: Mapping[str, Any]) -> None:
+        """Called after `start_epoch` in the middle of an epoch, with what `counted` gave."""
+
     def end_epoch(self) -> dict[str, Any]:
         """Called after the last step of an epoch; what else its entry of the history holds."""
         return {}
@@ -170,23 +180,18 @@ class Trainer(ABC, Generic[AnyConfig]):
             resume: go on from the folder's checkpoint, if it has one.
             stop_after: end after this many epochs in total, to be resumed later.
             progress: show a progress bar.
+
+        Raises:
+            Stopped: a signal came; the folder has a checkpoint of the last step.
         """
-        if resume and folder is not None and any(self.pipe.collect(folder.checkpoint.exists())):
-            self.load(folder)
-        config = self.config
-        last_epoch = min(config.epochs, stop_after or config.epochs)
-        with tqdm(
-            total=last_epoch * self.steps_per_epoch,
-            initial=len(self.history) * self.steps_per_epoch,
-            disable=not (progress and self.ranks.speaks),
-            unit="step",
-            mininterval=0.5 if sys.stderr.isatty() else 10,
-        ) as bar:
-            while len(self.history) < last_epoch:
-                self.train_epoch(bar, evaluate_after=len(self.history) + 1 == last_epoch)
-                if folder is not None:
-                    self.save(folder)
-        steps = len(self.history) * self.steps_per_epoch
+        with ExitStack() as stack:
+            checkpoints = None
+            if folder is not None:
+                checkpoints = stack.enter_context(self._checkpoints(folder))
+                if resume:
+                    self._restore(checkpoints.restore())
+            self._train(folder, checkpoints, stop_after=stop_after, progress=progress)
+        config, steps = self.config, len(self.history) * self.steps_per_epoch
         summary = Summary.of(config, self.metric, self.history, steps=steps)
         finished = summary.epochs == config.epochs
         if folder is not None and finished:
@@ -199,10 +204,47 @@ class Trainer(ABC, Generic[AnyConfig]):
             plots.plot_curves({config.label: summary.history}, folder.curves, self.metric)
         return summary
 
-    def train_epoch(self, bar: tqdm[Any], *, evaluate_after: bool) -> None:
-        """The next epoch, and both evaluations where they are due."""
-        start, epoch = time.perf_counter(), len(self.history)
-        previous = self.history[-1] if self.history else {}
+    def _train(
+        self,
+        folder: RunFolder | None,
+        checkpoints: mpcomp.Checkpoints | None,
+        *,
+        stop_after: int | None,
+        progress: bool,
+    ) -> None:
+        last_epoch = min(self.config.epochs, stop_after or self.config.epochs)
+        begun = 0 if self._within is None else self._within["step"]
+        with tqdm(
+            total=last_epoch * self.steps_per_epoch,
+            initial=len(self.history) * self.steps_per_epoch + begun,
+            disable=not (progress and self.ranks.speaks),
+            unit="step",
+            mininterval=0.5 if sys.stderr.isatty() else 10,
+        ) as bar:
+            while len(self.history) < last_epoch:
+                is_last = len(self.history) + 1 == last_epoch
+                self.train_epoch(
+                    bar, evaluate_after=is_last, folder=folder, checkpoints=checkpoints
+                )
+                if folder is not None and checkpoints is not None:
+                    checkpoints.save(lambda: {"history": self.history})
+                    self._write(folder)
+
+    def train_epoch(
+        self,
+        bar: tqdm[Any],
+        *,
+        evaluate_after: bool,
+        folder: RunFolder | None = None,
+        checkpoints: mpcomp.Checkpoints | None = None,
+    ) -> None:
+        """The next epoch, or the rest of one, and both evaluations where they are due."""
+        epoch = len(self.history)
+        within, self._within = self._within, None
+        before = self.history[-1] if self.history else {}
+        previous = before if within is None else within
+        begun = within["step"] if within is not None else 0
+        start = time.perf_counter() - (within["seconds"] if within is not None else 0.0)
         # Counted since the first epoch, also where the meters begin anew after a resumption.
         between = self.replica_log.traffic()
         wire_before = previous.get("wire_bytes", 0) - self.pipe.wire_bytes - between[0]
@@ -210,16 +252,42 @@ class Trainer(ABC, Generic[AnyConfig]):
         lr, skipped_steps = self.scheduler.get_last_lr()[0], 0
         loss_sum = torch.zeros((), device=self.device)
         self.start_epoch()
+        if within is not None:
+            lr, skipped_steps = within["lr"], within["skipped_steps"]
+            loss_sum += within["loss_sum"]
+            self.go_on_in_epoch(within["counted"])
         self.replica_log.start_epoch()
         self.pipe.train()
         bar.set_description(f"epoch {epoch + 1}/{self.config.epochs}")
-        for step, batches in enumerate(self._steps(epoch), start=1):
+
+        def so_far() -> dict[str, Any]:
+            if folder is not None:  # what a resumed run will not do again
+                self._write_steps(folder)
+            between = self.replica_log.traffic()
+            return {
+                "history": self.history,
+                "within": {
+                    "step": step,
+                    "lr": lr,
+                    "loss_sum": loss_sum.item(),
+                    "skipped_steps": skipped_steps,
+                    "wire_bytes": wire_before + self.pipe.wire_bytes + between[0],
+                    "dense_bytes": dense_before + self.pipe.dense_bytes + between[1],
+                    "seconds": self.pipe.collect(time.perf_counter() - start)[0],
+                    "counted": self.counted(),
+                },
+            }
+
+        # What comes before is drawn and left, as each batch is drawn from a seed of its own.
+        for step, batches in islice(enumerate(self._steps(epoch), start=1), begun, None):
             loss_sum += self._step(batches).to(self.device)
             skipped_steps += self.pipe.step_skipped
             self.end_step()
             for log in (self.replica_log, self.adaptive_log):
                 log.note_step()
             bar.update()
+            if checkpoints is not None and checkpoints.step(so_far):
+                raise Stopped(checkpoints.stopped, epoch + 1, step)
             if step % 10 == 0 or step == self.steps_per_epoch:  # reading a loss waits for a GPU
                 seen = min(step * self.accumulate, self.num_batches)
                 shown = {
@@ -245,7 +313,7 @@ class Trainer(ABC, Generic[AnyConfig]):
                 "wire_bytes": wire_before + self.pipe.wire_bytes + between[0],
                 "dense_bytes": dense_before + self.pipe.dense_bytes + between[1],
                 "skipped_steps": skipped_steps,
-                "seconds": previous.get("seconds", 0.0) + seconds,
+                "seconds": before.get("seconds", 0.0) + seconds,
             }
         )
 
@@ -259,31 +327,39 @@ class Trainer(ABC, Generic[AnyConfig]):
                 off = self.judge()
         return on, off
 
-    def save(self, folder: RunFolder) -> None:
-        """Everything that a later `load` needs to go on as if never stopped."""
-        self.pipe.save(
+    def _checkpoints(self, folder: RunFolder) -> mpcomp.Checkpoints:
+        return mpcomp.Checkpoints(
+            self.pipe,
             folder.checkpoint,
             optimizer=self.optimizer,
             scheduler=self.scheduler,
-            extra={"history": self.history},
+            every_steps=self.config.save_every_steps,
+            every_minutes=self.config.save_every_minutes,
+            keep=self.config.keep,
         )
+
+    def _restore(self, extra: Mapping[str, Any]) -> None:
+        """Goes on from what came with a checkpoint, if there was one."""
+        self.history = extra.get("history", [])
+        self._within = extra.get("within")
+
+    def _write(self, folder: RunFolder) -> None:
+        """The files of a run so far, as they are at the end of an epoch."""
         if self.ranks.writes:
             folder.write_metrics(self.history)
+        self._write_steps(folder)
         if self.ranks.speaks and self.replica_log.active:
-            replica_log.append_steps(folder.replica_steps, self.replica_log.new_steps())
             steps = replica_log.read_steps(folder.replica_steps)
             replica_log.plot_steps(steps, folder.replica_plot, self.config.dp_comp)
         if self.ranks.speaks and self.adaptive_log.active:
-            replica_log.append_steps(folder.adaptive_steps, self.adaptive_log.new_steps())
             steps = replica_log.read_steps(folder.adaptive_steps)
             adaptive_log.plot_ratios(steps, folder.adaptive_plot)
 
-    def load(self, folder: RunFolder) -> None:
-        """The state that `save` left."""
-        extra = self.pipe.load(
-            folder.checkpoint, optimizer=self.optimizer, scheduler=self.scheduler
-        )
-        self.history = extra["history"]
+    def _write_steps(self, folder: RunFolder) -> None:
+        if self.ranks.speaks and self.replica_log.active:
+            replica_log.append_steps(folder.replica_steps, self.replica_log.new_steps())
+        if self.ranks.speaks and self.adaptive_log.active:
+            replica_log.append_steps(folder.adaptive_steps, self.adaptive_log.new_steps())
 
     def _steps(self, epoch: int) -> Iterator[list[Any]]:
         """The batches of each step of the optimizer."""

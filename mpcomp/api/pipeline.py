@@ -649,13 +649,19 @@ class Pipeline(OriginalNames):
         optimizer: torch.optim.Optimizer | None = None,
         scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
         extra: Mapping[str, Any] | None = None,
+        keep: int | None = None,
     ) -> None:
         """Writes a checkpoint, each rank its part; see `mpcomp.checkpoint.save`."""
         self._finish_step()
         run = self._run_state()
         with self._parts_are_meant():
             checkpoint.save(
-                run, Path(folder), optimizer=optimizer, scheduler=scheduler, extra=extra
+                run,
+                Path(folder),
+                optimizer=optimizer,
+                scheduler=scheduler,
+                extra=extra,
+                keep=keep,
             )
 
     def load(

@@ -18,14 +18,17 @@ A replica's part has weights and optimizer too, though they are the same on all 
 rank goes on from its own disk alone, and keeps its own BatchNorm statistics.
 
 The folder is written beside its name and moved into place when all ranks have written their parts;
-what it replaces is deleted when it is in place everywhere. Loading checks everything, on all ranks,
-before it changes anything on any. No rank waits for another longer than ``timeout=`` of
-`mpcomp.pipeline`, also not for one that writes a large part to a slow disk.
+what it replaces is deleted when it is in place everywhere. So whenever a process is killed, there
+is a whole checkpoint, which loading finds. Loading reads and checks everything, on all ranks,
+before it changes anything on any. One run at a time writes a folder. No rank waits for another
+longer than ``timeout=`` of `mpcomp.pipeline`, also not for one that writes a large part to a slow
+disk. `Checkpoints` has all this for a whole training loop.
 """
 
 from mpcomp.checkpoint.finding import exists
 from mpcomp.checkpoint.loading import load
+from mpcomp.checkpoint.periodic import Checkpoints
 from mpcomp.checkpoint.run_state import RunState
 from mpcomp.checkpoint.saving import save
 
-__all__ = ["RunState", "exists", "load", "save"]
+__all__ = ["Checkpoints", "RunState", "exists", "load", "save"]

@@ -102,7 +102,7 @@ def _kind(file: str) -> str:
 def _checksum(tensor: Tensor) -> int:
     """Of a contiguous tensor on the CPU: its dtype, shape and bytes."""
     about = zlib.crc32(f"{tensor.dtype} {list(tensor.shape)}".encode())
-    return zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy(), about)
+    return zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data, about)
 
 
 def _checksum_of_json(entries: Mapping[str, Any]) -> int:

@@ -22,7 +22,7 @@ __all__ = ["exists", "find"]
 
 
 def exists(folder: str | Path) -> bool:
-    """Whether there is a checkpoint for `find`, on this disk: under its name, or about to get it."""
+    """Whether this disk has a checkpoint for `find`: under its name, or about to get it."""
     return is_checkpoint(Path(folder)) or bool(_hidden(Path(folder)))
 
 

@@ -139,11 +139,12 @@ def check_like(own: Any, saved: Any, where: str) -> Any:
         numbered = bool(own) and all(type(name) is int for name in own)
         values = {int(k) if numbered and k.isdecimal() else k: v for k, v in saved.items()}
         found = {k: check_like(own.get(k), v, f"{where}.{k}") for k, v in values.items()}
-        return type(own)(found) if numbered else found
+        kind: Any = type(own)
+        return kind(found) if numbered else found
     if isinstance(own, list | tuple) and isinstance(saved, list):
-        if len(own) != len(saved):
-            return type(own)(saved) if type(own) in (list, tuple) else saved
-        kept = [check_like(a, b, f"{where}[{i}]") for i, (a, b) in enumerate(zip(own, saved))]
+        known = own if len(own) == len(saved) else [None] * len(saved)
+        pairs = zip(known, saved, strict=True)
+        kept = [check_like(a, b, f"{where}[{i}]") for i, (a, b) in enumerate(pairs)]
         return tuple(kept) if isinstance(own, tuple) else kept
     if _is_kind(saved, NUMBER) if of_number else type(saved) is type(own):
         return saved

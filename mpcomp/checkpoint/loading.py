@@ -187,6 +187,7 @@ def _prepared(
     puts.append(restored_replicas(run, saved, _by_replica(run, saved, parts), unchanged))
     meters = [traffic for link in run.links for traffic in link.meter.phases.values()]
     rebound = [optimizer, run.exchange, *run.links, *meters]
+
     def put() -> None:
         for each in puts:
             each()

@@ -69,18 +69,15 @@ def join(device: torch.device, timeout_s: float) -> None:
         )
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
     timeout = timedelta(seconds=max(timeout_s, 300))
-    attempt = os.environ.get(ATTEMPT)
-    if attempt is None:
-        dist.init_process_group(backend, timeout=timeout)
-        return
     store, rank, size = next(rendezvous("env://", timeout=timeout))
-    dist.init_process_group(
-        backend,
-        store=PrefixStore(f"attempt {attempt}", store),
-        rank=rank,
-        world_size=size,
-        timeout=timeout,
-    )
+    # The store outlives the processes: what an attempt that failed has left there, such as
+    # addresses, must not be taken for that of this one. Machines count torchrun's attempts
+    # differently.
+    attempts = [os.environ.get(ATTEMPT, "0")]
+    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
+        attempts.append(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    store = PrefixStore(f"attempt/{'/'.join(attempts)}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
 
 class Mesh(ABC):

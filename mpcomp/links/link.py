@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -161,9 +162,9 @@ class Link:
         self.feedback = inner if isinstance(inner, Feedback) else None
         self._seed = (seed, replica, boundary, direction)
         self._ends = Ends(self.feedback) if self.feedback is not None else None
-        #: The method that learns a basis, and what it has learned here.
-        self._learning: Any = inner if inner.learns_basis else None
-        self.bases = Bases(self._learning) if self._learning is not None else None
+        #: Of a method that learns a basis, what it has learned here, and how that begins.
+        self._new_bases = partial(Bases, inner) if inner.learns_basis else None  # type: ignore[arg-type]
+        self.bases = self._new_bases() if self._new_bases is not None else None
         self._nonfinite: list[_Note] = []
         self._has_warned = False
         #: Plans of the step under way, by side and microbatch.
@@ -659,7 +660,7 @@ class Link:
     def restored(
         self, state: dict[str, Any], device: dict[str, torch.device]
     ) -> Callable[[], None]:
-        """Makes new ends from a `state_dict`; gives what puts them in the place of the present ones.
+        """Makes new ends from a `state_dict`; gives what puts them in place of the present ones.
 
         Until that is called nothing has changed.
 
@@ -674,7 +675,7 @@ class Link:
         ends = Ends(self.feedback) if self.feedback is not None else None
         if ends is not None:
             ends.load_state_dict(rows, device)
-        bases = Bases(self._learning) if self._learning is not None else None
+        bases = self._new_bases() if self._new_bases is not None else None
         if bases is not None:
             bases.load_state_dict(rows)
         adaptive = self.adaptive.fresh() if self.adaptive is not None else None

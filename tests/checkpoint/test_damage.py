@@ -18,7 +18,22 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*would not shrink")
 ADAPTIVE = mpcomp.Adaptive(
     mpcomp.TopK(0.1), cf=(2, 20), eps=0.5, window=2, bandwidth_mbps=1.0, compute_ms=0.5
 )
-VALUES = [None, True, -1, 3, 10**18, 10**40, 1e308, float("nan"), "x", "../../x", [], [7], {}, {"a": 1}]
+VALUES = [
+    None,
+    True,
+    -1,
+    3,
+    10**18,
+    10**40,
+    1e308,
+    float("nan"),
+    "x",
+    "../../x",
+    [],
+    [7],
+    {},
+    {"a": 1},
+]
 
 
 class Run:

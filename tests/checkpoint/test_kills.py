@@ -16,6 +16,7 @@ import mpcomp
 from mpcomp import checkpoint
 from mpcomp.checkpoint import exchanging, files, replacing
 
+pytestmark = pytest.mark.filterwarnings("ignore:a save of .* was interrupted")
 CALLS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree"}
 
 
@@ -24,7 +25,7 @@ class Killed(BaseException):
 
 
 class Death:
-    """The end of a process at its n-th call; the one audit hook, as there is no way to remove it."""
+    """The end of a process at its n-th call; one audit hook, as none can be removed."""
 
     def __init__(self):
         self.left = None
@@ -86,7 +87,6 @@ def weights(pipe):
     return {name: value.clone() for name, value in pipe.state_dict().items()}
 
 
-@pytest.mark.filterwarnings("ignore:a save of .* was interrupted")
 def test_a_save_killed_anywhere_leaves_a_whole_checkpoint(death, renames, tmp_path):
     pipe, optimizer = saved_at(tmp_path / "before" / "a", 1)
     old = weights(pipe)
@@ -203,7 +203,13 @@ def test_a_save_that_cannot_be_moved_puts_the_old_one_back(renames, monkeypatch,
 def test_a_save_deletes_nothing_that_is_not_its_own(tmp_path):
     """Neither what is called like a workspace, nor a copy of one or of a kept checkpoint."""
     pipe, _ = saved_at(tmp_path / "a", 1)
-    for name in (".a-20261122", ".a-20261122-old", ".a-0123abcd-claim", ".a-notes", "a-step-00000007"):
+    for name in (
+        ".a-20261122",
+        ".a-20261122-old",
+        ".a-0123abcd-claim",
+        ".a-notes",
+        "a-step-00000007",
+    ):
         (tmp_path / name / "inside").mkdir(parents=True)
     ours = tmp_path / ".a-89abcdef"
     (ours / "old").mkdir(parents=True)
@@ -225,14 +231,14 @@ def test_former_checkpoints_are_kept_by_their_steps(tmp_path):
         pipe.forward_backward(*rows(4, step))
         optimizer.step()
         optimizer.zero_grad()
-        checkpoint.save(pipe._run_state(), tmp_path / "a", extra={"steps": step + 1}, keep=3)
+        pipe.save(tmp_path / "a", extra={"steps": step + 1}, keep=3)
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["a", "a-step-00000003", "a-step-00000004"]
     again, _ = small(seed=1)
     assert again.load(tmp_path / "a-step-00000003") == {"steps": 3} and again.num_steps == 3
     shutil.copytree(tmp_path / "a-step-00000003", tmp_path / "a-step-00000001")  # somebody's
     again.forward_backward(*rows(4, 3))
-    checkpoint.save(again._run_state(), tmp_path / "a", keep=1)
+    again.save(tmp_path / "a", keep=1)
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["a", "a-step-00000001"]
     pipe.save(tmp_path / "a")  # who keeps none deletes none of others either

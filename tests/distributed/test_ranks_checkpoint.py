@@ -6,7 +6,6 @@ Asserts are in the processes: the first that fails ends the test.
 import json
 import math
 import os
-import re
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,0 +1,113 @@
+"""The launcher of this process, torchrun: where it has its store, how often it began, when it ends.
+
+A launcher that is killed cannot end its processes, and they would train on beside those of the next
+one; a store whose machine is gone answers nothing, for as long as one waits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+import mpcomp
+
+T = TypeVar("T")
+
+_PR_SET_PDEATHSIG: Final = 1
+
+
+def num_restarts() -> int:
+    """Attempts of torchrun before this one."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def may_restart() -> bool:
+    """Whether torchrun starts all processes once more if one fails."""
+    return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
+
+
+def rendezvous() -> str:
+    """Address of the store by which processes find each other, in words."""
+    host = os.environ.get("MASTER_ADDR", "an unknown machine")
+    return f"{host}, port {os.environ.get('MASTER_PORT', 'unknown')}"
+
+
+def end_with_launcher() -> bool:
+    """Has the kernel kill this process when its parent ends, however it ends.
+
+    Returns:
+        Whether there is such a thing here: on Linux alone. Elsewhere processes outlive a launcher
+        that is killed, and have to be ended by hand.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    if sys.platform != "linux":
+        return False
+    parent = os.getppid()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "the end of the launcher cannot be watched")
+    if os.getppid() != parent:  # it ended meanwhile, of which there is no signal
+        os.kill(os.getpid(), signal.SIGKILL)
+    return True
+
+
+def reach_store(timeout_s: float) -> None:
+    """Waits until the store's machine answers.
+
+    Raises:
+        PeerError: it has not within ``timeout_s`` seconds.
+    """
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    deadline = time.monotonic() + timeout_s
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            with socket.create_connection(address, timeout=max(0.1, left)):
+                return
+        except OSError as error:
+            if time.monotonic() + 0.5 >= deadline:
+                raise mpcomp.PeerError(
+                    f"the rendezvous at {rendezvous()} cannot be reached within {timeout_s:g} s "
+                    f"({error}): check that torchrun has been started there, that --rdzv-endpoint "
+                    "(or --master-addr and --master-port) names it, and that no firewall is "
+                    "between; --timeout gives it longer"
+                ) from error
+            time.sleep(min(0.5, max(0.0, left)))
+
+
+def within(timeout_s: float, work: Callable[[], T]) -> T:
+    """The result of work that asks the store, which may never answer.
+
+    Raises:
+        PeerError: it has not within ``timeout_s`` seconds.
+    """
+    results: list[tuple[Any, BaseException | None]] = []
+
+    def run() -> None:
+        try:
+            results.append((work(), None))
+        except BaseException as error:
+            results.append((None, error))
+
+    # A daemon: the end of the process does not wait for what never comes.
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if not results:
+        raise mpcomp.PeerError(
+            f"the rendezvous at {rendezvous()} has not answered within {timeout_s:g} s: its "
+            "machine or the network to it is gone; start again with --resume once it is back"
+        )
+    result, error = results[0]
+    if error is not None:
+        raise error
+    return result  # type: ignore[no-any-return]
