@@ -187,7 +187,8 @@ def joined(timeout_s: float = RENDEZVOUS_S) -> Iterator[Ranks]:
 def _join(timeout_s: float, already: bool) -> Ranks:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if not already:
-        end_with_launcher()
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # else the parent is a shell, which may go
+            end_with_launcher()
         # By torchrun's own processes; started by hand, the first has the store itself.
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or os.environ["RANK"] != "0":
             reach_store(timeout_s)

@@ -120,7 +120,7 @@ class _Restoration:
     states: list[Any]
 
     def remember(self) -> Callable[[], None]:
-        """What makes everything as it is now: no copies but of a few numbers."""
+        """Makes what will make everything as it is now; no copies but of a few numbers."""
         attributes = [(each, dict(vars(each))) for each in self.changed]
         states = [(each, copy.deepcopy(each.state_dict())) for each in self.states]
 
