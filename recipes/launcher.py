@@ -6,21 +6,17 @@ one; a store whose machine is gone answers nothing, for as long as one waits.
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import mpcomp
+from mpcomp.comm.parent import die_with_parent
 
 T = TypeVar("T")
-
-_PR_SET_PDEATHSIG: Final = 1
 
 
 def num_restarts() -> int:
@@ -39,25 +35,13 @@ def rendezvous() -> str:
     return f"{host}, port {os.environ.get('MASTER_PORT', 'unknown')}"
 
 
-def end_with_launcher() -> bool:
-    """Has the kernel kill this process when its parent ends, however it ends.
-
-    Returns:
-        Whether there is such a thing here: on Linux alone. Elsewhere processes outlive a launcher
-        that is killed, and have to be ended by hand.
+def end_with_launcher() -> None:
+    """Has this process die with torchrun, however that ends (`mpcomp.comm.parent`).
 
     Raises:
         OSError: the kernel refuses.
     """
-    if sys.platform != "linux":
-        return False
-    parent = os.getppid()
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "the end of the launcher cannot be watched")
-    if os.getppid() != parent:  # it ended meanwhile, of which there is no signal
-        os.kill(os.getpid(), signal.SIGKILL)
-    return True
+    die_with_parent(os.getppid())
 
 
 def reach_store(timeout_s: float) -> None:
