@@ -82,7 +82,12 @@ class _SharedChoice(Selecting):
         self, payload: Payload, meta: TensorMeta, generator: torch.Generator | None = None
     ) -> Tensor:
         values = self._values(meta).decode(payload, meta.dtype)
-        return values.mul(meta.numel / values.numel()) if self.unbiased and meta.numel else values
+        if not (self.unbiased and meta.numel):
+            return values
+        scaled = values * (meta.numel / values.numel())
+        # Of the largest the multiple is the largest: what was finite stays so, and nothing else.
+        largest = torch.full_like(values, torch.finfo(values.dtype).max).copysign(values)
+        return torch.where(scaled.isinf() & values.isfinite(), largest, scaled)
 
 
 @dataclass(frozen=True)
@@ -93,7 +98,8 @@ class RandomK(_SharedChoice):
 
     Args:
         keep: fraction of the elements to send, in (0, 1].
-        unbiased: scale the decoded values by n / k. Not inside error feedback, which diverges.
+        unbiased: scale the decoded values by n / k, up to the largest finite one. Not inside error
+            feedback, which diverges.
         values: compressor of the values sent.
 
     Raises:
