@@ -34,7 +34,8 @@ class LowRank(Compressor):
     A tensor of other shape is the matrix [elements / last_dim, last_dim] in memory order
     (`matrix_shape`): [batch * sequence, hidden] of a language model, pixels by channels
     of a channels-last image, [batch * channels * height, width] of another one. Vectors are
-    better sent dense. Both factors travel in the tensor's dtype; the computation is fp32.
+    better sent dense. Both factors travel in the tensor's dtype; the computation is fp32. What
+    arrives is the sum of the columns' outer products, added up one after the other (`outer_sum`).
 
     Args:
         rank: columns of the factors, at least 1; at the most the matrix's smaller side is used.
@@ -92,11 +93,22 @@ class LowRank(Compressor):
         if meta.numel == 0:
             return meta.unflatten(p.new_zeros(0, dtype=meta.dtype))
         units = [_power_above(factor) for factor in (p, q)]
-        with torch.autocast(p.device.type, enabled=False):
-            product = (p / units[0]) @ (q / units[1]).T  # of numbers up to 1: no inf - inf
+        product = outer_sum(p / units[0], q / units[1])  # of numbers up to 2: no inf - inf
         product.mul_(units[0]).mul_(units[1])
         limit = min(torch.finfo(meta.dtype).max, torch.finfo(torch.float32).max)
         return meta.unflatten(product.clamp_(-limit, limit).to(meta.dtype))
+
+
+def outer_sum(p: Tensor, q: Tensor) -> Tensor:
+    """P Q^T, [rows, columns] in fp32: column by column, each product and each sum rounded.
+
+    Not a matrix product, whose order of additions depends on the processor: what both ends of a
+    link remember advances by this, and has to stay equal to the last bit for ever.
+    """
+    total = p[:, :1] * q[:, :1].T
+    for column in range(1, p.shape[1]):
+        total += p[:, column, None] * q[None, :, column]
+    return total
 
 
 def times(matrix: Tensor, q: Tensor) -> Tensor:
@@ -128,6 +140,9 @@ def orthonormal_(matrix: Tensor) -> Tensor:
 
 
 def _power_above(x: Tensor) -> Tensor:
-    """A power of two near the largest magnitude, at least that; 1 for zeros."""
-    size = x.abs().amax().log2()
-    return torch.where(size.isfinite(), size, torch.zeros_like(size)).ceil().exp2()
+    """The power of two above the largest magnitude of fp32 numbers, 0-d; 1 for zeros.
+
+    At most 2^127, which is below fp32's largest. Of integers, as logarithms round by processor.
+    """
+    exponent = torch.frexp(x.abs().amax()).exponent.to(torch.int32)
+    return ((exponent.clamp(-126, 127) + 127) << 23).view(torch.float32)

@@ -1,5 +1,10 @@
 """LowRank: projections, exact at full rank, without NaN and within narrow dtypes."""
 
+import os
+import subprocess
+import sys
+
+import numpy as np
 import pytest
 import torch
 from methods import FLOATS, drawn, epsilon, round_trip, same_bits
@@ -95,6 +100,62 @@ def test_factors_are_balanced_so_that_no_scale_is_lost(size):
     assert 0.1 < p.abs().max() / q.abs().max() < 10
     half = (torch.rand(300, 200) * 6e4).half()
     assert relative(half, round_trip(LowRank(200), half)) < 0.005
+
+
+def in_order(p: np.ndarray, q: np.ndarray) -> np.ndarray:
+    """P Q^T element by element: each product and each sum of numbers rounded to fp32."""
+    total = np.empty((len(p), len(q)), np.float32)
+    for i in range(len(p)):
+        for j in range(len(q)):
+            value = np.float32(p[i, 0] * q[j, 0])
+            for k in range(1, p.shape[1]):
+                value = np.float32(value + np.float32(p[i, k] * q[j, k]))
+            total[i, j] = value
+    return total
+
+
+@pytest.mark.parametrize("rank", [1, 3, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_decoding_is_a_sum_in_a_defined_order(rank, dtype):
+    """Bit for bit, for any number of threads: ends on unlike processors remember alike."""
+    meta = TensorMeta((48, 29), dtype)
+    factors = (torch.randn(48, rank).to(dtype), (torch.randn(29, rank) / 64).to(dtype))
+    p, q = (factor.float().numpy() for factor in factors)
+    expected = torch.from_numpy(in_order(p, q)).to(dtype)
+    assert same_bits(LowRank(rank).decompress(factors, meta), expected)
+    threads = torch.get_num_threads()
+    try:
+        large = (torch.randn(700, rank), torch.randn(300, rank))
+        results = []
+        for number in (1, 2, 3):
+            torch.set_num_threads(number)
+            results.append(LowRank(rank).decompress(large, TensorMeta((700, 300))))
+    finally:
+        torch.set_num_threads(threads)
+    assert same_bits(results[0], results[1]) and same_bits(results[0], results[2])
+
+
+@pytest.mark.slow
+def test_processors_decode_alike():
+    """The kernels of torch and MKL for every x86 processor, and those for this one."""
+    code = (
+        "import hashlib, torch; from mpcomp import LowRank, TensorMeta;"
+        "x = (torch.arange(960) * 7919 % 1009).float() / 1009 - 0.5;"  # randn differs as well
+        "p, q = x[:560].reshape(70, 8), x[560:].reshape(50, 8) * 1e-3;"
+        "y = LowRank(8).decompress((p, q), TensorMeta((70, 50)));"
+        "print(hashlib.sha256(y.numpy().tobytes()).hexdigest())"
+    )
+    said = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, **kernels},
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+        for kernels in ({"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE"}, {})
+    ]
+    assert len(said[0]) == 65 and said[0] == said[1]
 
 
 def test_autocast_does_not_reach_the_products():
