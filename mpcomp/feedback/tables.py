@@ -7,12 +7,14 @@ full disk is an error that can be raised, where a mapping would end the process.
 
 from __future__ import annotations
 
+import mmap
 import os
 import tempfile
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -100,14 +102,29 @@ class MemoryTable(Table):
 
 
 class FileTable(Table):
-    """A file of its own in a folder: made when first written to, gone when the table goes."""
+    """A file of its own in a folder, without a name where the system has such files.
+
+    It is made when first written to, and gone when the table goes or its process ends, however
+    that is: its space is then free again.
+    """
 
     def __init__(self, row: TensorMeta, folder: str) -> None:
         super().__init__(row, torch.device("cpu"))
         self._folder = folder
         self._row_bytes = row.dense_bytes
-        self._name = ""
-        self._file = -1
+        self._open_file: Any = None
+
+    @property
+    def _file(self) -> int:
+        """The descriptor of the file, which is made if there is none."""
+        if self._open_file is None:
+            Path(self._folder).mkdir(parents=True, exist_ok=True)
+            self._open_file = tempfile.TemporaryFile(  # noqa: SIM115  (it lasts as the table does)
+                prefix="mpcomp-slots-", dir=self._folder, buffering=0
+            )
+            weakref.finalize(self, self._open_file.close)
+        descriptor: int = self._open_file.fileno()
+        return descriptor
 
     def read(self, slots: Sequence[int], *, pinned: bool = False) -> Tensor:
         out = torch.empty(len(slots), *self.row_shape, dtype=self.dtype, pin_memory=pinned)
@@ -119,15 +136,13 @@ class FileTable(Table):
                 got = os.preadv(self._file, [part], at)
                 if not got:
                     raise OSError(
-                        f"{self._name} ends at byte {at}, before the rows that were stored in it: "
-                        "has something else written to this folder?"
+                        f"a file of rows in {self._folder} ends at byte {at}, before the rows "
+                        "that were stored in it: is the disk in order?"
                     )
                 part, at = part[got:], at + got
         return out
 
     def write(self, slots: Sequence[int], rows: Tensor, needed: int) -> None:
-        if self._file < 0:
-            self._open()
         view = _bytes_of(rows.to(self.device, self.dtype).contiguous())
         size = self._row_bytes
         for slot, start, stop in _runs(slots):
@@ -141,7 +156,7 @@ class FileTable(Table):
                         f"{error.strerror}: state could not be stored, so the ends of this link "
                         "no longer agree. Make room, or set cap_bytes, and go on from the last "
                         "checkpoint",
-                        self._name,
+                        self._folder,
                     ) from error
                 part, at = part[put:], at + put
 
@@ -151,12 +166,9 @@ class FileTable(Table):
         numel = TensorMeta(shape).numel
         if numel == 0:
             return torch.empty(shape, dtype=self.dtype)
-        return torch.from_file(self._name, size=numel, dtype=self.dtype).reshape(shape)
-
-    def _open(self) -> None:
-        Path(self._folder).mkdir(parents=True, exist_ok=True)
-        self._file, self._name = tempfile.mkstemp(prefix="mpcomp-slots-", dir=self._folder)
-        weakref.finalize(self, _remove, self._file, self._name)
+        # Copied on write: whoever is given it may change it, and the file stays as it is.
+        held = mmap.mmap(self._file, count * self._row_bytes, access=mmap.ACCESS_COPY)
+        return torch.frombuffer(held, dtype=self.dtype, count=numel).reshape(shape)
 
 
 def table_for(row: TensorMeta, location: str, device: torch.device) -> Table:
@@ -164,11 +176,6 @@ def table_for(row: TensorMeta, location: str, device: torch.device) -> Table:
     if location in ("device", "cpu"):
         return MemoryTable(row, device if location == "device" else torch.device("cpu"))
     return FileTable(row, location)
-
-
-def _remove(file: int, name: str) -> None:
-    os.close(file)
-    Path(name).unlink(missing_ok=True)
 
 
 def _bytes_of(x: Tensor) -> memoryview:

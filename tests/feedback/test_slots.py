@@ -3,6 +3,7 @@
 import errno
 import gc
 import os
+import signal
 
 import pytest
 import torch
@@ -106,11 +107,47 @@ def test_state_goes_through_a_checkpoint(storage):
 def test_files_go_with_their_table(tmp_path):
     store = SlotStore(7, StoragePlan(4, str(tmp_path / "new")), CPU)
     store.write(keys(*range(100)), torch.randn(100, 7))
-    files = list((tmp_path / "new").iterdir())
-    assert len(files) == 3 and sum(f.stat().st_size for f in files) >= store.num_bytes
+    files = [table._file for table in store._tables]
+    found = [os.fstat(file) for file in files]
+    assert len(set(files)) == 3 and sum(one.st_size for one in found) >= store.num_bytes
+    assert {one.st_dev for one in found} == {(tmp_path / "new").stat().st_dev}
     del store
     gc.collect()
-    assert not list((tmp_path / "new").iterdir())
+    for file in files:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(file)
+
+
+def test_files_have_no_name_that_could_outlive_a_process(tmp_path):
+    """Whatever ends it: the system frees what is open and not linked."""
+    store = SlotStore(7, StoragePlan(location=str(tmp_path)), CPU)
+    store.write(keys(1, 2), torch.ones(2, 7))
+    assert not list(tmp_path.iterdir())
+    assert [os.fstat(table._file).st_nlink for table in store._tables] == [0]
+    child = os.fork()
+    if child == 0:
+        try:
+            again = SlotStore(7, StoragePlan(location=str(tmp_path)), CPU)
+            again.write(keys(1, 2), torch.ones(2, 7))
+            os.kill(os.getpid(), signal.SIGKILL)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert not list(tmp_path.iterdir())
+
+
+def test_first_rows_of_a_file_are_mapped_and_nobody_else_s(tmp_path):
+    """A checkpoint looks at them without reading all, after the table has gone on, or is gone."""
+    table = tables.FileTable(TensorMeta((1, 7), torch.bfloat16), str(tmp_path))
+    rows = torch.randn(5, 7).bfloat16()
+    table.write(range(5), rows, 5)
+    first = table.first(3)
+    assert same_bits(first, rows[:3]) and table.first(0).shape == (0, 7)
+    first.fill_(9)
+    assert same_bits(table.read(range(5)), rows)
+    del table
+    gc.collect()
+    assert same_bits(first, torch.full((3, 7), 9.0).bfloat16())
 
 
 def test_large_tables_in_memory_are_not_copied_to_grow(monkeypatch):
@@ -127,22 +164,21 @@ def test_large_tables_in_memory_are_not_copied_to_grow(monkeypatch):
 
 
 def test_a_full_disk_is_an_error_that_says_what_to_do(tmp_path, monkeypatch):
-    store = SlotStore(7, StoragePlan(location=str(tmp_path)), CPU)
+    store = SlotStore(7, StoragePlan(location=str(tmp_path / "full-disk")), CPU)
 
     def full(*args):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(OSError, match="No space left.*cap_bytes.*last checkpoint.*mpcomp-slots-"):
+    with pytest.raises(OSError, match="No space left.*cap_bytes.*last checkpoint.*full-disk"):
         store.write(keys(1), torch.ones(1, 7))
 
 
 def test_a_file_that_lost_its_end_is_noticed(tmp_path):
     store = SlotStore(7, StoragePlan(location=str(tmp_path)), CPU)
     store.write(keys(1, 2), torch.ones(2, 7))
-    (file,) = tmp_path.iterdir()
-    os.truncate(file, 40)
-    with pytest.raises(OSError, match=r"mpcomp-slots-\S+ ends at byte 40"):
+    os.ftruncate(store._tables[0]._file, 40)
+    with pytest.raises(OSError, match=r"a file of rows in \S+ ends at byte 40"):
         store.read(keys(2, 1))
 
 
