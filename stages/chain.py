@@ -10,7 +10,6 @@ from typing import Any
 from torch import nn
 
 from stages.hints import nearest
-from stages.sharing import with_tied_copies
 from stages.stage import Piece, Stage, ancestors
 
 
@@ -59,7 +58,6 @@ class Chain:
     """A plain chain as `split` sees it: units, the places after them, pieces between places."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
         self.units = [name for name, _ in expand(model)]
         #: The place after each unit but the last, at which the chain may be cut.
         self.places = list(range(1, len(self.units)))
@@ -90,10 +88,7 @@ class Chain:
     def pieces(self, places: Sequence[int]) -> list[Piece]:
         """Cut at these increasing places."""
         bounds = [0, *places, len(self.units)]
-        pieces = [Piece(tuple(self.units[i:j]), (), run_chain) for i, j in pairwise(bounds)]
-        # A model may say that its shared weights are ties, as those of language models are.
-        ties = getattr(self._model, "has_ties", False)
-        return with_tied_copies(self._model, pieces) if ties else pieces
+        return [Piece(tuple(self.units[i:j]), (), run_chain) for i, j in pairwise(bounds)]
 
 
 def run_chain(stage: Stage, *args: Any, **kwargs: Any) -> object:

@@ -8,7 +8,9 @@ ancestors of blocks that were named. The trace is a line of nodes, and a cut is 
                                    places at which one tensor, and nothing else, is alive
 """
 
+import dis
 import inspect
+import linecache
 import operator
 import traceback
 from collections import Counter
@@ -16,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise, zip_longest
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -187,6 +189,16 @@ class _Tracer(fx.Tracer):
             raise ValueError("it computes under torch.no_grad() or autocast, which is not traced")
         return super().create_node(*args, **kwargs)
 
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        # An assert is no branch, and is kept. (torch's own way to see one ends with Python 3.10.)
+        frame = inspect.currentframe()
+        caller = frame and frame.f_back and frame.f_back.f_back  # behind Proxy.__bool__
+        if caller is None or not _is_assert(caller):
+            return super().to_bool(obj)
+        line = linecache.getline(caller.f_code.co_filename, caller.f_lineno).strip()
+        self.create_proxy("call_function", torch._assert, (obj, line), {})
+        return True
+
     def create_arg(self, a: Any) -> Argument:
         if isinstance(a, Tensor) and not isinstance(a, nn.Parameter):
             raise ValueError(
@@ -194,6 +206,17 @@ class _Tracer(fx.Tracer):
                 "buffer, and would not move with a stage; use register_buffer"
             )
         return super().create_arg(a)
+
+
+def _is_assert(frame: FrameType) -> bool:
+    """Whether a value is taken for true or false in an `assert`, and for nothing else."""
+    after = (inst for inst in dis.get_instructions(frame.f_code) if inst.offset >= frame.f_lasti)
+    jump, following = next(after, None), next(after, None)
+    while following is not None and following.opname in ("CACHE", "EXTENDED_ARG"):
+        following = next(after, None)
+    if jump is None or following is None:
+        return False
+    return jump.opname.endswith("IF_TRUE") and following.opname == "LOAD_ASSERTION_ERROR"
 
 
 def _trace(model: nn.Module, names: Sequence[str]) -> fx.Graph:
@@ -231,7 +254,7 @@ def _trace_as(model: nn.Module, names: Sequence[str], training: bool) -> fx.Grap
 
 
 def _cause(model: nn.Module, error: Exception) -> str:
-    """What a trace ended with, where in the model's own code, and what to do about it."""
+    """The error that a trace ended with, its line in the model's own code, and the cure."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)

@@ -15,7 +15,7 @@ Shape suffixes: B batch, S sequence, D hidden units, V vocabulary.
 """
 
 from collections import OrderedDict
-from typing import ClassVar, Final
+from typing import Final
 
 from torch import Tensor, nn
 
@@ -73,9 +73,6 @@ class LSTMLM(nn.Sequential):
     Raises:
         ValueError: a size below 1.
     """
-
-    #: A cut may part embedding and head although they share a weight.
-    has_ties: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -1,7 +1,9 @@
-"""Parameters that have several names, and why they must not be shared across a cut.
+"""Parameters that have several names, and what becomes of them at a cut.
 
 Each stage is trained where it lies, with its own gradients: two stages that hold one parameter
-would, on two devices, silently become two parameters.
+would, on two devices, silently become two parameters. So one that two blocks share, as a language
+model's embedding and head do, becomes two copies that are known as such; anything else that would
+be shared across a cut is refused.
 """
 
 from collections import defaultdict
@@ -53,17 +55,31 @@ def check_not_shared(model: nn.Module, pieces: Sequence[Piece]) -> None:
 def with_tied_copies(model: nn.Module, pieces: Sequence[Piece]) -> list[Piece]:
     """Let a stage have a copy of the block whose parameter an earlier stage has as well.
 
-    For language models of transformers, and chains that say `has_ties = True`: whoever trains adds
-    up the gradients of such copies (`stages.ties`).
+    Whoever trains adds up the gradients of such copies (`stages.ties`). There is none of what
+    merely overlaps, of a whole module that is used twice, and of what code between blocks reads:
+    `check_not_shared` refuses those.
     """
     copied = [piece.copied for piece in pieces]
-    for names in name_groups(model):
-        homes = [(i, name) for name in names for i, p in enumerate(pieces) if p.holds(name)]
+    for names in same_parameters(model):
+        homes = [(i, name) for name in names for i, p in enumerate(pieces) if p.calls(name)]
+        owners = {id(model.get_submodule(name.rpartition(".")[0])) for _, name in homes}
+        if len(owners) < len(homes):
+            continue
         for i, name in homes:
             if i != homes[0][0]:
                 block = next(b for b in pieces[i].blocks if b in ancestors(name))
-                copied[i] = (*copied[i], block)
+                copied[i] = tuple(dict.fromkeys((*copied[i], block)))
     return [replace(piece, copied=names) for piece, names in zip(pieces, copied, strict=True)]
+
+
+def same_parameters(model: nn.Module) -> list[tuple[str, ...]]:
+    """Return groups of qualified names whose parameters are one; others merely overlap."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    groups = (
+        tuple(name for name in names if parameters[name] is parameters[names[0]])
+        for names in shared_parameters(model)
+    )
+    return [group for group in groups if len(group) > 1]
 
 
 def name_groups(model: nn.Module) -> list[list[str]]:

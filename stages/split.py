@@ -9,7 +9,7 @@ from torch import nn
 from stages.balance import check_num_stages, num_parameters, partition
 from stages.blocks import Line, blocks, line_of
 from stages.language_models import Decoder, is_causal_lm
-from stages.sharing import check_not_shared, shared_parameters
+from stages.sharing import check_not_shared, same_parameters, with_tied_copies
 from stages.stage import Origin, Piece, Stage, Tie
 
 Where = int | str | Sequence[int] | Sequence[str]
@@ -40,11 +40,11 @@ def split(model: nn.Module, where: Where) -> list[Stage]:
     if isinstance(line, Decoder):
         line.fill_buffers()
     places = _places_of_counts(line, counts) if counts else _places_of_names(line, names)
-    pieces = line.pieces(places)
+    pieces = with_tied_copies(model, line.pieces(places))
     check_not_shared(model, pieces)
     pieces = _with_unused(model, pieces)
-    shared = shared_parameters(model)
-    origin = Origin(model, len(pieces), _same(model, shared), tuple(_ties(shared, pieces)))
+    same = tuple(same_parameters(model))
+    origin = Origin(model, len(pieces), same, tuple(_ties(same, pieces)))
     stages = [Stage(origin, index, piece) for index, piece in enumerate(pieces)]
     if isinstance(line, Decoder):
         line.check(stages)
@@ -119,16 +119,6 @@ def _places_of_names(line: Line, names: Sequence[str]) -> list[int]:
                 "name the cuts in the model's order"
             )
     return places
-
-
-def _same(model: nn.Module, shared: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
-    """The groups whose parameters are one; others merely overlap in memory."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    groups = (
-        tuple(name for name in names if parameters[name] is parameters[names[0]])
-        for names in shared
-    )
-    return tuple(group for group in groups if len(group) > 1)
 
 
 def _ties(shared: Sequence[Sequence[str]], pieces: Sequence[Piece]) -> Iterator[Tie]:

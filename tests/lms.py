@@ -165,3 +165,54 @@ def logits_of(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
     with evaluation(model):
         logits: Tensor = model(**without_labels(batch), use_cache=False).logits
     return logits
+
+
+class CausalBlock(nn.Module):
+    """Attention to what came before, and a feed-forward net, each added to its input."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.heads = heads
+        self.c_attn, self.c_proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        wide = 4 * width
+        self.mlp = nn.Sequential(nn.Linear(width, wide), nn.GELU(), nn.Linear(wide, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, positions, width = x.shape
+        parts = self.c_attn(self.ln_1(x)).view(rows, positions, 3, self.heads, -1)
+        q, k, v = parts.permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.c_proj(mixed.transpose(1, 2).reshape(rows, positions, width))
+        added: Tensor = x + self.mlp(self.ln_2(x))
+        return added
+
+
+class NanoGPT(nn.Module):
+    """A language model as people write it themselves, after nanoGPT: its embedding is its head."""
+
+    def __init__(self, width: int = 32, blocks: int = 4) -> None:
+        super().__init__()
+        self.block_size = POSITIONS
+        self.transformer = nn.ModuleDict(
+            {
+                "wte": nn.Embedding(VOCABULARY, width),
+                "wpe": nn.Embedding(POSITIONS, width),
+                "drop": nn.Dropout(0.0),
+                "h": nn.ModuleList(CausalBlock(width, 4) for _ in range(blocks)),
+                "ln_f": nn.LayerNorm(width),
+            }
+        )
+        self.lm_head = nn.Linear(width, VOCABULARY, bias=False)
+        self.transformer.wte.weight = self.lm_head.weight  # type: ignore[union-attr]
+
+    def forward(self, idx: Tensor) -> Tensor:
+        _, positions = idx.size()
+        assert positions <= self.block_size, f"{positions} tokens, of {self.block_size} at most"
+        places = torch.arange(0, positions, dtype=torch.long, device=idx.device)
+        parts: Any = self.transformer
+        x = parts.drop(parts.wte(idx) + parts.wpe(places))
+        for block in parts.h:
+            x = block(x)
+        logits: Tensor = self.lm_head(parts.ln_f(x))
+        return logits

@@ -83,7 +83,7 @@ def _pair_of(item: object) -> tuple[Any, Any]:
 
 
 def _number(mean: object) -> float:
-    """What a metric returned, or one of its values."""
+    """The value of a metric, or one of its values, as a float."""
     if isinstance(mean, Tensor) and mean.numel() != 1:
         raise ValueError(
             f"the metric returned a tensor of shape {list(mean.shape)}: expected one number, the "

@@ -158,7 +158,7 @@ class StepLoss:
 
 
 def _one_number(loss: object) -> Tensor:
-    """What a loss function returned, 0-d, if a step can be trained by it."""
+    """The value of a loss function, 0-d, if a step can be trained by it."""
     if not isinstance(loss, Tensor):
         raise TypeError(
             f"loss_fn returned a {type(loss).__name__}: expected a 0-d tensor, the mean over a "

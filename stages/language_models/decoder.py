@@ -13,7 +13,6 @@ from stages.hints import listing, nearest
 from stages.language_models.buffers import fill_buffers
 from stages.language_models.layout import layout_of, unwrapped
 from stages.language_models.run import DecoderRun
-from stages.sharing import with_tied_copies
 from stages.stage import Piece, Stage
 
 #: Values of `config.model_type` for which tests show that stages give the model's bits.
@@ -79,7 +78,7 @@ class Decoder:
             )
             run = DecoderRun(layout, start, stop)
             pieces.append(Piece(names, (), run, copied=layout.everywhere))
-        return with_tied_copies(self._model, pieces)
+        return pieces
 
     def fill_buffers(self) -> None:
         """Give a model on "meta" the buffers that its configuration says; no file has them."""

@@ -563,8 +563,6 @@ def test_methods_follow_the_learning_rate(ranks):
 class Tied(nn.Sequential):
     """The first and the last block share a matrix."""
 
-    has_ties = True
-
     def __init__(self):
         super().__init__(
             nn.Linear(13, 13),

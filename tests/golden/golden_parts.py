@@ -251,12 +251,6 @@ class Block(nn.Module):
         return Fixed.apply(x, self.weight, self.number, self.last)
 
 
-class Chain(nn.Sequential):
-    """A chain in which two stages may share a parameter."""
-
-    has_ties = True
-
-
 def chain(length: int, shape: Sequence[int] = (1, 1)) -> nn.Sequential:
     """So many stages in a row."""
     return nn.Sequential(*(Block(i, i == length - 1, shape) for i in range(length)))

@@ -394,14 +394,14 @@ def tie(scenario: str) -> dict[str, Any]:
 def _tie(spec: str, scenario: str) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
-    from golden_parts import SCRIPT, Block, Chain, listening, mean_loss
+    from golden_parts import SCRIPT, Block, listening, mean_loss
 
     import mpcomp
 
     scaled = "scaled" in scenario
     blocks = [Block(0, False, (12, 10)), Block(1, True, (12, 10))]
     blocks[1].weight = blocks[0].weight
-    model = Chain(*blocks).to(torch.bfloat16 if scaled else torch.float32)
+    model = torch.nn.Sequential(*blocks).to(torch.bfloat16 if scaled else torch.float32)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**15) if scaled else None
     pipe = mpcomp.pipeline(
         model, 2, split=2, tie_comp=spec, loss_fn=mean_loss, scaler=scaler, timeout=60.0

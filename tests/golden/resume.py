@@ -104,7 +104,7 @@ class Going:
 
     def __init__(self, case: Case) -> None:
         import torch
-        from golden_parts import SCRIPT, Block, Chain, mean_loss
+        from golden_parts import SCRIPT, Block, mean_loss
 
         import mpcomp
 
@@ -126,7 +126,7 @@ class Going:
             SCRIPT.replica = dist.get_rank()
             network = mpcomp.ReplicaNetwork(smallest=64)
             options |= {"split": 1, "replicas": 2, "network": network}
-        self.pipe = mpcomp.pipeline(Chain(*blocks), 2, **options)
+        self.pipe = mpcomp.pipeline(torch.nn.Sequential(*blocks), 2, **options)
         self.optimizer = torch.optim.SGD(self.pipe.parameters(), lr=0.125, momentum=case.momentum)
 
     def save(self, folder: Path) -> None:

@@ -5,7 +5,7 @@ import torch
 from stage_models import Decoder, assert_computes_the_same, ids
 from torch import nn
 
-from stages import resnet18, shared_parameters, split
+from stages import merge, resnet18, shared_parameters, split, ties
 
 
 def chain(*modules: nn.Module) -> nn.Sequential:
@@ -43,14 +43,30 @@ def test_views_of_one_storage_are_shared_only_where_they_overlap():
     assert shared_parameters(model) == [("a", "c", "e")]
 
 
-def test_across_a_cut_is_an_error_naming_both():
+def test_across_a_cut_there_are_two_copies():
     model = chain(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))
     model[2].weight = model[0].weight
-    with pytest.raises(ValueError, match=r"'0.weight' in stage 0 and '2.weight' in stage 1.*same"):
-        split(model, [2, 1])
+    cut = split(model, [2, 1])
+    assert ties(cut) == [((0, "0.weight"), (1, "2.weight"))]
+    first, last = cut[0].get_parameter("0.weight"), cut[1].get_parameter("2.weight")
+    assert first is model[0].weight and last is not first and torch.equal(first, last)
+    assert cut[1].get_parameter("2.bias") is model[2].bias  # which is not shared
+    x = torch.randn(2, 3)
+    assert torch.equal(cut[1](cut[0](x)), model(x))
+    assert merge(cut) is model and model[2].weight is model[0].weight
     (stage,) = split(model, 1)
+    assert not ties([stage])
     assert list(stage.state_dict()) == ["0.weight", "0.bias", "2.weight", "2.bias"]
     assert_computes_the_same(model, [stage], torch.randn(2, 3))
+
+
+def test_what_overlaps_is_not_one_parameter():
+    flat = torch.randn(12)
+    model = chain(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))
+    model[0].weight = nn.Parameter(flat[:9].view(3, 3))
+    model[2].weight = nn.Parameter(flat[3:].view(3, 3))
+    with pytest.raises(ValueError, match=r"'0.weight' in stage 0 and '2.weight' in stage 1.*same"):
+        split(model, [2, 1])
 
 
 @pytest.mark.parametrize(
@@ -67,8 +83,9 @@ def test_a_module_with_state_on_both_sides_is_an_error(module, name):
 def test_tied_head_of_a_model_with_a_forward():
     model = Decoder(tied=True)
     assert shared_parameters(model) == [("embed.weight", "head.weight")]
-    with pytest.raises(ValueError, match=r"'embed.weight' in stage 0 and 'head.weight' in"):
-        split(model, ["h.1"])
+    cut = split(model, ["h.1"])
+    assert ties(cut) == [((0, "embed.weight"), (1, "head.weight"))]
+    assert torch.equal(cut[1](cut[0](ids())), model(ids()))
     assert_computes_the_same(model, split(model, 1), ids())
 
 
