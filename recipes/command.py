@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Generic, NoReturn, TypeVar
 
+import mpcomp
 from mpcomp.data_parallel.network import PATHS
 from recipes import plots
 from recipes.config import LISTS, OPTIMIZERS, PRECISIONS, SMALL, AnyConfig
@@ -28,7 +29,7 @@ from recipes.training import Trainer
 AnyData = TypeVar("AnyData")
 
 # Not part of a run's configuration.
-OWN_OPTIONS: Final = ("out", "resume", "compare", "stop_after")
+OWN_OPTIONS: Final = ("out", "resume", "compare", "stop_after", "heal")
 # May differ from machine to machine.
 MACHINE_OPTIONS: Final = ("data", "device", "threads")
 
@@ -90,6 +91,7 @@ class Parser(argparse.ArgumentParser):
         add("--save-every-steps", type=int, metavar="N", help="beside the end of each epoch")
         add("--save-every-minutes", type=float, metavar="M", help="likewise")
         add("--keep", type=int, metavar="K", help="checkpoints (default 1, the last)")
+        add("--heal", action="store_true", help="go on by itself after a process is killed")
         add("--stop-after", type=int, metavar="EPOCHS", help="stop early, to be resumed later")
         add("--compare", action="store_true", help="train without compression first, to compare")
         several = self.add_argument_group("several processes, under torchrun").add_argument
@@ -136,6 +138,13 @@ class Recipe(Generic[AnyConfig, AnyData]):
 
 def run_recipe(recipe: Recipe[AnyConfig, AnyData], argv: Sequence[str] | None = None) -> None:
     """Runs the recipe; a mistake in the input ends it with one line."""
+    if _before_all(argv).heal:
+        mpcomp.heal(lambda: _run(recipe, argv))
+    else:
+        _run(recipe, argv)
+
+
+def _run(recipe: Recipe[AnyConfig, AnyData], argv: Sequence[str] | None) -> None:
     with joined(_timeout(argv)) as ranks:
         options = vars(recipe.parser.parse_args(argv))
         now = ranks.gather(time.strftime("%Y%m%d-%H%M%S"))[0]
@@ -150,11 +159,16 @@ def run_recipe(recipe: Recipe[AnyConfig, AnyData], argv: Sequence[str] | None = 
         print(f"\n{table(runs, per_step=recipe.per_step)}\n\nrun folder: {folder.path}")
 
 
-def _timeout(argv: Sequence[str] | None) -> float:
-    """The option of this name, needed before there is anybody to read all options with."""
+def _before_all(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The options that are needed before there is anybody to read all options with."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--timeout")
-    given = parser.parse_known_args(argv)[0].timeout
+    parser.add_argument("--heal", action="store_true")
+    return parser.parse_known_args(argv)[0]
+
+
+def _timeout(argv: Sequence[str] | None) -> float:
+    given = _before_all(argv).timeout
     try:
         return float(given) if given is not None and float(given) > 0 else RENDEZVOUS_S
     except ValueError:  # which is said once all are there
@@ -180,13 +194,13 @@ def _started(
     folder = RunFolder(options.get("out", Path("runs") / f"{now}-{name}"))
     if may_restart() and "out" not in options:
         raise ValueError(
-            "torchrun's --max-restarts, and no --out: pass --out a folder, in which a restarted "
-            "run finds its checkpoint"
+            "--heal or torchrun's --max-restarts, and no --out: pass --out a folder, in which a "
+            "restarted run finds its checkpoint"
         )
     if num_restarts() and folder.config.exists():
         was = recipe.config.from_json(folder.read_config())
         if was == config:
-            return folder, config, compare  # torchrun's next attempt, at the same run
+            return folder, config, compare  # the next attempt at the same run
     folder.check()
     return folder, config, compare
 
@@ -195,7 +209,7 @@ def _resumed(
     recipe: Recipe[AnyConfig, AnyData], options: Mapping[str, Any]
 ) -> tuple[RunFolder, AnyConfig, bool]:
     """The run to go on with, which keeps its configuration."""
-    if extra := sorted(set(options) - {"resume", "stop_after"}):
+    if extra := sorted(set(options) - {"resume", "stop_after", "heal"}):
         given = ", ".join("--" + name.replace("_", "-") for name in extra)
         raise ValueError(
             f"--resume goes on with the configuration of {options['resume']}; drop {given}, or "

@@ -14,19 +14,26 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import mpcomp
+from mpcomp.comm.mesh import ATTEMPT
 from mpcomp.comm.parent import die_with_parent
 
 T = TypeVar("T")
 
 
 def num_restarts() -> int:
-    """Attempts of torchrun before this one."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    """Attempts before this one, of torchrun and of `mpcomp.heal`."""
+    by_torchrun = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    return by_torchrun + int(os.environ.get(ATTEMPT, "0"))
 
 
 def may_restart() -> bool:
-    """Whether torchrun starts all processes once more if one fails."""
-    return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
+    """Whether all processes are started once more if one fails."""
+    return heals() or int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
+
+
+def heals() -> bool:
+    """Whether this process is one that `mpcomp.heal` replaces if it fails."""
+    return ATTEMPT in os.environ
 
 
 def rendezvous() -> str:

@@ -27,7 +27,7 @@ import torch.distributed as dist
 import mpcomp
 from mpcomp.comm.handshake import exchange
 from mpcomp.comm.mesh import ProcessMesh, join, launched
-from recipes.launcher import end_with_launcher, reach_store, rendezvous, within
+from recipes.launcher import end_with_launcher, heals, reach_store, rendezvous, within
 
 T = TypeVar("T")
 
@@ -93,12 +93,17 @@ class Ranks:
         """Ends this process with an error, in one line, which one process on each machine says.
 
         torchrun ends all processes as soon as one has ended, so the others wait for that one.
+
+        Raises:
+            PeerError: that is the error, and this process will be replaced.
         """
+        of_another = isinstance(error, mpcomp.PeerError)
+        if of_another and heals():
+            raise error
         line = f"error: {error}"
         if self.world is None:
             sys.exit(line)
         world = self.world
-        of_another = isinstance(error, mpcomp.PeerError)
         with suppress(mpcomp.PeerError):  # the store may be gone, with the machine that has it
             if not self.writes and within(2 * GRACE_S, lambda: self._is_said(line, of_another)):
                 sys.exit(1)
@@ -160,6 +165,8 @@ def joined(timeout_s: float = RENDEZVOUS_S) -> Iterator[Ranks]:
     try:
         ranks = _join(timeout_s, already) if launched() else Ranks()
     except mpcomp.PeerError as error:
+        if heals():
+            raise
         if int(os.environ.get("LOCAL_RANK", "0")) == 0:  # all on this machine would say the same
             print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(1)

@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.context import ForkProcess
 from pathlib import Path
@@ -63,7 +63,7 @@ def heal(train: Callable[[], Any], *, restarts: int = 100, grace_s: float = 0.5)
         dataset = load()        # once, not in each attempt
         mpcomp.heal(train)
 
-    In a signal to end (SIGTERM) the fork is told first.
+    A signal to end (SIGTERM, SIGINT) is passed on to the fork, which may save before it ends.
 
     Args:
         train: without arguments; it must not rely on what an earlier attempt has left in memory.
@@ -151,6 +151,7 @@ class _Fork:
 
 def _train(train: Callable[[], Any], attempt: int, parent: int) -> None:
     """The whole life of a fork."""
+    os.setpgid(0, 0)  # a terminal's signal then comes by the parent alone, and once
     die_with_parent(parent)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -171,8 +172,6 @@ def _watched(fork: _Fork, others: _Others | None, stop: _Stop, grace_s: float) -
         if others is None or stop.signal is not None:
             if own is not None:
                 return own
-            if stop.since is not None and time.monotonic() - stop.since > grace_s:
-                fork.process.terminate()  # an interrupt may have reached this process alone
             continue
         if own is not None:
             others.tell(fork.attempt, own)
@@ -229,32 +228,33 @@ class _Others:
         return None
 
 
-@dataclass
 class _Stop:
-    """A signal to end that this process has got."""
+    """A signal to end that this process has got and passed on."""
 
-    signal: int | None = None
-    since: float | None = None
-    fork: ForkProcess | None = field(default=None, repr=False)
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        self.fork: ForkProcess | None = None
 
     @contextmanager
     def heard(self) -> Iterator[None]:
-        """A context in which SIGTERM is passed on, and SIGINT, which terminals send to both, is
-        waited for; outside the main thread, where Python gives no signals, neither."""
+        """A context in which SIGTERM and SIGINT are passed on.
+
+        Outside the main thread, to which Python gives no signals, they are not.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {n: signal.signal(n, self._note) for n in (signal.SIGTERM, signal.SIGINT)}
+        before = {n: signal.signal(n, self._pass_on) for n in (signal.SIGTERM, signal.SIGINT)}
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _note(self, number: int, frame: Any) -> None:
-        self.signal, self.since = number, time.monotonic()
-        if number == signal.SIGTERM and self.fork is not None:
-            self.fork.terminate()
+    def _pass_on(self, number: int, frame: Any) -> None:
+        self.signal = number
+        if self.fork is not None and self.fork.pid is not None and self.fork.is_alive():
+            os.kill(self.fork.pid, number)
 
 
 def _check_forkable() -> None:

@@ -182,8 +182,8 @@ step = cifar10.ImageTrainer.end_step
 
 def dies(self):
     step(self)
-    first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-    if first and os.environ["RANK"] == "1" and len(self.history) == 1:
+    restarts = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ.get("MPCOMP_ATTEMPT", "0")
+    if restarts == ("0", "0") and os.environ["RANK"] == "1" and len(self.history) == 1:
         os.kill(os.getpid(), signal.SIGKILL)
 
 cifar10.ImageTrainer.end_step = dies
@@ -192,12 +192,15 @@ cifar10.main(sys.argv[1:])
 
 
 @pytest.mark.slow
-def test_torchrun_recovers_a_run_whose_rank_was_killed(tmp_path):
+@pytest.mark.parametrize("by", ["torchrun", "heal"])
+def test_a_run_whose_rank_was_killed_goes_on(tmp_path, by):
     """The second attempt takes nothing of the first's for its own, and goes on from its folder."""
     (tmp_path / "dies.py").write_text(DIES)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "1"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--max-restarts", "1"] if by == "torchrun" else []
     command += ["--nproc-per-node", "2", str(tmp_path / "dies.py"), *TINY, "--split", "2"]
     command += ["--save-every-steps", "1", "--out", str(tmp_path / "run")]
+    command += ["--heal"] if by == "heal" else []
     root = str(Path(__file__).parents[2])
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
