@@ -162,7 +162,7 @@ def _run(recipe: Recipe[AnyConfig, AnyData], argv: Sequence[str] | None) -> None
 def _before_all(argv: Sequence[str] | None) -> argparse.Namespace:
     """The options that are needed before there is anybody to read all options with."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--timeout")
+    parser.add_argument("--timeout", nargs="?")
     parser.add_argument("--heal", action="store_true")
     return parser.parse_known_args(argv)[0]
 
