@@ -8,12 +8,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from endings import history, weights
 
 import mpcomp
 from recipes import cifar10, launcher
+from recipes.command import _started as started
 from recipes.config import RunConfig
 from recipes.launcher import end_with_launcher, reach_store, within
 from recipes.ranks import joined
@@ -100,32 +102,42 @@ def test_elsewhere_processes_are_not_ended(monkeypatch):
     end_with_launcher()  # which asks nothing of a kernel that has no such thing
 
 
-def test_a_restarted_run_goes_on_in_its_folder(monkeypatch, tmp_path):
+def test_a_restarted_run_goes_on_in_its_folder(monkeypatch, tmp_path, tiny):
     """The same command again: refused by a user's hand, gone on with by torchrun's."""
-    out = ["--out", str(tmp_path / "run")]
-    few = [*TINY, "--train-limit", "16", "--test-limit", "8"]
-    cifar10.main([*few, *out, "--stop-after", "1"])
-    with pytest.raises(SystemExit, match="holds a run already"):
-        cifar10.main([*few, *out])
+    config = tiny()
+    recipe = SimpleNamespace(config=type(config), configure=lambda chosen: tiny(**chosen))
+    folder, *_ = started(recipe, {"out": tmp_path / "run"}, "now")
+    folder.create(config.to_json())
+    with pytest.raises(ValueError, match="holds a run already"):
+        started(recipe, {"out": tmp_path / "run"}, "now")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    with pytest.raises(SystemExit, match="holds a run already"):
-        cifar10.main([*few, *out, "--lr", "0.5"])
-    cifar10.main([*few, *out])
-    assert [row["epoch"] for row in history(tmp_path / "run")] == [1, 2]
+    with pytest.raises(ValueError, match="holds a run already"):
+        started(recipe, {"out": tmp_path / "run", "lr": 0.5}, "now")
+    assert started(recipe, {"out": tmp_path / "run"}, "now") == (folder, config, False)
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
-    with pytest.raises(SystemExit, match="pass --out a folder, in which a restarted run finds"):
-        cifar10.main(TINY)
+    with pytest.raises(ValueError, match="pass --out a folder, in which a restarted run finds"):
+        started(recipe, {}, "now")
 
 
 # -- stopped in the middle of an epoch ------------------------------------------------------------
 
 
+FEEDBACK = [
+    *(*TINY, "--act", "ef21+topk:0.1", "--grad", "ef+randomk:0.2", "--train-limit", "48"),
+    *("--test-limit", "8"),
+]
+
+
+def assert_same_run(one, other):
+    assert history(one) == history(other)
+    ours, theirs = weights(one), weights(other)
+    assert all((ours[key] == theirs[key]).all() for key in theirs)
+    assert (one / "summary.json").exists()
+
+
 def test_a_run_that_was_stopped_within_an_epoch_goes_on_exactly(monkeypatch, tmp_path, capsys):
-    """Also one that was killed, after its last checkpoint."""
-    feedback = ["--act", "ef21+topk:0.1", "--grad", "ef+randomk:0.2", "--train-limit", "48"]
-    command = [*TINY, *feedback, "--test-limit", "8"]
-    cifar10.main([*command, "--out", str(tmp_path / "straight")])
-    stopped = [*command, "--out", str(tmp_path / "stopped")]
+    cifar10.main([*FEEDBACK, "--out", str(tmp_path / "straight")])
+    stopped = [*FEEDBACK, "--out", str(tmp_path / "stopped")]
     end_step, taken = cifar10.ImageTrainer.end_step, []
 
     def asks_to_stop(self):
@@ -144,26 +156,29 @@ def test_a_run_that_was_stopped_within_an_epoch_goes_on_exactly(monkeypatch, tmp
     )
     assert not (tmp_path / "stopped" / "summary.json").exists()
     cifar10.main(["--resume", str(tmp_path / "stopped")])
+    assert_same_run(tmp_path / "stopped", tmp_path / "straight")
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_goes_on_from_its_last_checkpoint(monkeypatch, tmp_path):
+    cifar10.main([*FEEDBACK, "--out", str(tmp_path / "straight")])
+    end_step, taken = cifar10.ImageTrainer.end_step, []
 
     def dies(self):
         end_step(self)
         taken.append(1)
-        if len(taken) == 11:
+        if len(taken) == 6:
             raise MemoryError
 
-    killed = [*command, "--out", str(tmp_path / "killed"), "--save-every-steps", "3", "--keep", "2"]
+    options = ["--save-every-steps", "2", "--keep", "2"]
     with monkeypatch.context() as patch:
         patch.setattr(cifar10.ImageTrainer, "end_step", dies)
         with pytest.raises(MemoryError):
-            cifar10.main(killed)
+            cifar10.main([*FEEDBACK, *options, "--out", str(tmp_path / "killed")])
     names = sorted(path.name for path in (tmp_path / "killed").glob("checkpoint*"))
     assert names == ["checkpoint", "checkpoint-step-00000003"]
     cifar10.main(["--resume", str(tmp_path / "killed")])
-    for name in ("stopped", "killed"):
-        assert history(tmp_path / name) == history(tmp_path / "straight")
-        ours, theirs = weights(tmp_path / name), weights(tmp_path / "straight")
-        assert all((ours[key] == theirs[key]).all() for key in theirs)
-        assert (tmp_path / name / "summary.json").exists()
+    assert_same_run(tmp_path / "killed", tmp_path / "straight")
 
 
 @pytest.mark.parametrize(
@@ -213,6 +228,4 @@ def test_a_run_whose_rank_was_killed_goes_on(tmp_path, by):
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("training with") == 2 and done.stdout.count("run folder: ") == 1
     cifar10.main([*TINY, "--split", "2", "--out", str(tmp_path / "alone")])
-    assert history(tmp_path / "run") == history(tmp_path / "alone")
-    ours, theirs = weights(tmp_path / "run"), weights(tmp_path / "alone")
-    assert all((ours[key] == theirs[key]).all() for key in theirs)
+    assert_same_run(tmp_path / "run", tmp_path / "alone")
