@@ -170,7 +170,7 @@ class Search:
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """What was decided at the end of each of the last 200 windows, in plain numbers and words.
+        """Decisions at the end of each of the last 200 windows, in plain numbers and words.
 
         Older decisions are forgotten, as this is a part of every checkpoint.
         """

@@ -121,7 +121,7 @@ def tensor_of(number: int, seed: int = 0) -> tuple[str, Tensor]:
 
 
 def fault_of(compressor: Compressor, x: Tensor, seed: int = 0) -> str | None:
-    """What is wrong with what arrives for ``x``; None if nothing is."""
+    """The fault in what arrives for ``x``; None if there is none."""
     meta = TensorMeta.of(x)
     try:
         payload = compressor.compress(x, generator_for("codec", seed))

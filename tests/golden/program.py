@@ -6,7 +6,11 @@ replicas became one implementation::
     python tests/golden/program.py > tests/golden/record.json
 
 Never make it anew to get a test to pass: it says what that code sent and remembered. An entry may
-only go with the method that it is of.
+only go with the method that it is of. Entries of a method that was changed on purpose, and no
+others, were made anew::
+
+    powersgd, accordion of powersgd     its first Q is standard normal, as in the paper
+    dgc with clip=                      clips to clip * sqrt(replicas), not divided by it
 
 ``--only PART`` runs a part, such as "cut", whose entries alone are then printed.
 """
@@ -578,7 +582,7 @@ def main() -> None:
     from golden_parts import joined, leave, written
 
     if told.rank is None:
-        sys.stdout.write(written(record(told.only, 1000.0)))
+        sys.stdout.write(written(record(told.only)))
         return
     tempfile.tempdir = told.meet  # what is saved there goes when all have ended
     warnings.simplefilter("ignore")  # of methods that would not shrink such small tensors
