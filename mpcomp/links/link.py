@@ -374,7 +374,7 @@ class Link:
             self._has_warned = True
             warnings.warn(
                 f"{self.name}: with {self.method} what arrives is wrong by {error:.3g} of its norm "
-                "(zeros would be by 1), and training or inference on it is worse than without. "
+                "(zeros would be wrong by 1): the model gets noise here. "
                 "Outliers take a scale that all elements share: give each token or group one "
                 "(quant:8:scale=token, step:0.3), use more bits or a larger share, or send this "
                 "link uncompressed (None)",
