@@ -165,8 +165,11 @@ def build(model: nn.Module, config: PipelineConfig) -> Pipeline:
         own = launch.own_stages(cut)
         check_weights([cut[i] for i in own], config.weights)
         crossings: list[Boundary | TiedWeights] = [*boundaries, *ties]
-        methods = [[str(link.method) for link in each.links] for each in crossings]
-    launch.connect(cut, methods)
+        plan = {
+            "methods": [[str(link.method) for link in each.links] for each in crossings],
+            "formats": [[link.format for link in each.links] for each in crossings],
+        }
+    launch.connect(cut, plan)
     if 0 in own and launch.replica == 0:  # one rank speaks for all
         if config.split is None or isinstance(config.split, int):
             advise_on_cut(model, cut)

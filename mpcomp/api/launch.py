@@ -13,9 +13,10 @@ from __future__ import annotations
 import os
 import platform
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -96,12 +97,12 @@ class Launch(ABC):
         """Numbers of the stages of this rank."""
         return list(range(len(cut)))
 
-    def connect(self, cut: Sequence[staging.Stage], methods: list[list[str]]) -> None:  # noqa: B027
+    def connect(self, cut: Sequence[staging.Stage], plan: Mapping[str, Any]) -> None:  # noqa: B027
         """Connects the ranks, once they have found that they want the same.
 
         Args:
             cut: all stages.
-            methods: of both links of each cut and tie.
+            plan: what all ranks must mean to send, by name: methods and formats of links.
 
         Raises:
             ValueError: they do not; on every rank.
@@ -280,7 +281,7 @@ class DistributedLaunch(Launch):
     def own_stages(self, cut: Sequence[staging.Stage]) -> list[int]:
         return [i for i in range(len(cut)) if self.place_of(i) == self.mesh.place]
 
-    def connect(self, cut: Sequence[staging.Stage], methods: list[list[str]]) -> None:
+    def connect(self, cut: Sequence[staging.Stage], plan: Mapping[str, Any]) -> None:
         shapes = {
             name: [list(p.shape), str(p.dtype), p.requires_grad]
             for stage in cut
@@ -292,7 +293,7 @@ class DistributedLaunch(Launch):
             "device type": self.mesh.device.type,
             "stages": [list(stage.block_names) for stage in cut],
             "parameters": shapes,
-            "methods": methods,
+            **plan,
         }
         shake_hands(self.mesh, {**what_it_comes_to, **self.config.compared()})
         machine = platform.node()
@@ -403,12 +404,12 @@ class DistributedLaunch(Launch):
             )
 
 
-def _check_times(of_ranks: Sequence[object]) -> None:
+def _check_times(of_ranks: Sequence[Any]) -> None:
     """Raises ValueError unless every rank says how long each block takes."""
     num_blocks = len(of_ranks[0]) if isinstance(of_ranks[0], list) else 0
     for rank, times in enumerate(of_ranks):
         known = isinstance(times, list) and len(times) == num_blocks > 0
-        if not known or not all(isinstance(s, float) and 0 <= s < float("inf") for s in times):  # type: ignore[union-attr]
+        if not (known and all(isinstance(s, float) and 0 <= s < float("inf") for s in times)):
             raise ValueError(
                 f"rank {rank} says {times!r:.80} in place of the seconds that each of "
                 f"{num_blocks} blocks takes: run the same script on every rank"

@@ -14,7 +14,10 @@ which ends the waits of its neighbours at once.
 
 from __future__ import annotations
 
+import atexit
 import json
+import os
+import socket
 import threading
 import time
 import traceback
@@ -22,7 +25,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import Store
 
@@ -227,6 +231,7 @@ class Faults:
             thread.join(2 * grace_of(self._timeout_s))
             if not answers:
                 self._unreachable = "no answer"
+                atexit.register(_let_go, thread, self._store)
         return answers[0] if answers else None
 
     def _leave(self, record: _Record, early: bool = False) -> None:
@@ -301,6 +306,25 @@ def _watch_waits(
             return
         faults.leave_early()
         del faults
+
+
+def _let_go(thread: threading.Thread, store: Any) -> None:
+    """Ends a thread that still waits for the store, when the process ends.
+
+    Within torch's code a thread that outlives the interpreter is unwound where it must not be, and
+    the process aborts. What it waits for is no longer of use to anybody, so its socket is shut.
+    """
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    port, sockets = getattr(store, "port", None), Path("/proc/self/fd")
+    if not thread.is_alive() or port is None or not sockets.exists():
+        return
+    for number in [int(entry.name) for entry in sockets.iterdir()]:
+        # A copy of the descriptor; none of those that are closed meanwhile, or no connections.
+        with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
+            if connection.getpeername()[1:2] == (port,):
+                connection.shutdown(socket.SHUT_RDWR)
+    thread.join(_GRACE_S)
 
 
 def _record(rank: int, size: int, raw: bytes) -> _Record | None:

@@ -175,13 +175,15 @@ class StepFingerprint(NamedTuple):
     @classmethod
     def from_numbers(cls, numbers: Sequence[int]) -> StepFingerprint:
         """The inverse of `numbers`."""
-        count = len(cls._fields) - 1
-        return cls(*numbers[:count], tuple(numbers[count:]))
+        data, settings, rows, trained, tied_trained, tied_frozen, *sketched = numbers
+        tied = tied_trained, tied_frozen
+        return cls(data, settings, rows, trained, *tied, tuple(sketched))
 
     @property
     def numbers(self) -> list[int]:
         """All of it, as whole numbers of 64 bits."""
-        return [*self[:-1], *self.sketched]
+        tied = self.tied_trained, self.tied_frozen
+        return [self.data, self.settings, self.rows, self.trained, *tied, *self.sketched]
 
     @property
     def sketch(self) -> tuple[float, ...]:
@@ -273,7 +275,7 @@ def _say(mesh: ProcessMesh, what: str, value: Any) -> None:
 
 
 def _heard(mesh: ProcessMesh, what: str, rank: int, raw: bytes) -> Any:
-    """What a rank says.
+    """The words of a rank.
 
     Raises:
         ValueError: nothing that can be understood, or believed.

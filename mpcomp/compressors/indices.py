@@ -106,7 +106,7 @@ def decode_indices(code: Tensor, n: int, k: int) -> Tensor:
 
 
 def _decoded(code: Tensor, n: int, k: int) -> Tensor:
-    """What a code says: int64 [k], of a damaged one any numbers."""
+    """Positions that a code says, int64 [k]; of a damaged one any numbers."""
     kind = _cheapest(n, k)
     if kind == "integers":
         return bits.unpack(code.reshape(1, -1), (n - 1).bit_length(), k)[0].to(torch.int64)

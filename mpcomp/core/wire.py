@@ -40,6 +40,7 @@ __all__ = [
     "DENSE",
     "HEADER_BYTES",
     "LONG_HEADER_BYTES",
+    "VERSION",
     "Header",
     "Parts",
     "Payload",

@@ -31,6 +31,7 @@ from mpcomp.core.traffic import Meter, Traffic
 from mpcomp.core.wire import (
     COMPRESSED,
     DENSE,
+    VERSION,
     Header,
     Payload,
     frame,
@@ -89,6 +90,10 @@ class Policy(Protocol):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from what `state_dict` gave."""
+
+
+#: Tensors of which ranks compare the layouts of messages.
+_METAS = (TensorMeta((2, 24)), TensorMeta((4, 16, 256), torch.bfloat16))
 
 
 class _Note(NamedTuple):
@@ -533,6 +538,26 @@ class Link:
             unit,
             step.valid_of(microbatch),
         )
+
+    @property
+    def format(self) -> list[int]:
+        """Numbers that two ranks have in common if they would send the same bytes for a tensor.
+
+        The methods' names are not all of it: of one name there may be code of two dates. Of each
+        part of a message, layouts of a small tensor and a large one, and the header's version.
+        """
+        coders: tuple[Any, ...] = (self.method,)
+        if self.feedback is not None:
+            coders = (*self.feedback.coders, self.feedback.first or Identity())
+        plain = [coder for coder in coders if isinstance(coder, Compressor)]
+        return [
+            VERSION,
+            *(
+                layout_check(or_dense(coder, meta).layout(meta))
+                for coder in plain
+                for meta in _METAS
+            ),
+        ]
 
     # -- metering and checks ------------------------------------------------------------------
 

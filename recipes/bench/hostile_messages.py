@@ -17,6 +17,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Final
 
 import torch
@@ -97,7 +98,7 @@ def spoilt(good: Tensor, generator: torch.Generator) -> Tensor:
 def attack_compressor(
     method: Compressor, meta: TensorMeta, generator: torch.Generator, tries: int = _TRIES
 ) -> Iterator[str]:
-    """What comes of hostile payloads of tensors like ``meta``, and of failures the error."""
+    """Outcomes of hostile payloads of tensors like ``meta``; of failures with the error."""
     x = torch.randn(meta.shape, generator=generator).to(meta.dtype)
     good = method.compress(x, generator_for("attack"))
     layout = method.layout(meta)
@@ -110,7 +111,7 @@ def attack_compressor(
             end = int(torch.randint(layout[-1].numel + 1, (), generator=generator))
             longer = torch.cat([parts[-1], torch.zeros(layout[-1].numel, dtype=torch.uint8)])
             parts[-1] = longer[: end if end % 2 else parts[-1].numel()]
-        yield _outcome(lambda payload=tuple(parts): _decompressed(method, payload, meta))
+        yield _outcome(partial(_decompressed, method, tuple(parts), meta))
 
 
 def _decompressed(method: Compressor, payload: Payload, meta: TensorMeta) -> str:
@@ -127,7 +128,7 @@ def attack_link(
     *,
     checked: bool = False,
 ) -> Iterator[str]:
-    """What comes of hostile messages to the receiving end of a link that has had a good one."""
+    """Outcomes of hostile messages to the receiving end of a link that has good ones too."""
     here, there = (Link(method, boundary=0, direction="act", checked=checked) for _ in range(2))
     rows = tuple((i,) for i in range(meta.num_rows))
     for index in range(3):
@@ -137,7 +138,7 @@ def attack_link(
         message = here.encode(x, step, 0)
         for _ in range(index, tries, 3):
             bad = _spoilt_message(message, size, generator)
-            outcome = _outcome(lambda bad=bad, step=step: _received(there, bad, meta, step))
+            outcome = _outcome(partial(_received, there, bad, meta, step))
             taken = outcome in (FINITE, FLAGGED)
             if checked and taken and not torch.equal(bad[: message.numel()], message):
                 outcome = f"{FAILED}: a checked message was taken although it was another"

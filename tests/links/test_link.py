@@ -468,3 +468,18 @@ def test_a_message_that_says_nan_is_flagged_where_it_arrives(value, train):
     assert not there.decode(message, TensorMeta.of(x), step, 0).isfinite().all()
     assert not there.found_nonfinite(not train) and there.found_nonfinite(train)
     assert not there.found_nonfinite(train) and not here.found_nonfinite(train)
+
+
+@pytest.mark.parametrize("method", slow_but_one_a_class(METHODS), ids=str)
+def test_the_format_tells_code_of_two_dates_apart(method, monkeypatch):
+    """Ranks compare it before they connect: a method of one name may have had another layout."""
+    found = link_of(method).format
+    assert found == link_of(method).format and all(0 <= number < 1 << 32 for number in found)
+    monkeypatch.setattr("mpcomp.links.link.layout_check", lambda layout: len(repr(layout)) + 1)
+    other = link_of(method).format
+    assert len(other) == len(found) and (other != found) == (len(found) > 1)
+
+
+def test_formats_differ_where_messages_do():
+    methods = [Cast("fp16"), Cast("bf16"), TopK(0.1), TopK(0.2), Quantize(4), EF21(TopK(0.1))]
+    assert len({tuple(link_of(method).format) for method in methods}) == 6
