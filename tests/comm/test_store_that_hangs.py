@@ -19,7 +19,10 @@ store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 print(store.port, flush=True)
 time.sleep(600)
 '''
-server = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+server = subprocess.Popen(
+    [sys.executable, "-c", SERVER],
+    stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+)
 try:
     port = int(server.stdout.readline())
     store = TCPStore("127.0.0.1", port, timeout=timedelta(seconds=500))
