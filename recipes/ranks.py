@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 import mpcomp
-from mpcomp.comm.handshake import exchange
+from mpcomp.comm.handshake import exchange, show_secret
 from mpcomp.comm.mesh import ProcessMesh, join, launched
 from recipes.launcher import end_with_launcher, heals, reach_store, rendezvous, within
 
@@ -164,8 +164,8 @@ def joined(timeout_s: float = RENDEZVOUS_S) -> Iterator[Ranks]:
     already = dist.is_initialized()
     try:
         ranks = _join(timeout_s, already) if launched() else Ranks()
-    except mpcomp.PeerError as error:
-        if heals():
+    except (ValueError, mpcomp.PeerError) as error:
+        if heals() and isinstance(error, mpcomp.PeerError):
             raise
         if int(os.environ.get("LOCAL_RANK", "0")) == 0:  # all on this machine would say the same
             print(f"error: {error}", file=sys.stderr, flush=True)
@@ -208,6 +208,7 @@ def _join(timeout_s: float, already: bool) -> Ranks:
                 "and that their machines can reach each other"
             ) from error
     mesh = ProcessMesh(1, START_TIMEOUT_S, device)
+    show_secret(mesh)
     return Ranks(
         rank=mesh.rank,
         size=mesh.num_ranks,

@@ -556,7 +556,7 @@ class Pipeline(OriginalNames):
 
     @property
     def adaptive_history(self) -> list[dict[str, Any]]:
-        """An entry for each step: what adaptive links sent with; see `mpcomp.links.adaptation`."""
+        """An entry for each of the last 1,000 steps; see `mpcomp.links.adaptation`."""
         return list(self.adaptation.history)
 
     # -- the model ----------------------------------------------------------------------------
