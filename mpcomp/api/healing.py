@@ -187,7 +187,7 @@ def _watched(fork: _Fork, others: _Others | None, stop: _Stop, grace_s: float) -
 
 
 class _Others:
-    """What the processes that wait tell each other, through the store of the rendezvous."""
+    """Messages between the processes that wait, through the store of the rendezvous."""
 
     def __init__(self) -> None:
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -94,14 +94,18 @@ def run(*arguments, **options):
     )
 
 
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("what", "status", "attempts", "said"),
     [
         ("attempt < 2 and os.kill(os.getpid(), signal.SIGKILL)", 0, 3, "went on"),
-        ("os.kill(os.getpid(), signal.SIGSEGV)", 1, 3, "SIGSEGV; no attempt is left"),
-        ("if attempt < 1: raise mpcomp.PeerError('rank 7 is gone')", 0, 2, "rank 7 is gone"),
+        slow("os.kill(os.getpid(), signal.SIGSEGV)", 1, 3, "SIGSEGV; no attempt is left"),
+        slow("if attempt < 1: raise mpcomp.PeerError('rank 7 is gone')", 0, 2, "rank 7 is gone"),
         ("raise ValueError('the batch is empty')", 1, 1, "ValueError: the batch is empty"),
-        ("sys.exit(3)", 3, 1, ""),
+        slow("sys.exit(3)", 3, 1, ""),
     ],
     ids=["killed", "always killed", "another rank", "error", "exit"],
 )
@@ -132,6 +136,7 @@ def test_a_signal_to_end_reaches_the_fork_and_ends_both(tmp_path):
         process.wait()
 
 
+@pytest.mark.slow
 def test_kills_leave_no_trace_in_the_weights(tmp_path):
     found = {}
     for name in ("quiet", "deaths"):
@@ -148,6 +153,7 @@ def test_kills_leave_no_trace_in_the_weights(tmp_path):
         assert torch.equal(value, found["deaths"][name]), name
 
 
+@pytest.mark.slow
 def test_a_process_that_cannot_be_forked_is_refused(tmp_path):
     threads = """
         import torch
