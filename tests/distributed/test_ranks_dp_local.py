@@ -245,6 +245,7 @@ def goes_on(dps, root):
         assert ours["ratio"] == theirs["ratio"]
 
 
+@pytest.mark.slow
 def test_going_on_in_the_middle_of_a_period_is_as_if_never_stopped(ranks, tmp_path):
     ranks(goes_on, 4, [SENT, PARTS], str(tmp_path))
 

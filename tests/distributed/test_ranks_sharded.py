@@ -174,6 +174,7 @@ def goes_on(root):
         assert all(same_bits(a[name], b[name]) for name in a)
 
 
+@pytest.mark.slow
 def test_going_on_is_as_if_never_stopped(ranks, tmp_path):
     ranks(goes_on, 4, str(tmp_path))
 

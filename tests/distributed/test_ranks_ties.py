@@ -168,6 +168,7 @@ def train_replicas(ways):
     return found
 
 
+@pytest.mark.slow
 def test_first_the_sum_over_the_tie_then_the_mean_over_replicas(ranks):
     results = ranks(train_replicas, 4, list(WAYS))
     run = replica_run("plain")

@@ -106,6 +106,7 @@ def test_uncompressed_row_is_a_plain_run(command, tmp_path):
         assert run(config, text=text, progress=False).on == line["perplexity_compressed"]
 
 
+@pytest.mark.slow
 def test_finished_runs_are_skipped_and_first_rows_come_first(command, tmp_path):
     rows = ["--epochs", "1", "--rows", "top 50 %", "none"]
     wikitext_study.main(command(*rows, "--seeds", 1))
