@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 import mpcomp
 from recipes.bench import workers
-from recipes.bench.fault_worker import BATCHES, ROWS, WIDTH, model
+from recipes.bench.training_worker import BATCHES, ROWS, WIDTH, model
 from recipes.bench.hosts import HostsUnavailable, Loopback, open_hosts
 
 QUIET: Final = "quiet"

@@ -18,7 +18,6 @@ import argparse
 import json
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,7 +29,7 @@ import torch
 from tabulate import tabulate
 from tqdm import tqdm
 
-from recipes.bench.fault_worker import Job, Kill, read_journal
+from recipes.bench.training_worker import Job, Kill
 from recipes.bench.workers import num_cores
 
 METHODS: Final = (
@@ -38,7 +37,7 @@ METHODS: Final = (
     "ef+topk:0.1",
     "ef21+topk:0.1",
     "aqsgd+quant:4",
-    "aqsgd:storage=disk+quant:4",
+    "aqsgd:location={slots}+quant:4",
     "conef:0.5+topk:0.1",
     "dp: gravac:cf=5-100:eps=0.1+topk:0.1",
     "dp: dgc:0.01",
@@ -48,8 +47,6 @@ METHODS: Final = (
 #: The steps of each rank, of all attempts.
 Journals: TypeAlias = Sequence[Sequence[Mapping[str, Any]]]
 
-#: What marks a method between replicas.
-BETWEEN: Final = "dp:"
 HEADERS: Final = (
     *("method", "kills", "aimed at a save", "differing losses", "differing weights"),
     *("repeated", "recovery s", "longest s", "ms a step", "ms a save", "throughput at 1 s a step"),
@@ -105,32 +102,26 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
 
 def measure(method: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """One row: the quiet run, the other, and how they differ."""
-    between = method.startswith(BETWEEN)
-    spec = method.removeprefix(BETWEEN).strip()
-    quiet = Job(
-        folder=str(folder / "quiet"),
-        stages=options.ranks // 2 if between else options.ranks,
-        replicas=2 if between else 1,
+    quiet = Job.of(
+        method,
+        options.ranks,
+        folder / "quiet",
         steps=options.steps,
         save_every=options.save_every,
         step_s=options.step_s,
-        act="none" if between else spec,
-        grad="none" if between else spec,
-        dp=spec if between else "none",
-        kills=(),
     )
-    _run(quiet, options.ranks)
-    calm = _steps(quiet, options.ranks)
+    quiet.run()
+    calm = quiet.journals()
     step_s = statistics.median(s["trained"] - s["began"] for s in calm[0])
     save_s = statistics.median(s["ended"] - s["trained"] for s in calm[0] if _saves(s, quiet))
     kills = tuple(_kills(options, step_s, save_s))
     killed = replace(quiet, folder=str(folder / "killed"), kills=kills)
-    _run(killed, options.ranks)
+    killed.run()
     return {
         "method": method,
         "step_s": step_s,
         "save_s": save_s,
-        **compare(killed, calm, _steps(killed, options.ranks)),
+        **compare(killed, calm, killed.journals()),
         "differing_weights": _differing_weights(quiet, killed, options.ranks),
     }
 
@@ -146,25 +137,6 @@ def _kills(options: argparse.Namespace, step_s: float, save_s: float) -> Iterato
             after_s = step_s + drawn.random() * save_s
         if step < options.steps:
             yield Kill(step=step, rank=drawn.randrange(options.ranks), after_s=after_s)
-
-
-def _run(job: Job, ranks: int) -> None:
-    folder = Path(job.folder)
-    folder.mkdir()
-    (folder / "job.json").write_text(job.written())
-    subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *(f"--nproc-per-node={ranks}", "-m", "recipes.bench.fault_worker"),
-            *("--job", str(folder / "job.json")),
-        ],
-        check=True,
-        stderr=subprocess.DEVNULL if job.kills else None,
-    )
-
-
-def _steps(job: Job, ranks: int) -> list[list[dict[str, Any]]]:
-    return [read_journal(Path(job.folder) / f"journal-{rank}.jsonl") for rank in range(ranks)]
 
 
 def _saves(step: Mapping[str, Any], job: Job) -> bool:

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from recipes.bench import bad_links, fault_worker, faults
-from recipes.bench.fault_worker import Job, Kill
+from recipes.bench import bad_links, faults, training_worker
+from recipes.bench.training_worker import Job, Kill
 
 
 def step(number, loss, began, *, saved=False):
@@ -16,7 +16,7 @@ def step(number, loss, began, *, saved=False):
 
 def job_in(folder, **changes):
     fields = {"stages": 2, "replicas": 1, "steps": 3, "save_every": 2, "step_s": 0.0}
-    fields |= {"act": "none", "grad": "none", "dp": "none", "kills": (), **changes}
+    fields |= {"watch_every": 0, "act": "none", "grad": "none", "dp": "none", "kills": (), **changes}
     return Job(folder=str(folder), **fields)
 
 
@@ -51,10 +51,10 @@ def test_kills_are_drawn_over_the_whole_run_and_some_for_saves():
 def test_a_line_that_a_kill_has_cut_off_is_no_step(tmp_path):
     path = tmp_path / "journal-0.jsonl"
     path.write_text('{"step": 0}\n{"step": 1, "lo')
-    assert fault_worker.read_journal(path) == [{"step": 0}]
+    assert training_worker._read_journal(path) == [{"step": 0}]
     path.write_text('{"step": 0}\n{"step" 1}\n')
     with pytest.raises(json.JSONDecodeError):
-        fault_worker.read_journal(path)
+        training_worker._read_journal(path)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""One rank of `recipes.bench.faults`: a small model that trains until it has, and is killed.
+"""One rank of `recipes.bench.faults` and `recipes.bench.soak`: a small model that trains.
+
+Each rank keeps a journal of its steps, and of what the process holds of the machine.
 
 A kill comes from a thread of the process that it kills, at a moment within a step or a save that
 nothing else knows of. Each is done once: a file says so, which is there before the signal.
@@ -10,9 +12,11 @@ import argparse
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -27,6 +31,8 @@ ROWS: Final = 8
 #: Batches that are met again, so that AQ-SGD has something to remember.
 BATCHES: Final = 16
 SEED: Final = 0
+#: What marks a method between replicas.
+BETWEEN: Final = "dp:"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +61,7 @@ class Job:
         steps: of training.
         save_every: steps between checkpoints.
         step_s: the least seconds of a step.
+        watch_every: steps between two looks at what the process holds; 0 for none.
         act: what compresses activations; ``grad`` and ``dp`` likewise, "none" for nothing.
         kills: in order of their steps.
     """
@@ -65,10 +72,34 @@ class Job:
     steps: int
     save_every: int
     step_s: float
+    watch_every: int
     act: str
     grad: str
     dp: str
     kills: tuple[Kill, ...]
+
+    @classmethod
+    def of(cls, method: str, ranks: int, folder: Path, **fields: Any) -> Job:
+        """The training of a method, left alone.
+
+        Args:
+            method: compresses both directions of all cuts, a stage a rank; with ``dp:`` before it,
+                between two replicas of half as many stages. ``{slots}`` in it is a folder.
+            ranks: processes.
+            folder: does not exist yet.
+            **fields: the others.
+        """
+        between = method.startswith(BETWEEN)
+        spec = method.removeprefix(BETWEEN).strip().replace("{slots}", f"{folder}/slots")
+        return cls(
+            folder=str(folder),
+            stages=ranks // 2 if between else ranks,
+            replicas=2 if between else 1,
+            act="none" if between else spec,
+            grad="none" if between else spec,
+            dp=spec if between else "none",
+            **{"step_s": 0.0, "watch_every": 0, "kills": (), **fields},
+        )
 
     @classmethod
     def read(cls, text: str) -> Job:
@@ -80,13 +111,38 @@ class Job:
         """The job as JSON."""
         return json.dumps(asdict(self))
 
+    def run(self) -> None:
+        """Trains to the end, in a process for each rank, under torchrun.
+
+        Raises:
+            subprocess.CalledProcessError: a rank failed; it has said why.
+        """
+        folder = Path(self.folder)
+        (folder / "temporary").mkdir(parents=True)
+        (folder / "job.json").write_text(self.written())
+        subprocess.run(
+            [
+                *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+                f"--nproc-per-node={self.stages * self.replicas}",
+                *("-m", "recipes.bench.training_worker", "--job", str(folder / "job.json")),
+            ],
+            check=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder / "temporary")},
+            stderr=subprocess.DEVNULL if self.kills else None,
+        )
+
+    def journals(self) -> list[list[dict[str, Any]]]:
+        """The steps of each rank, of all attempts."""
+        folder, ranks = Path(self.folder), range(self.stages * self.replicas)
+        return [_read_journal(folder / f"journal-{rank}.jsonl") for rank in ranks]
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Trains to the end, whatever happens."""
-    parser = argparse.ArgumentParser(prog="python -m recipes.bench.fault_worker")
+    parser = argparse.ArgumentParser(prog="python -m recipes.bench.training_worker")
     parser.add_argument("--job", type=Path, required=True, help="file of a job")
     job = Job.read(parser.parse_args(argv).job.read_text())
-    mpcomp.heal(lambda: train(job), restarts=len(job.kills) + 5)
+    mpcomp.heal(lambda: train(job), restarts=2 * len(job.kills))
 
 
 def train(job: Job) -> None:
@@ -122,8 +178,11 @@ def train(job: Job) -> None:
             trained = time.time()
             if (step + 1) % job.save_every == 0:
                 pipe.save(checkpoint, optimizer=optimizer, extra={"step": step + 1})
-            journal.note(step, loss.item(), began, trained, time.time())
-    weights = pipe.state_dict()
+            held = None
+            if job.watch_every and step % job.watch_every == 0:
+                held = _held(Path(job.folder))
+            journal.note(step, loss.item(), began, trained, time.time(), held)
+    weights = {name: weight.detach() for name, weight in pipe.named_parameters()}
     torch.save(weights, Path(job.folder) / f"weights-{pipe.rank}.pt")
 
 
@@ -163,10 +222,19 @@ class Journal:
     def __exit__(self, *error: object) -> None:
         self._lines.close()
 
-    def note(self, step: int, loss: float, began: float, trained: float, ended: float) -> None:
+    def note(
+        self,
+        step: int,
+        loss: float,
+        began: float,
+        trained: float,
+        ended: float,
+        held: Mapping[str, int] | None,
+    ) -> None:
         """A step that has ended; times are seconds since the epoch."""
         fields = {"attempt": self._attempt, "step": step, "loss": loss.hex()}
         fields |= {"began": began, "trained": trained, "ended": ended}
+        fields |= {"held": held} if held else {}
         self._lines.write(json.dumps(fields) + "\n")
         self._lines.flush()
 
@@ -179,13 +247,25 @@ class Journal:
                     threading.Timer(kill.after_s, _die, [done, step]).start()
 
 
+def _held(folder: Path) -> dict[str, int]:
+    """What this process holds of the machine: bytes of memory of its own, and things by number."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    status = dict(line.split(":", 1) for line in lines)
+    return {
+        "memory": 1024 * int(status["RssAnon"].split()[0]),
+        "threads": int(status["Threads"]),
+        "open_files": len(os.listdir("/proc/self/fd")),
+        "files": sum(path.is_file() for path in folder.rglob("*")),  # those of all ranks
+    }
+
+
 def _die(done: Path, step: int) -> None:
     with done.open("w") as file:
         json.dump({"step": step, "time": time.time()}, file)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def read_journal(path: Path) -> list[dict[str, Any]]:
+def _read_journal(path: Path) -> list[dict[str, Any]]:
     """The steps of a rank, of all attempts; a line that a kill has cut off is no step."""
     steps = []
     for line in path.read_text().splitlines():
