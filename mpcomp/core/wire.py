@@ -58,7 +58,7 @@ __all__ = [
     "unpack",
 ]
 
-VERSION = 2
+VERSION = 3
 DENSE, COMPRESSED = 0, 1
 HEADER_BYTES = 16
 LONG_HEADER_BYTES = 24  # where the length varies

@@ -5,7 +5,8 @@ cuts, on ties and between replicas became one implementation::
 
     python tests/golden/resume.py --write tests/golden/checkpoints > tests/golden/resumed.json
 
-Never write them anew to get a test to pass: users have such files. What is printed is what that
+Never write them anew to get a test to pass: users have such files. (The hashes of what is sent were
+made anew for version 3 of messages, see ``program.py``.) What is printed is what that
 code went on with by itself; ``--load FOLDER`` goes on from the files instead.
 """
 
