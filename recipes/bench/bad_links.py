@@ -30,8 +30,8 @@ from tqdm import tqdm
 
 import mpcomp
 from recipes.bench import workers
-from recipes.bench.training_worker import BATCHES, ROWS, WIDTH, model
 from recipes.bench.hosts import HostsUnavailable, Loopback, open_hosts
+from recipes.bench.training_worker import BATCHES, ROWS, WIDTH, model
 
 QUIET: Final = "quiet"
 CUT: Final = "cut off for good"

@@ -10,6 +10,8 @@ Every loss of every attempt and the last weights are compared bit for bit. Metho
 both directions; those that begin with ``dp:`` compress between two replicas of half as many stages.
 
 Recovery is from the signal to the first end of a step thereafter, less a step of the quiet run.
+The throughput is that of a training with a second a step and a kill every `PERIOD` steps: what
+recoveries, repeated steps and saves, as they were measured, leave of it.
 """
 
 from __future__ import annotations
@@ -44,12 +46,14 @@ METHODS: Final = (
     "dp: powersgd:2",
     "dp: diloco:30+ef+quant:4",
 )
+#: Steps between two kills, for the throughput.
+PERIOD: Final = 50
 #: The steps of each rank, of all attempts.
 Journals: TypeAlias = Sequence[Sequence[Mapping[str, Any]]]
 
 HEADERS: Final = (
     *("method", "kills", "aimed at a save", "differing losses", "differing weights"),
-    *("repeated", "recovery s", "longest s", "ms a step", "ms a save", "throughput at 1 s a step"),
+    *("repeated", "recovery s", "longest s", "ms a step", "ms a save", "throughput"),
 )
 
 
@@ -107,7 +111,7 @@ def measure(method: str, options: argparse.Namespace, folder: Path) -> dict[str,
         options.ranks,
         folder / "quiet",
         steps=options.steps,
-        save_every=options.save_every,
+        save_every=options.kill_every,  # seldom: it has nothing to come back from
         step_s=options.step_s,
     )
     quiet.run()
@@ -115,12 +119,12 @@ def measure(method: str, options: argparse.Namespace, folder: Path) -> dict[str,
     step_s = statistics.median(s["trained"] - s["began"] for s in calm[0])
     save_s = statistics.median(s["ended"] - s["trained"] for s in calm[0] if _saves(s, quiet))
     kills = tuple(_kills(options, step_s, save_s))
-    killed = replace(quiet, folder=str(folder / "killed"), kills=kills)
+    killed = replace(
+        quiet, folder=str(folder / "killed"), save_every=options.save_every, kills=kills
+    )
     killed.run()
     return {
         "method": method,
-        "step_s": step_s,
-        "save_s": save_s,
         **compare(killed, calm, killed.journals()),
         "differing_weights": _differing_weights(quiet, killed, options.ranks),
     }
@@ -152,24 +156,27 @@ def compare(
     expected = {step["step"]: step["loss"] for step in calm[0]}
     everything = [step for of_rank in steps for step in of_rank]
     deaths = [json.loads(path.read_text()) for path in sorted(Path(job.folder).glob("kill-*.json"))]
-    calm_s = statistics.median(step["ended"] - step["began"] for step in calm[0])
+    step_s = statistics.median(step["trained"] - step["began"] for step in calm[0])
+    save_s = statistics.median(
+        step["ended"] - step["trained"] for step in steps[0] if _saves(step, job)
+    )
     recoveries = []
     for death in deaths:
         after = [step["ended"] for step in steps[0] if step["began"] > death["time"]]
         if after:
-            recoveries.append(max(0.0, min(after) - death["time"] - calm_s))
+            recoveries.append(max(0.0, min(after) - death["time"] - step_s))
     repeated = len(steps[0]) - len({step["step"] for step in steps[0]})
-    step_s = statistics.median(step["trained"] - step["began"] for step in calm[0])
-    saves = [step["ended"] - step["trained"] for step in calm[0] if _saves(step, job)]
-    lost = sum(recoveries) + repeated + sum(saves)
+    lost = (sum(recoveries) + repeated) / max(1, len(deaths)) + PERIOD / job.save_every * save_s
     return {
+        "step_s": step_s,
+        "save_s": save_s,
         "kills": len(deaths),
         "kills_in_saves": sum(_in_a_save(death, job, step_s) for death in deaths),
         "differing_losses": sum(step["loss"] != expected[step["step"]] for step in everything),
         "repeated_steps": repeated / max(1, len(deaths)),
         "recovery_s": statistics.median(recoveries) if recoveries else 0.0,
         "longest_recovery_s": max(recoveries, default=0.0),
-        "throughput": job.steps / (job.steps + lost),
+        "throughput": PERIOD / (PERIOD + lost),
     }
 
 

@@ -95,7 +95,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def figures(journals: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
-    """What the ranks' journals say of a training: its losses, and what its processes held."""
+    """A row of the ranks' journals: the losses of a training, and what its processes held."""
     steps = journals[0]
     tenth = max(1, len(steps) // 10)
     losses = [float.fromhex(step["loss"]) for step in steps]
@@ -110,7 +110,7 @@ def figures(journals: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
 
 
 def _growth(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """How much more a rank holds in the last tenth of its steps than in the second."""
+    """Growth of what a rank holds, from the second tenth of its steps to the last."""
     held = [step["held"] for step in steps if "held" in step]
     tenth = len(held) // 10
     early, late = held[tenth : 2 * tenth], held[-tenth:]

@@ -150,7 +150,7 @@ def train(job: Job) -> None:
     torch.manual_seed(SEED)
     pipe = mpcomp.pipeline(
         model(2 * job.stages),
-        chunks=2 * job.stages,
+        chunks=job.stages,
         split=job.stages,
         act_comp=job.act,
         grad_comp=job.grad,
@@ -248,13 +248,13 @@ class Journal:
 
 
 def _held(folder: Path) -> dict[str, int]:
-    """What this process holds of the machine: bytes of memory of its own, and things by number."""
+    """Holdings of this process: bytes of memory of its own, and things by number."""
     lines = Path("/proc/self/status").read_text().splitlines()
     status = dict(line.split(":", 1) for line in lines)
     return {
         "memory": 1024 * int(status["RssAnon"].split()[0]),
         "threads": int(status["Threads"]),
-        "open_files": len(os.listdir("/proc/self/fd")),
+        "open_files": sum(1 for _ in Path("/proc/self/fd").iterdir()),
         "files": sum(path.is_file() for path in folder.rglob("*")),  # those of all ranks
     }
 

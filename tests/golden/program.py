@@ -11,8 +11,8 @@ others, were made anew::
 
     powersgd, accordion of powersgd     its first Q is standard normal, as in the paper
     dgc with clip=                      clips to clip * sqrt(replicas), not divided by it
-    whatever is sent in messages        version 3, whose check takes the layout in; all else in them,
-                                        what arrives and what is remembered stayed the same
+    whatever is sent in messages        version 3, whose check takes the layout in; all else in
+                                        them, what arrives and is remembered stayed the same
 
 ``--only PART`` runs a part, such as "cut", whose entries alone are then printed.
 """

@@ -16,8 +16,8 @@ def step(number, loss, began, *, saved=False):
 
 def job_in(folder, **changes):
     fields = {"stages": 2, "replicas": 1, "steps": 3, "save_every": 2, "step_s": 0.0}
-    fields |= {"watch_every": 0, "act": "none", "grad": "none", "dp": "none", "kills": (), **changes}
-    return Job(folder=str(folder), **fields)
+    fields |= {"watch_every": 0, "act": "none", "grad": "none", "dp": "none", "kills": ()}
+    return Job(folder=str(folder), **{**fields, **changes})
 
 
 def test_a_killed_run_is_counted_beside_the_quiet_one(tmp_path):
@@ -26,15 +26,17 @@ def test_a_killed_run_is_counted_beside_the_quiet_one(tmp_path):
     (tmp_path / "kill-0.json").write_text(json.dumps({"step": 2, "time": 101.0}))
     quiet = [[step(0, "a", 0.0), step(1, "b", 1.0, saved=True), step(2, "c", 2.0)]]
     again = [step(1, "b", 104.0, saved=True), step(2, "x", 105.0)]
-    killed = [[step(0, "a", 99.0), step(1, "b", 100.0), *again], [step(0, "a", 99.0)]]
+    first = [step(0, "a", 99.0), step(1, "b", 100.0, saved=True)]
+    killed = [[*first, *again], [step(0, "a", 99.0)]]
     found = faults.compare(job, quiet, killed)
     assert found["kills"] == 1
     assert found["kills_in_saves"] == 0
     assert found["differing_losses"] == 1
     assert found["repeated_steps"] == 1
     assert found["recovery_s"] == pytest.approx(104.75 - 101.0 - 0.5)
-    # At a second a step: 3 steps, the one that is repeated, the recovery, and the saves.
-    assert found["throughput"] == pytest.approx(3 / (3 + 1 + 3.25 + 0.25))
+    # In 50 steps of a second one that is repeated, the recovery, and 25 saves.
+    assert found["save_s"] == pytest.approx(0.25)
+    assert found["throughput"] == pytest.approx(50 / (50 + 1 + 3.25 + 25 * 0.25))
 
 
 def test_kills_are_drawn_over_the_whole_run_and_some_for_saves():
