@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 PROGRAM = """
-import signal, subprocess, sys
+import os, signal, subprocess, sys
 from datetime import timedelta
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import TCPStore
@@ -31,6 +31,7 @@ try:
         name_of=str, where=str, close=lambda: None,
     )
     server.send_signal(signal.SIGSTOP)
+    os.waitpid(server.pid, os.WUNTRACED)  # it has stopped: a signal takes its time
     assert faults._answered(lambda: store.check(["a"])) is None
 finally:
     print(server.pid, flush=True)
