@@ -122,6 +122,10 @@ class Pipeline(OriginalNames):
         self._copies = EqualCopies(
             self.mesh, self.links, ties, stages if alike else (), enabled=compares_copies
         )
+        #: Seconds of training calls on this rank so far.
+        self.trained_s = 0.0
+        #: Seconds of `evaluate` on this rank so far.
+        self.evaluated_s = 0.0
         #: Of the last steps on this rank: seconds, and of these waiting for messages.
         self.step_times: deque[tuple[float, float]] = deque(maxlen=100)
 
@@ -346,7 +350,9 @@ class Pipeline(OriginalNames):
         if self._tracing is not None:
             self._tracing.end_step()
         waited = self.engine.waited_s - waited_before
-        self.step_times.append((time.perf_counter() - begin, waited))
+        seconds = time.perf_counter() - begin
+        self.step_times.append((seconds, waited))
+        self.trained_s += seconds
         return total
 
     def evaluate(self, loader: Iterable[Any], metric: Metric | None = None) -> Any:
@@ -370,6 +376,7 @@ class Pipeline(OriginalNames):
         if metric is None:
             raise ValueError("evaluate needs a metric: evaluate(loader, metric)")
 
+        begin = time.perf_counter()
         self._align_replicas()
         with evaluating(self, *self.cut_stages), torch.no_grad():
             mean = mean_over(
@@ -379,6 +386,7 @@ class Pipeline(OriginalNames):
                 self.mesh,
             )
         self._check_finite()
+        self.evaluated_s += time.perf_counter() - begin
         return mean
 
     def generate(

@@ -107,7 +107,7 @@ class Step:
         link: str = "",
         num_bytes: int = 0,
     ) -> AbstractContextManager[None]:
-        """A context whose time is a span of the trace (`mpcomp.core.trace.Span`), if there is one."""
+        """A context whose time is a span of the trace (`mpcomp.core.trace`), if there is one."""
         if self.trace is None:
             return _UNTRACED
         return self.trace.during(kind, stage, microbatch, link, num_bytes)
