@@ -150,7 +150,7 @@ class ImageTrainer(Trainer[ImageConfig]):
             if scheduler.T_max != period:
                 scheduler.T_max = period
                 part = (1.0 + math.cos(math.pi * scheduler.last_epoch / period)) / 2.0
-                self.set_rates([base * part for base in scheduler.base_lrs])
+                self.set_rates([float(base * part) for base in scheduler.base_lrs])
 
     def end_step(self) -> None:
         """A schedule with a warm-up or milestones goes by steps of the optimizer."""

@@ -20,7 +20,7 @@ import mpcomp
 from mpcomp.data_parallel.network import PATHS
 from mpcomp.view.report import write_report
 from recipes import plots
-from recipes.config import LISTS, OPTIMIZERS, PRECISIONS, SMALL, AnyConfig
+from recipes.config import LISTS, OPTIMIZERS, PRECISIONS, SMALL, AnyConfig, check_at_least
 from recipes.launcher import may_restart, num_restarts
 from recipes.ranks import RENDEZVOUS_S, Ranks, joined
 from recipes.run_folder import RunFolder, write_json
@@ -159,6 +159,7 @@ def _run(recipe: Recipe[AnyConfig, AnyData], argv: Sequence[str] | None) -> None
             )
         )
         how = {name: options.get(name) for name in ("stop_after", "trace")}
+        check_at_least("trace", how["trace"], 1)
         _check_same(ranks, {**config.to_json(), "compare": compare, **how})
         runs = _train(recipe, config, folder, ranks, compare=compare, **how)
         print(f"\n{table(runs, per_step=recipe.per_step)}\n\nrun folder: {folder.path}")
@@ -274,7 +275,11 @@ def _train(
     trainers[-1].pipe.report(show=True)
     if compare and ranks.speaks:
         histories = {name: one.history for name, one in runs.items()}
-        plots.plot_curves(histories, folder.curves, trainers[-1].metric)
+        losses = {
+            job.label: plots.losses_of_steps(job_folder, trainer.steps_per_epoch)
+            for trainer, (job, job_folder) in zip(trainers, jobs, strict=True)
+        }
+        plots.plot_curves(histories, folder.curves, trainers[-1].metric, losses=losses)
     if compare and ranks.writes and folder.summary.exists():
         baseline, own = (one.to_json() for one in runs.values())
         write_json(folder.summary, {**own, "uncompressed_run": baseline})

@@ -215,7 +215,12 @@ class Trainer(ABC, Generic[AnyConfig]):
             if finished:
                 write_json(folder.summary, summary.to_json())
         if folder is not None and self.ranks.speaks:
-            plots.plot_curves({config.label: summary.history}, folder.curves, self.metric)
+            plots.plot_curves(
+                {config.label: summary.history},
+                folder.curves,
+                self.metric,
+                losses={config.label: plots.losses_of_steps(folder, self.steps_per_epoch)},
+            )
         return summary
 
     def _train(
@@ -403,7 +408,7 @@ class Trainer(ABC, Generic[AnyConfig]):
         if isinstance(self.scheduler, torch.optim.lr_scheduler.LambdaLR):
             at = self.scheduler.last_epoch
             schedule = zip(self.scheduler.base_lrs, self.scheduler.lr_lambdas, strict=True)
-            self.set_rates([base * part(at) for base, part in schedule])
+            self.set_rates([float(base * part(at)) for base, part in schedule])
 
     def set_rates(self, rates: Sequence[float]) -> None:
         """Gives each group of parameters its learning rate."""

@@ -83,19 +83,17 @@ def last_loss(run: Run) -> float | None:
 def _of_run(run: Run, name: str) -> dict[str, Any]:
     """All that the page shows of one run."""
     wire, dense = run.sent()
-    places = [{"step": row["step"] + 1, "time": row["time"], "bytes": w}
-              for row, w in zip(run.steps, wire, strict=True)]  # fmt: skip
-    by_step = {row["step"]: place for row, place in zip(run.steps, places, strict=True)}
-    windows = run.windows
-    figures = [window for _, window in windows]
-    losses = [{**place, "loss": row["loss"]}
-              for row, place in zip(run.steps, places, strict=True)]  # fmt: skip
+    places = [
+        {"step": row["step"] + 1, "time": row["time"], "bytes": sent}
+        for row, sent in zip(run.steps, wire, strict=True)
+    ]
+    losses = [{**place, "loss": row["loss"]} for row, place in zip(run.steps, places, strict=True)]
     fidelity = [
-        {**by_step[row["step"]], **{key: window["links"][key] for key in ("relative_error", "cosine")},
-         "ratio": [w / d if d else None for w, d in zip(window["links"]["wire_bytes"],
-                                                        window["links"]["dense_bytes"], strict=True)]}
-        for row, window in windows
-    ]  # fmt: skip
+        {**place, **_of_links(row["figures"]["links"])}
+        for row, place in zip(run.steps, places, strict=True)
+        if "figures" in row
+    ]
+    figures = [window for _, window in run.windows]
     return {
         "name": name,
         "folder": str(run.files.path),
@@ -117,6 +115,16 @@ def _of_run(run: Run, name: str) -> dict[str, Any]:
         "links": run.link_figures(figures),
         "ranks": run.rank_times(figures),
         "timeline": _timeline(read_json(run.files.trace)),
+    }
+
+
+def _of_links(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """Curves of each link."""
+    both = zip(figures["wire_bytes"], figures["dense_bytes"], strict=True)
+    return {
+        "relative_error": figures["relative_error"],
+        "cosine": figures["cosine"],
+        "ratio": [wire / dense if dense else None for wire, dense in both],
     }
 
 

@@ -173,8 +173,8 @@ class Run:
         times = [row["time"] for row in self.steps[-(last + 1) if last else 0 :]]
         between = [b - a for a, b in itertools.pairwise(times)]
         if not between:
-            return self.steps[0]["time"] if self.steps else None
-        return statistics.median(between)
+            return float(self.steps[0]["time"]) if self.steps else None
+        return float(statistics.median(between))
 
     def samples_per_second(self, last: int | None = None) -> float | None:
         """Rate of samples, at the pace of a median step."""
