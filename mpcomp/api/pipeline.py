@@ -570,8 +570,9 @@ class Pipeline(OriginalNames):
 
         All ranks enter it and leave it together. The file is written as soon as there are enough
         steps, or else at the end; https://ui.perfetto.dev and chrome://tracing open it. Numbers of
-        the training do not change. An accelerator is waited for at both ends of each span, so that
-        its times are right, and traced steps take longer there.
+        the training do not change. Accelerators are waited for at both ends of each span, so that
+        its times are right: traced steps take longer there, and several of them in one process do
+        not overlap.
 
         Args:
             path: of the file, which the first rank writes.
@@ -583,7 +584,8 @@ class Pipeline(OriginalNames):
         """
         if self._tracing is not None:
             raise ValueError("pipe.trace within another one: end that first")
-        self._tracing = Tracing(self.mesh, self.engine.device, Path(path), steps=steps, skip=skip)
+        devices = [self.engine.device_of(stage) for stage in self._here()]
+        self._tracing = Tracing(self.mesh, devices, Path(path), steps=steps, skip=skip)
         try:
             with self._tracing:
                 yield

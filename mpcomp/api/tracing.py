@@ -12,7 +12,7 @@ those of the first rank (`mpcomp.comm.clocks`).
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -33,7 +33,7 @@ class Tracing:
 
     Args:
         mesh: the ranks; all of them make one, with the same numbers of steps.
-        device: of this rank's stages.
+        devices: of this rank's stages.
         path: of the file, which the first rank writes.
         steps: number of steps to take down.
         skip: steps to let pass before, of this context.
@@ -43,7 +43,13 @@ class Tracing:
     """
 
     def __init__(
-        self, mesh: Mesh, device: torch.device, path: Path, *, steps: int, skip: int
+        self,
+        mesh: Mesh,
+        devices: Iterable[torch.device],
+        path: Path,
+        *,
+        steps: int,
+        skip: int,
     ) -> None:
         for name, value, least in (("steps", steps, 1), ("skip", skip, 0)):
             if value < least:
@@ -52,9 +58,13 @@ class Tracing:
             raise ValueError(f"{path}: there is no folder {path.absolute().parent}; make it first")
         self._mesh, self._path = mesh, path
         self._wanted, self._skip = steps, skip
-        self._wait: Callable[[], None] | None = None
-        if device.type != "cpu":
-            self._wait = lambda: torch.accelerator.synchronize(device)
+        accelerators = [device for device in dict.fromkeys(devices) if device.type != "cpu"]
+
+        def wait() -> None:
+            for device in accelerators:
+                torch.accelerator.synchronize(device)
+
+        self._wait = wait if accelerators else None
         self._traces: list[Trace] = []
         self._written = False
 

@@ -49,7 +49,8 @@ def frame(run: Run) -> RenderableType:
 
 def _head(run: Run) -> Text:
     about = run.about
-    words = f"{about['stages']} stages on {_several(about['ranks'], 'process', 'es')}"
+    words = f"{_several(about['stages'], 'stage', 's')} on "
+    words += _several(about["ranks"], "process", "es")
     if about["replicas"] > 1:
         words += f", {about['replicas']} replicas"
     words += f", {_several(about['chunks'], 'microbatch', 'es')}"
@@ -108,8 +109,8 @@ def _spark(values: list[float]) -> str:
 
 
 def _ranks(run: Run, windows: list[dict[str, Any]]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("rank", justify="right")
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
+    table.add_column("rank", justify="right", no_wrap=True)
     table.add_column("a step", justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     shown = _shown(run)
@@ -152,12 +153,13 @@ def _legend(run: Run) -> Text:
 
 
 def _links(run: Run, windows: list[dict[str, Any]]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for name in ("link", "after"):
-        table.add_column(name, no_wrap=True)
-    table.add_column("method", overflow="fold")
-    for name in ("a step", "Mbit/s", "ratio", "error", "cosine"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
+    # Names may be long, and are folded where a terminal is narrow; numbers are not.
+    table.add_column("link", min_width=13, no_wrap=True)
+    table.add_column("after", overflow="fold")
+    table.add_column("method", min_width=8, overflow="fold")
+    for name, width in (("a step", 9), ("Mbit/s", 6), ("ratio", 6), ("error", 6), ("cosine", 6)):
+        table.add_column(name, justify="right", min_width=width, no_wrap=True)
     slowest = max(sum(times.values()) for times in run.rank_times(windows))
     for i, figures in enumerate(run.link_figures(windows)):
         link = run.about["links"][i]

@@ -175,6 +175,19 @@ def test_a_clock_that_goes_otherwise_is_aligned(ranks: Any) -> None:
     assert abs(offset + LATE_NS) <= error
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_an_accelerator_is_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    devices = ["cuda:0"] * (len(MLP_SPLIT) + 1)
+    traced, plain = train(path, devices=devices), train(None, devices=devices)
+    assert same(traced, plain)
+    check_nested(spans_of(path))
+    check_messages(json.loads(path.read_text()), len(MLP_SPLIT))
+    check_passes(spans_of(path), len(MLP_SPLIT) + 1)
+    assert json.loads(path.read_text())["otherData"]["waits_for_accelerators"]
+
+
 def test_off_there_is_no_trace() -> None:
     """Nothing is noted where nobody looks, and none is made."""
     made: list[int] = []
