@@ -114,7 +114,9 @@ def _of_run(run: Run, name: str) -> dict[str, Any]:
         "fidelity": _thinned(fidelity),
         "links": run.link_figures(figures),
         "ranks": run.rank_times(figures),
-        "timeline": _timeline(read_json(run.files.trace)),
+        "timeline": _timeline(
+            read_json(run.files.trace), run.about["ranks"] // run.about["replicas"]
+        ),
     }
 
 
@@ -169,8 +171,15 @@ def _epochs(run: Run) -> list[dict[str, Any]]:
     ]
 
 
-def _timeline(trace: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The last step of a trace: its spans as [rank, stage, kind, microbatch, start, end, link]."""
+def _timeline(trace: Mapping[str, Any] | None, num_in_pipeline: int) -> dict[str, Any] | None:
+    """The last step of a trace.
+
+    Its spans are [rank, stage, kind, microbatch, start, end, link, replica].
+
+    Args:
+        trace: the file's content, if there is one.
+        num_in_pipeline: ranks of a replica.
+    """
     if trace is None:
         return None
     spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
@@ -189,6 +198,7 @@ def _timeline(trace: Mapping[str, Any] | None) -> dict[str, Any] | None:
                 (event["ts"] - start) / 1e6,
                 (event["ts"] + event["dur"] - start) / 1e6,
                 event["args"].get("link", ""),
+                event["pid"] // num_in_pipeline,
             ]
             for event in own
         ],

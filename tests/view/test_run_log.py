@@ -102,6 +102,33 @@ def test_a_run_that_goes_on_replaces_what_it_does_again(tmp_path: Path) -> None:
     assert after[2]["time"] > after[1]["time"]
 
 
+def test_a_log_changes_no_number(tmp_path: Path) -> None:
+    """Weights after some steps, with a log of every step and without one."""
+
+    def weights(folder: Path | None) -> dict[str, torch.Tensor]:
+        torch.manual_seed(2)
+        pipe = mpcomp.pipeline(
+            mlp(),
+            chunks=2,
+            split=MLP_SPLIT,
+            act_comp="ef21+topk:0.2",
+            grad_comp="ef+quant:4:rounding=stochastic",
+            loss_fn=F.cross_entropy,
+        )
+        log = None if folder is None else mpcomp.RunLog(pipe, folder)
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        for seed in range(STEPS):
+            loss = pipe.forward_backward(*rows(6, seed))
+            optimizer.step()
+            optimizer.zero_grad()
+            if log is not None:
+                log.step(loss)
+        return pipe.merge().state_dict()
+
+    logged, plain = weights(tmp_path), weights(None)
+    assert all(value.equal(plain[name]) for name, value in logged.items())
+
+
 def test_a_loss_that_is_not_finite_is_null(tmp_path: Path) -> None:
     pipe = mpcomp.pipeline(mlp(), chunks=2, split=MLP_SPLIT, loss_fn=F.cross_entropy)
     log = mpcomp.RunLog(pipe, tmp_path)
