@@ -89,6 +89,7 @@ def test_no_steps_to_trace(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_recipes_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cifar10.main([*TINY, "--epochs", "1", "--compare", "--out", str(tmp_path / "run")])
     capsys.readouterr()
