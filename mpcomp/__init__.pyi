@@ -5,6 +5,7 @@ from .api.build import pipeline as pipeline
 from .api.grad_norm import clip_grad_norm_ as clip_grad_norm_
 from .api.healing import heal as heal
 from .api.pipeline import Pipeline as Pipeline
+from .api.run_log import RunLog as RunLog
 from .checkpoint.periodic import Checkpoints as Checkpoints
 from .comm.failures import PeerError as PeerError
 from .compressors import ECSQ as ECSQ

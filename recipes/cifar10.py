@@ -105,6 +105,7 @@ class ImageTrainer(Trainer[ImageConfig]):
     """The trainer of an image classifier."""
 
     metric = ACCURACY
+    samples = "images"
 
     def __init__(
         self, config: ImageConfig, dataset: data.Dataset, ranks: Ranks | None = None
@@ -135,6 +136,21 @@ class ImageTrainer(Trainer[ImageConfig]):
         """The mean loss over the images."""
         x, y, ids = batch
         return self.pipe.forward_backward(x, y, sample_ids=ids)
+
+    def num_samples(self, batch: tuple[Tensor, Tensor, Tensor]) -> int:
+        """Images."""
+        return len(batch[1])
+
+    def resume_schedule(self) -> None:
+        """The cosine of a run that goes on for longer is another one, from here on."""
+        super().resume_schedule()
+        scheduler = self.scheduler
+        if isinstance(scheduler, torch.optim.lr_scheduler.CosineAnnealingLR):
+            period = self.config.schedule_epochs
+            if scheduler.T_max != period:
+                scheduler.T_max = period
+                part = (1.0 + math.cos(math.pi * scheduler.last_epoch / period)) / 2.0
+                self.set_rates([float(base * part) for base in scheduler.base_lrs])
 
     def end_step(self) -> None:
         """A schedule with a warm-up or milestones goes by steps of the optimizer."""

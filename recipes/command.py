@@ -18,8 +18,9 @@ from typing import Any, Final, Generic, NoReturn, TypeVar
 
 import mpcomp
 from mpcomp.data_parallel.network import PATHS
+from mpcomp.view.report import write_report
 from recipes import plots
-from recipes.config import LISTS, OPTIMIZERS, PRECISIONS, SMALL, AnyConfig
+from recipes.config import LISTS, OPTIMIZERS, PRECISIONS, SMALL, AnyConfig, check_at_least
 from recipes.launcher import may_restart, num_restarts
 from recipes.ranks import RENDEZVOUS_S, Ranks, joined
 from recipes.run_folder import RunFolder, write_json
@@ -29,7 +30,9 @@ from recipes.training import Trainer
 AnyData = TypeVar("AnyData")
 
 # Not part of a run's configuration.
-OWN_OPTIONS: Final = ("out", "resume", "compare", "stop_after", "heal")
+OWN_OPTIONS: Final = ("out", "resume", "compare", "stop_after", "heal", "trace")
+# May be given with --resume.
+RESUMED_OPTIONS: Final = {"resume", "stop_after", "heal", "trace", "epochs"}
 # May differ from machine to machine.
 MACHINE_OPTIONS: Final = ("data", "device", "threads")
 
@@ -87,12 +90,14 @@ class Parser(argparse.ArgumentParser):
         add("--threads", type=int, help="of torch on the CPU")
         add("--seed", type=int)
         add("--out", type=Path, metavar="FOLDER", help="run folder (default runs/<time>-<data>)")
-        add("--resume", type=Path, metavar="FOLDER", help="go on with the run in this folder")
+        add("--resume", type=Path, metavar="FOLDER",
+            help="go on with the run in this folder; with --epochs for longer")  # fmt: skip
         add("--save-every-steps", type=int, metavar="N", help="beside the end of each epoch")
         add("--save-every-minutes", type=float, metavar="M", help="likewise")
         add("--keep", type=int, metavar="K", help="checkpoints (default 1, the last)")
         add("--heal", action="store_true", help="go on by itself after a process is killed")
         add("--stop-after", type=int, metavar="EPOCHS", help="stop early, to be resumed later")
+        add("--trace", type=int, metavar="STEPS", help="time what each rank does in so many steps")
         add("--compare", action="store_true", help="train without compression first, to compare")
         several = self.add_argument_group("several processes, under torchrun").add_argument
         several("--replicas", type=int, help="copies of the pipeline, each with part of a batch")
@@ -153,10 +158,12 @@ def _run(recipe: Recipe[AnyConfig, AnyData], argv: Sequence[str] | None) -> None
                 _resumed(recipe, options) if "resume" in options else _started(recipe, options, now)
             )
         )
-        stop_after = options.get("stop_after")
-        _check_same(ranks, {**config.to_json(), "compare": compare, "stop_after": stop_after})
-        runs = _train(recipe, config, folder, ranks, compare=compare, stop_after=stop_after)
+        how = {name: options.get(name) for name in ("stop_after", "trace")}
+        check_at_least("trace", how["trace"], 1)
+        _check_same(ranks, {**config.to_json(), "compare": compare, **how})
+        runs = _train(recipe, config, folder, ranks, compare=compare, **how)
         print(f"\n{table(runs, per_step=recipe.per_step)}\n\nrun folder: {folder.path}")
+        print(f"page: {folder.page}")
 
 
 def _before_all(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -209,7 +216,7 @@ def _resumed(
     recipe: Recipe[AnyConfig, AnyData], options: Mapping[str, Any]
 ) -> tuple[RunFolder, AnyConfig, bool]:
     """The run to go on with, which keeps its configuration."""
-    if extra := sorted(set(options) - {"resume", "stop_after", "heal"}):
+    if extra := sorted(set(options) - RESUMED_OPTIONS):
         given = ", ".join("--" + name.replace("_", "-") for name in extra)
         raise ValueError(
             f"--resume goes on with the configuration of {options['resume']}; drop {given}, or "
@@ -217,6 +224,8 @@ def _resumed(
         )
     folder = RunFolder(options["resume"])
     config = recipe.config.from_json(folder.read_config())
+    if "epochs" in options:
+        config = config.extended(options["epochs"])
     return folder, config, folder.baseline.config.exists()
 
 
@@ -240,6 +249,7 @@ def _train(
     *,
     compare: bool,
     stop_after: int | None,
+    trace: int | None,
 ) -> dict[str, Summary]:
     """The compressed run, after the uncompressed one where both are to be compared."""
     loaded = ranks.together(lambda: recipe.load(config))
@@ -251,6 +261,7 @@ def _train(
     def create_folders() -> None:
         for job, job_folder in jobs if ranks.writes else ():
             job_folder.create(job.to_json())
+            job_folder.summary.unlink(missing_ok=True)  # of a run that had ended, and goes on
 
     ranks.together(create_folders)
     print(f"{recipe.describe(loaded)}; {trainers[-1].placement()}")
@@ -259,13 +270,19 @@ def _train(
     runs: dict[str, Summary] = {}
     for trainer, (job, job_folder) in zip(trainers, jobs, strict=True):
         print(f"training with {job.label} -> {job_folder.path}", flush=True)
-        runs[job.label] = trainer.fit(job_folder, resume=True, stop_after=stop_after)
+        runs[job.label] = trainer.fit(job_folder, resume=True, stop_after=stop_after, trace=trace)
     print()
     trainers[-1].pipe.report(show=True)
     if compare and ranks.speaks:
         histories = {name: one.history for name, one in runs.items()}
-        plots.plot_curves(histories, folder.curves, trainers[-1].metric)
+        losses = {
+            job.label: plots.losses_of_steps(job_folder, trainer.steps_per_epoch)
+            for trainer, (job, job_folder) in zip(trainers, jobs, strict=True)
+        }
+        plots.plot_curves(histories, folder.curves, trainers[-1].metric, losses=losses)
     if compare and ranks.writes and folder.summary.exists():
         baseline, own = (one.to_json() for one in runs.values())
         write_json(folder.summary, {**own, "uncompressed_run": baseline})
+    if ranks.speaks:
+        write_report([job_folder.path for _, job_folder in jobs], folder.page)
     return runs

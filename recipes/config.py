@@ -257,6 +257,19 @@ class RunConfig:
         nothing |= {"warmup_steps": 0, "warmup_epochs": 0}
         return dataclasses.replace(self, **nothing)
 
+    def extended(self: AnyConfig, epochs: int) -> AnyConfig:
+        """The same run, going on for longer.
+
+        Raises:
+            ValueError: that is no longer.
+        """
+        if epochs < self.epochs:
+            raise ValueError(
+                f"epochs is {epochs}, and the run is of {self.epochs}; pass more to go on for "
+                "longer, or --stop-after to end earlier"
+            )
+        return dataclasses.replace(self, epochs=epochs)
+
     def to_json(self) -> dict[str, Any]:
         """Plain values; `from_json` is the way back."""
         return dataclasses.asdict(self)

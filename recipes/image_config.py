@@ -83,6 +83,11 @@ class ImageConfig(RunConfig):
                 f"{self.schedule_epochs}; pass fewer epochs of warm-up than of the whole schedule"
             )
 
+    def extended(self, epochs: int) -> ImageConfig:
+        """The cosine as well: one that has ended would rise again."""
+        config = super().extended(epochs)
+        return dataclasses.replace(config, schedule_epochs=max(epochs, self.schedule_epochs))
+
     @classmethod
     def for_data(cls, data: str, **chosen: Any) -> ImageConfig:
         """The defaults that suit the data set, with `chosen` on top."""

@@ -1,12 +1,16 @@
-"""The curves of runs: loss and the metric, on and off, over epochs, and over bytes sent."""
+"""The curves of runs: loss and the metric, on and off, over epochs, bytes sent, and seconds."""
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mpcomp.view.run import Run
 from recipes.metric import Metric
+from recipes.run_folder import RunFolder
 
 History = Sequence[Mapping[str, Any]]
 
@@ -21,21 +25,56 @@ COLOURS = (
 )
 
 
-def plot_curves(runs: Mapping[str, History], path: Path, metric: Metric) -> None:
-    """Draws the histories, keyed by what the legend calls them, into a PNG file."""
+#: Where curves stand, and what those axes are called.
+AXES = {"epoch": "epoch", "wire_bytes": "bytes sent in training", "seconds": "seconds"}
+
+
+def losses_of_steps(folder: RunFolder, steps_per_epoch: int) -> History:
+    """The loss of each step of a run, and where it stands on each axis."""
+    run = Run.read(folder.path)
+    return [
+        {
+            "epoch": (row["step"] + 1) / steps_per_epoch,
+            "wire_bytes": sent,
+            "seconds": row["time"],
+            "loss": math.nan if row["loss"] is None else row["loss"],
+        }
+        for row, sent in zip(run.steps, run.sent()[0], strict=True)
+    ]
+
+
+def plot_curves(
+    runs: Mapping[str, History],
+    path: Path,
+    metric: Metric,
+    *,
+    losses: Mapping[str, History],
+) -> None:
+    """Draws histories into a PNG file.
+
+    Args:
+        runs: entries of epochs, by what the legend calls them.
+        path: of the file.
+        metric: that they were judged by.
+        losses: those of steps, of `losses_of_steps`, by the same names.
+    """
     from matplotlib.figure import Figure  # without pyplot: no window, no global state
     from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
-    figure = Figure(figsize=(10, 7), dpi=100, layout="constrained")
-    axes = figure.subplots(2, 2, sharey="row")
+    figure = Figure(figsize=(13, 7), dpi=100, layout="constrained")
+    axes = figure.subplots(2, len(AXES), sharex="col", sharey="row")
     # Runs of very different traffic share a byte axis only on a logarithmic scale.
     totals = [rows[-1]["wire_bytes"] for rows in runs.values()]
     logarithmic = max(totals) > 3 * min(totals)
     scale, unit = _byte_unit(min(totals))
     for colour, (name, rows) in zip(COLOURS * len(runs), runs.items(), strict=False):
-        for column in (0, 1):
-            x = [row["epoch"] if column == 0 else row["wire_bytes"] / scale for row in rows]
-            axes[0, column].plot(x, [row["loss"] for row in rows], ".-", color=colour, label=name)
+        for column, place in enumerate(AXES):
+            by = scale if place == "wire_bytes" else 1.0
+            at_steps = [step[place] / by for step in losses[name]]
+            own = [step["loss"] for step in losses[name]]
+            axes[0, column].plot(at_steps, own, color=colour, linewidth=0.8, alpha=0.35)
+            axes[0, column].plot(at_steps, _smooth(own), color=colour)
+            x = [row[place] / by for row in rows]
             kinds = ((metric.on, "-", "on"), (metric.off, "--", "off"))
             for key, style, word in kinds[:1] if name == "uncompressed" else kinds:
                 points = [
@@ -51,23 +90,23 @@ def plot_curves(runs: Mapping[str, History], path: Path, metric: Metric) -> None
                     color=colour,
                     label=text,
                 )
-    for column, label in enumerate(("epoch", f"bytes sent in training [{unit}]")):
-        for row in (0, 1):
-            axes[row, column].set_xlabel(label)
-            axes[row, column].grid(alpha=0.3)
-            axes[row, column].spines[["top", "right"]].set_visible(False)
-            axis = axes[row, column].xaxis
-            if column == 0:
-                axis.set_major_locator(MaxNLocator(integer=True))
-            elif logarithmic:
-                axes[row, column].set_xscale("log")
-                axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-                axis.set_major_formatter("{x:g}")
-                axis.set_minor_formatter(NullFormatter())
+    for column, (place, label) in enumerate(AXES.items()):
+        axes[1, column].set_xlabel(f"{label} [{unit}]" if place == "wire_bytes" else label)
+        for axis in axes[:, column]:
+            axis.grid(alpha=0.3)
+            axis.spines[["top", "right"]].set_visible(False)
+        axis = axes[1, column].xaxis
+        if place == "wire_bytes" and logarithmic:
+            axes[1, column].set_xscale("log")
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.set_major_formatter("{x:g}")
+            axis.set_minor_formatter(NullFormatter())
+        elif place == "epoch":
+            axis.set_major_locator(MaxNLocator(integer=True))
     axes[0, 0].set_ylabel("training loss [nats]")
     axes[1, 0].set_ylabel(metric.axis)
     if metric.logarithmic:
-        axes[1, 0].set_yscale("log")  # the other shares it
+        axes[1, 0].set_yscale("log")  # the others share it
         axis = axes[1, 0].yaxis
         axis.set_major_formatter("{x:g}")
         axis.set_minor_formatter("{x:g}")
@@ -76,6 +115,12 @@ def plot_curves(runs: Mapping[str, History], path: Path, metric: Metric) -> None
         *axes[1, 0].get_legend_handles_labels(), loc="outside upper center", frameon=False
     )
     figure.savefig(path)
+
+
+def _smooth(values: Sequence[float]) -> list[float]:
+    """Means of neighbours, as single steps hide where it goes."""
+    reach = round(len(values) / 60)
+    return [statistics.fmean(values[max(0, i - reach) : i + reach + 1]) for i in range(len(values))]
 
 
 def _byte_unit(num_bytes: int) -> tuple[float, str]:

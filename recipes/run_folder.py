@@ -4,30 +4,25 @@ from __future__ import annotations
 
 import json
 import os
-import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mpcomp.view.files import RunFiles
+from mpcomp.view.json_files import (
+    append_json_lines,
+    read_json_lines,
+    replace_text,
+    write_json,
+)
+
+__all__ = ["RunFolder", "append_json_line", "read_json_lines", "write_json"]
+
 
 @dataclass(frozen=True)
-class RunFolder:
-    """Paths of the parts of a run."""
-
-    path: Path
-
-    @property
-    def config(self) -> Path:
-        return self.path / "config.json"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def summary(self) -> Path:
-        return self.path / "summary.json"
+class RunFolder(RunFiles):
+    """Paths of the parts of a recipe's run."""
 
     @property
     def curves(self) -> Path:
@@ -120,43 +115,9 @@ class RunFolder:
 
     def write_metrics(self, history: Iterable[Mapping[str, Any]]) -> None:
         """All epochs so far; a resumed run writes the history of its checkpoint anew."""
-        _replace(self.metrics, "".join(json.dumps(row) + "\n" for row in history))
-
-
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Atomically: a reader finds the old file or the new one."""
-    _replace(path, json.dumps(value, indent=2) + "\n")
+        replace_text(self.metrics, "".join(json.dumps(row) + "\n" for row in history))
 
 
 def append_json_line(path: Path, value: Mapping[str, Any]) -> None:
-    """One more line; a line that an earlier crash left unfinished is dropped first."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab+") as file:
-        file.seek(0)
-        whole = file.read().rfind(b"\n") + 1
-        file.truncate(whole)
-        file.write((json.dumps(value) + "\n").encode())
-
-
-def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Every finished line; none where there is no file.
-
-    Raises:
-        ValueError: a finished line is not JSON.
-    """
-    if not path.exists():
-        return []
-    *finished, _ = path.read_text().split("\n")
-    try:
-        return [json.loads(line) for line in finished]
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{path} has a line that is not JSON ({error}); repair or move it"
-        ) from error
-
-
-def _replace(path: Path, text: str) -> None:
-    # A name of its own, as machines may share a disk and write the same.
-    unfinished = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
-    unfinished.write_text(text)
-    unfinished.replace(path)
+    """One more line, as `append_json_lines` writes several."""
+    append_json_lines(path, [value])

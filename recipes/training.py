@@ -42,6 +42,7 @@ class Trainer(ABC, Generic[AnyConfig]):
     """
 
     metric: ClassVar[Metric]
+    samples: ClassVar[str]  # whereof a rate is shown, as in "images"
     pipe: mpcomp.Pipeline
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
@@ -63,6 +64,7 @@ class Trainer(ABC, Generic[AnyConfig]):
         self.history: History = []
         #: Of an epoch that is to be gone on with: what was counted in it, and after how many steps.
         self._within: dict[str, Any] | None = None
+        self._run_log: mpcomp.RunLog | None = None
 
     def cut(self, model: nn.Module, num_batches: int, **choices: Any) -> None:
         """Makes the pipeline.
@@ -123,6 +125,10 @@ class Trainer(ABC, Generic[AnyConfig]):
     def judge(self) -> float:
         """The metric on all evaluation data, with compression as it is now."""
 
+    @abstractmethod
+    def num_samples(self, batch: Any) -> int:
+        """Samples of a batch on this replica."""
+
     def start_epoch(self) -> None:
         """Called before the first batch of an epoch."""
 
@@ -171,6 +177,7 @@ class Trainer(ABC, Generic[AnyConfig]):
         *,
         resume: bool = False,
         stop_after: int | None = None,
+        trace: int | None = None,
         progress: bool = True,
     ) -> Summary:
         """Trains to the last epoch.
@@ -179,6 +186,7 @@ class Trainer(ABC, Generic[AnyConfig]):
             folder: takes metrics, checkpoint, summary and curves; None keeps nothing.
             resume: go on from the folder's checkpoint, if it has one.
             stop_after: end after this many epochs in total, to be resumed later.
+            trace: so many steps, not long after the beginning, into the folder.
             progress: show a progress bar.
 
         Raises:
@@ -190,7 +198,13 @@ class Trainer(ABC, Generic[AnyConfig]):
                 checkpoints = stack.enter_context(self._checkpoints(folder))
                 if resume:
                     self._restore(checkpoints.restore())
-            self._train(folder, checkpoints, stop_after=stop_after, progress=progress)
+                self._run_log = self._new_log(folder)
+            last_epoch = min(self.config.epochs, stop_after or self.config.epochs)
+            if folder is not None and trace is not None:
+                stack.enter_context(self._traced(folder, trace, last_epoch))
+            self._train(folder, checkpoints, last_epoch, progress=progress)
+            if self._run_log is not None:
+                self._run_log.close()
         config, steps = self.config, len(self.history) * self.steps_per_epoch
         summary = Summary.of(config, self.metric, self.history, steps=steps)
         finished = summary.epochs == config.epochs
@@ -201,22 +215,25 @@ class Trainer(ABC, Generic[AnyConfig]):
             if finished:
                 write_json(folder.summary, summary.to_json())
         if folder is not None and self.ranks.speaks:
-            plots.plot_curves({config.label: summary.history}, folder.curves, self.metric)
+            plots.plot_curves(
+                {config.label: summary.history},
+                folder.curves,
+                self.metric,
+                losses={config.label: plots.losses_of_steps(folder, self.steps_per_epoch)},
+            )
         return summary
 
     def _train(
         self,
         folder: RunFolder | None,
         checkpoints: mpcomp.Checkpoints | None,
+        last_epoch: int,
         *,
-        stop_after: int | None,
         progress: bool,
     ) -> None:
-        last_epoch = min(self.config.epochs, stop_after or self.config.epochs)
-        begun = 0 if self._within is None else self._within["step"]
         with tqdm(
             total=last_epoch * self.steps_per_epoch,
-            initial=len(self.history) * self.steps_per_epoch + begun,
+            initial=self._steps_done(),
             disable=not (progress and self.ranks.speaks),
             unit="step",
             mininterval=0.5 if sys.stderr.isatty() else 10,
@@ -226,9 +243,38 @@ class Trainer(ABC, Generic[AnyConfig]):
                 self.train_epoch(
                     bar, evaluate_after=is_last, folder=folder, checkpoints=checkpoints
                 )
+                if self._run_log is not None:
+                    self._run_log.flush()
                 if folder is not None and checkpoints is not None:
                     checkpoints.save(lambda: {"history": self.history})
                     self._write(folder)
+
+    def _steps_done(self) -> int:
+        """Steps of the optimizer so far."""
+        within = 0 if self._within is None else int(self._within["step"])
+        return len(self.history) * self.steps_per_epoch + within
+
+    def _new_log(self, folder: RunFolder) -> mpcomp.RunLog:
+        return mpcomp.RunLog(
+            self.pipe,
+            folder.path,
+            total_steps=self.config.epochs * self.steps_per_epoch,
+            samples=self.samples,
+            steps_done=self._steps_done(),
+        )
+
+    def _traced(
+        self, folder: RunFolder, steps: int, last_epoch: int
+    ) -> AbstractContextManager[None]:
+        """A context in which steps are traced: the third and those after it, if there are so many.
+
+        The first ones take longer than others.
+        """
+        left = last_epoch * self.steps_per_epoch - self._steps_done()
+        skip = max(0, min(2, left - steps))
+        return self.pipe.trace(
+            folder.trace, steps=steps * self.accumulate, skip=skip * self.accumulate
+        )
 
     def train_epoch(
         self,
@@ -263,6 +309,8 @@ class Trainer(ABC, Generic[AnyConfig]):
         def so_far() -> dict[str, Any]:
             if folder is not None:  # what a resumed run will not do again
                 self._write_steps(folder)
+            if self._run_log is not None:
+                self._run_log.flush()
             between = self.replica_log.traffic()
             return {
                 "history": self.history,
@@ -280,15 +328,25 @@ class Trainer(ABC, Generic[AnyConfig]):
 
         # What comes before is drawn and left, as each batch is drawn from a seed of its own.
         for step, batches in islice(enumerate(self._steps(epoch), start=1), begun, None):
-            loss_sum += self._step(batches).to(self.device)
+            rate = self.optimizer.param_groups[0]["lr"]
+            loss = self._step(batches).to(self.device)
+            loss_sum += loss
             skipped_steps += self.pipe.step_skipped
             self.end_step()
+            if self._run_log is not None:
+                num_samples = sum(self.num_samples(batch) for batch in batches)
+                self._run_log.step(
+                    loss / len(batches),
+                    num_samples=num_samples * self.pipe.num_replicas,
+                    lr=float(rate),
+                )
             for log in (self.replica_log, self.adaptive_log):
                 log.note_step()
             bar.update()
             if checkpoints is not None and checkpoints.step(so_far):
                 raise Stopped(checkpoints.stopped, epoch + 1, step)
-            if step % 10 == 0 or step == self.steps_per_epoch:  # reading a loss waits for a GPU
+            # Reading a loss waits for a GPU.
+            if self.device.type == "cpu" or step % 10 == 0 or step == self.steps_per_epoch:
                 seen = min(step * self.accumulate, self.num_batches)
                 shown = {
                     "loss": f"{loss_sum.item() / seen:.3f}",
@@ -342,6 +400,21 @@ class Trainer(ABC, Generic[AnyConfig]):
         """Goes on from what came with a checkpoint, if there was one."""
         self.history = extra.get("history", [])
         self._within = extra.get("within")
+        if extra:
+            self.resume_schedule()
+
+    def resume_schedule(self) -> None:
+        """Sets the learning rate that the schedule has here, as it may be of more epochs now."""
+        if isinstance(self.scheduler, torch.optim.lr_scheduler.LambdaLR):
+            at = self.scheduler.last_epoch
+            schedule = zip(self.scheduler.base_lrs, self.scheduler.lr_lambdas, strict=True)
+            self.set_rates([float(base * part(at)) for base, part in schedule])
+
+    def set_rates(self, rates: Sequence[float]) -> None:
+        """Gives each group of parameters its learning rate."""
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        self.scheduler._last_lr = list(rates)
 
     def _write(self, folder: RunFolder) -> None:
         """The files of a run so far, as they are at the end of an epoch."""

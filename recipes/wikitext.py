@@ -163,6 +163,7 @@ class TextTrainer(Trainer[TextConfig]):
     """The trainer of a language model."""
 
     metric = PERPLEXITY
+    samples = "tokens"
 
     def __init__(self, config: TextConfig, text: TextData, ranks: Ranks | None = None) -> None:
         super().__init__(config, ranks)
@@ -196,6 +197,10 @@ class TextTrainer(Trainer[TextConfig]):
         arguments, ids, next_ids = batch
         self.pipe.prefetch(next_ids)  # to be read while this batch is computed
         return self.pipe.forward_backward(arguments, sample_ids=ids)
+
+    def num_samples(self, batch: Batch) -> int:
+        """Tokens."""
+        return batch[0]["input_ids"].numel()
 
     def end_step(self) -> None:
         """The schedule goes by steps of the optimizer; one that was skipped counts."""

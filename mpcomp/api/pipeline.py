@@ -26,6 +26,7 @@ from mpcomp.api.original_names import OriginalNames
 from mpcomp.api.report import print_report, report_of
 from mpcomp.api.scaling import check_without_gradients, gradients_overflowed, overflow_gradients
 from mpcomp.api.step_sync import bytes_sent, finish_step, raise_if_nonfinite
+from mpcomp.api.tracing import Tracing
 from mpcomp.api.weights import whole_again
 from mpcomp.core.loss import LossFn, StepLoss, num_terms, with_target
 from mpcomp.core.microbatch import gather, map_tensors, num_rows, rows_of_chunks, scatter
@@ -113,6 +114,7 @@ class Pipeline(OriginalNames):
         self._warmup_steps = warmup_steps
         self._open: Step | None = None
         self._began = 0.0  # when the open step did
+        self._tracing: Tracing | None = None
         self.adaptation = Adaptation(
             self.links, num_ranks=self.mesh.num_ranks, num_replicas=self.mesh.num_replicas
         )
@@ -120,6 +122,10 @@ class Pipeline(OriginalNames):
         self._copies = EqualCopies(
             self.mesh, self.links, ties, stages if alike else (), enabled=compares_copies
         )
+        #: Seconds of training calls on this rank so far.
+        self.trained_s = 0.0
+        #: Seconds of `evaluate` on this rank so far.
+        self.evaluated_s = 0.0
         #: Of the last steps on this rank: seconds, and of these waiting for messages.
         self.step_times: deque[tuple[float, float]] = deque(maxlen=100)
 
@@ -333,13 +339,20 @@ class Pipeline(OriginalNames):
             measure_losses(
                 self.adaptation, self.engine, self.stages, parts, targets, step, self._loss_fn
             )
+        if self._tracing is not None:
+            step = replace(step, trace=self._tracing.begin_step(step.index))
         self._open, self._began = step, time.perf_counter()
-        with self._undone_on_error(True), torch.enable_grad():
+        with self._undone_on_error(True), torch.enable_grad(), step.during("step"):
             self.engine.forward_backward(parts, targets, step, loss, same)
-            total = self._finish_step(loss)
+            with step.during("agree"):
+                total = self._finish_step(loss)
         assert total is not None
+        if self._tracing is not None:
+            self._tracing.end_step()
         waited = self.engine.waited_s - waited_before
-        self.step_times.append((time.perf_counter() - begin, waited))
+        seconds = time.perf_counter() - begin
+        self.step_times.append((seconds, waited))
+        self.trained_s += seconds
         return total
 
     def evaluate(self, loader: Iterable[Any], metric: Metric | None = None) -> Any:
@@ -363,6 +376,7 @@ class Pipeline(OriginalNames):
         if metric is None:
             raise ValueError("evaluate needs a metric: evaluate(loader, metric)")
 
+        begin = time.perf_counter()
         self._align_replicas()
         with evaluating(self, *self.cut_stages), torch.no_grad():
             mean = mean_over(
@@ -372,6 +386,7 @@ class Pipeline(OriginalNames):
                 self.mesh,
             )
         self._check_finite()
+        self.evaluated_s += time.perf_counter() - begin
         return mean
 
     def generate(
@@ -548,6 +563,34 @@ class Pipeline(OriginalNames):
         if show and self.rank == 0:
             print_report(report)
         return report
+
+    @contextmanager
+    def trace(self, path: str | Path, *, steps: int = 1, skip: int = 0) -> Iterator[None]:
+        """Within this context calls of `forward_backward` are traced: who does what, and when.
+
+        All ranks enter it and leave it together. The file is written as soon as there are enough
+        steps, or else at the end; https://ui.perfetto.dev and chrome://tracing open it. Numbers of
+        the training do not change. Accelerators are waited for at both ends of each span, so that
+        its times are right: traced steps take longer there, and several of them in one process do
+        not overlap.
+
+        Args:
+            path: of the file, which the first rank writes.
+            steps: calls to trace.
+            skip: calls to let pass before these: the first ones of a run take longer than others.
+
+        Raises:
+            ValueError: there is nothing to trace, no folder for the file, or a trace under way.
+        """
+        if self._tracing is not None:
+            raise ValueError("pipe.trace within another one: end that first")
+        devices = [self.engine.device_of(stage) for stage in self._here()]
+        self._tracing = Tracing(self.mesh, devices, Path(path), steps=steps, skip=skip)
+        try:
+            with self._tracing:
+                yield
+        finally:
+            self._tracing = None
 
     @property
     def exchange(self) -> Exchange | None:
@@ -808,7 +851,9 @@ class Pipeline(OriginalNames):
             yield
         except BaseException:
             if train:
-                self._open = None
+                failed, self._open = self._open, None
+                if self._tracing is not None and failed is not None:
+                    self._tracing.discard_step(failed.trace)
                 for each in self.crossings:
                     each.finish_step(finite=False)
                 self._finish_replicas(finite=False)

@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
 from mpcomp.comm.all_gather import LARGEST_RECORD, AllGather
+from mpcomp.comm.clocks import Offset, offset_to_first
 from mpcomp.comm.failures import Faults, PeerError, Waits, grace_of
 from mpcomp.comm.secret import Secret
 
@@ -145,6 +146,10 @@ class Mesh(ABC):
         Raises:
             PeerError: another rank failed, or has failed before.
         """
+
+    def clock_offset(self) -> Offset:
+        """The first rank's clock against that of this one; every rank calls it."""
+        return Offset()
 
     def broadcast_in_pipelines(self, x: Tensor | None, place: int, what: str) -> Tensor:
         """In each pipeline a tensor from its rank at ``place`` to all ranks of it."""
@@ -348,6 +353,11 @@ class ProcessMesh(Mesh):
     def all_gather_object(self, value: Any, what: str = "figures of all ranks") -> list[Any]:
         with self.failing_together():
             return [self.broadcast_object(value, rank, what) for rank in range(self.num_ranks)]
+
+    def clock_offset(self) -> Offset:
+        what = "comparison of clocks"
+        with self.failing_together(what):
+            return offset_to_first(self._control, self.wait_s, lambda: self.waiting(what))
 
     def broadcast(self, x: Tensor, source: int, what: str) -> None:
         with self._collective(what):

@@ -25,10 +25,10 @@ from mpcomp.command.models import Candidate, candidate
 from mpcomp.core.precision import PRECISIONS, compute_dtype
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.data_parallel.network import ReplicaNetwork
+from mpcomp.page import write_page
 from mpcomp.plan.known_quality import TASKS, methods_of
 from mpcomp.plan.network import FIRST_WINDOW, Network
 from mpcomp.plan.outcome import Outcome, plan
-from mpcomp.plan.page import write_page
 from mpcomp.plan.planner import TIE_COMP, Pair, Planner
 from mpcomp.plan.prediction import Compute
 from mpcomp.plan.profile import Profile, count_profile, measure_profile
@@ -211,7 +211,9 @@ def run(options: argparse.Namespace) -> None:
         _print(outcome, about, options)
     if options.html:
         rates = [rate if math.isfinite(rate) else None for rate in options.mbps]
-        write_page(options.html, {"about": about, "mbps": rates, **outcome.to_dict()})
+        write_page(
+            options.html, "mpcomp.plan", {"about": about, "mbps": rates, **outcome.to_dict()}
+        )
         # Beside JSON, which a program reads.
         out = sys.stderr if options.json else sys.stdout
         print(f"\npage: {options.html.resolve()}", file=out)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Final
 
 import torch
 from torch import Tensor
+
+from mpcomp.core.trace import NO_STAGE, Trace
 
 __all__ = ["HISTORY_STEPS", "Key", "MessageContext", "Probe", "SampleIds", "Step"]
 
@@ -16,6 +20,8 @@ HISTORY_STEPS = 1000
 Key = tuple[int, ...]
 #: Ids of a microbatch's rows, or the index of a batch of fixed composition.
 SampleIds = tuple[Key, ...] | int | None
+#: Context of what is not traced.
+_UNTRACED: Final = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,7 @@ class Step:
         valid: per microbatch which positions count, of `mpcomp.core.padding.valid_positions`.
         num_microbatches: in this step.
         probe: what is compressed instead, in a pass that measures a loss.
+        trace: takes down when this rank does what; None of steps that nobody looks at.
     """
 
     index: int
@@ -90,6 +97,20 @@ class Step:
     valid: tuple[Tensor | None, ...] = ()
     num_microbatches: int = 1
     probe: Probe | None = None
+    trace: Trace | None = field(default=None, repr=False, compare=False)
+
+    def during(
+        self,
+        kind: str,
+        stage: int = NO_STAGE,
+        microbatch: int = NO_STAGE,
+        link: str = "",
+        num_bytes: int = 0,
+    ) -> AbstractContextManager[None]:
+        """A context whose time is a span of the trace (`mpcomp.core.trace`), if there is one."""
+        if self.trace is None:
+            return _UNTRACED
+        return self.trace.during(kind, stage, microbatch, link, num_bytes)
 
     def samples(self, microbatch: int) -> bool:
         """Whether figures that take time are measured: in one microbatch a step, by turns."""

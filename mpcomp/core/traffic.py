@@ -73,6 +73,14 @@ class Traffic:
         setattr(self, name, getattr(self, name) + time.perf_counter() - start)
 
     @property
+    def energies(self) -> Tensor | None:
+        """||x||^2, <x, y>, ||y||^2, ||x - y||^2 over all messages, fp64 [4]; None before the first.
+
+        It is replaced, and never changed, by what comes later.
+        """
+        return self._energies
+
+    @property
     def ratio(self) -> float:
         """Wire bytes over dense bytes; NaN before the first message."""
         return self.wire_bytes / self.dense_bytes if self.dense_bytes else math.nan

@@ -107,7 +107,9 @@ class DistributedEngine(Engine):
         self._all_ties = list(ties)
         self._ties = [tie for tie in ties if self._attach(tie, cut)]
         self.schedule = schedule.make(self._stages, chunks, self._loss_of)
+        #: Of the step under way.
         self._loss: StepLoss | None = None
+        self._traced: Step | None = None
         self._rows_of_replicas: list[int] = []
         self._depth: Depth | None = None
         if isinstance(self.schedule, InFlight1F1B):
@@ -132,7 +134,9 @@ class DistributedEngine(Engine):
     def _loss_of(self, output: Tensor, numbered: tuple[int, Any]) -> Tensor:
         assert self._loss is not None
         microbatch, target = numbered
-        return self._loss(output, target, microbatch)
+        assert self._traced is not None
+        with self._traced.during("loss", len(self._places) - 1, microbatch):
+            return self._loss(output, target, microbatch)
 
     # -- running --------------------------------------------------------------------------------
 
@@ -199,7 +203,7 @@ class DistributedEngine(Engine):
         sync = self._replica_sync
         if sync is not None:
             sync.check_begin(step)
-        self._loss = loss
+        self._loss, self._traced = loss, step
         waited = self._wiring.waited_s
         choosing = self._depth.choosing() if self._depth else nullcontext()
         with choosing, self.mesh.failing_together():
@@ -209,8 +213,9 @@ class DistributedEngine(Engine):
                 self._finish(train=True)
                 self.mesh.where = f"step {step.index}, adding up tied gradients"
             if sync is not None:
-                sync.reduce(step)
-        self._loss = None
+                with step.during("exchange"):
+                    sync.reduce(step)
+        self._loss = self._traced = None
         self.waited_s += self._wiring.waited_s - waited
         if sync is not None:
             sync.check_finite(step)

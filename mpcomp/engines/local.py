@@ -34,6 +34,7 @@ from mpcomp.comm.mesh import LocalMesh
 from mpcomp.core.loss import StepLoss
 from mpcomp.core.step import Step
 from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.trace import Trace
 from mpcomp.engines.base import Engine, choose_finite
 from mpcomp.engines.stage_runner import Autocast, StageRunner
 from mpcomp.links.boundary import Boundary, ConnectedBoundary
@@ -115,9 +116,15 @@ class LocalEngine(Engine):
     ) -> None:
         with separate_gradients(self._ties, step):
             outputs = self.forward(microbatches, step)
+            last = len(self._runners) - 1
             for i, target in enumerate(targets):
-                part = loss(outputs.pop(0), target, i)  # an output's memory goes with its graph
+                with step.during("loss", last, i):
+                    part = loss(outputs.pop(0), target, i)  # an output's memory goes with its graph
+                if step.trace is not None:
+                    step.trace.open("backward", last, i)
                 part.backward()  # type: ignore[no-untyped-call]
+                if step.trace is not None:
+                    step.trace.close()
 
     def device_of(self, stage: int) -> torch.device:
         return self.devices[stage]
@@ -192,7 +199,8 @@ class _Schedule(GPipeSchedule):
 def _partition(runner: StageRunner, autocast: Autocast) -> Callable[[Any, _Microbatch], Tensor]:
     def run(value: Any, batch: _Microbatch) -> Tensor:
         beside = runner.inputs(batch.batch) if runner.index > 0 else {}
-        return runner(value, beside, batch.step.index, batch.index, autocast)
+        with batch.step.during("forward", runner.index, batch.index):
+            return runner(value, beside, batch.step.index, batch.index, autocast)
 
     return run
 
@@ -213,6 +221,9 @@ class LinkCopy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         connected: ConnectedBoundary = ctx.connected
+        trace: Trace | None = ctx.step.trace
+        if trace is not None:  # one backward goes through all stages
+            trace.close()
         try:
             connected.send_gradient(grad, ctx.meta, ctx.step, ctx.microbatch)
             x = connected.receive_gradient(ctx.meta, ctx.step, ctx.microbatch)
@@ -220,4 +231,6 @@ class LinkCopy(torch.autograd.Function):
             # The caller may be no part of us: `pipe(x)`, then backward.
             connected.boundary.failed = True
             raise
+        if trace is not None:
+            trace.open("backward", connected.boundary.act.sender_stage, ctx.microbatch)
         return x, None, None, None

@@ -168,8 +168,13 @@ class CutStage(PipelineStage):
         if self._trained > self.stage_index:
             self.fwd_cache.pop(bwd_chunk_id)
             return
+        trace = self._step.trace
+        if trace is not None and self._after is None:  # else once the gradient is there
+            trace.open("backward", self.stage_index, bwd_chunk_id)
         with _own_errors():
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward=False)
+        if trace is not None:
+            trace.close()
         grads = self.bwd_cache.pop(bwd_chunk_id)
         if self._before is None or not goes_on:
             return
@@ -184,7 +189,8 @@ class CutStage(PipelineStage):
         if bwd_chunk_id in self._undivided:
             return
         self._at(bwd_chunk_id, "backward of the weights")
-        with _own_errors():
+        at = self.stage_index, bwd_chunk_id
+        with _own_errors(), self._step.during("weights", *at):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward=False)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
@@ -202,7 +208,8 @@ class CutStage(PipelineStage):
 
     def _run(self, value: Any, beside: dict[str, Any], microbatch: int) -> Tensor:
         number = self._number(microbatch)
-        return self._runner(value, beside, self._step.index, number, self._autocast)
+        with self._step.during("forward", self.stage_index, microbatch):
+            return self._runner(value, beside, self._step.index, number, self._autocast)
 
     def _receive(self, microbatch: int) -> Tensor:
         assert self._before is not None
@@ -234,7 +241,10 @@ class CutStage(PipelineStage):
     def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Tensor, ...]:
         assert self._after is not None
         meta = self._metas[bwd_chunk_id][self.stage_index]
-        return (self._after.receive_gradient(meta, self._step, bwd_chunk_id),)
+        grad = self._after.receive_gradient(meta, self._step, bwd_chunk_id)
+        if self._step.trace is not None:
+            self._step.trace.open("backward", self.stage_index, bwd_chunk_id)
+        return (grad,)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
         return []

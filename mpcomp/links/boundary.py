@@ -127,13 +127,19 @@ class ConnectedBoundary:
         """Sends an activation (earlier stage's side)."""
         with _no_autocast(x.device):
             x = meta.arrange(x)
-            message = self.boundary.send_activation(x, step, microbatch)
-            self.boundary.act.hand_over(x, message, self.act, step, microbatch)
+            link = self.boundary.act
+            with step.during("encode", link.sender_stage, microbatch, link.name):
+                message = self.boundary.send_activation(x, step, microbatch)
+            link.hand_over(x, message, self.act, step, microbatch)
 
     def receive_activation(self, meta: TensorMeta, step: Step, microbatch: int) -> Tensor:
         """Waits for an activation (later stage's side)."""
-        message = self.act.receive(microbatch)
-        with _no_autocast(message.device):
+        link = self.boundary.act
+        message = link.take(self.act, step, microbatch)
+        with (
+            _no_autocast(message.device),
+            step.during("decode", link.receiver_stage, microbatch, link.name),
+        ):
             return self.boundary.receive_activation(message, meta, step, microbatch)
 
     def post_gradient(self, meta: TensorMeta, step: Step, microbatch: int) -> None:
@@ -145,13 +151,19 @@ class ConnectedBoundary:
         """Sends a gradient, in its activation's memory order (later stage's side)."""
         with _no_autocast(x.device):
             x = meta.arrange(x)
-            message = self.boundary.send_gradient(x, step, microbatch)
-            self.boundary.grad.hand_over(x, message, self.grad, step, microbatch)
+            link = self.boundary.grad
+            with step.during("encode", link.sender_stage, microbatch, link.name):
+                message = self.boundary.send_gradient(x, step, microbatch)
+            link.hand_over(x, message, self.grad, step, microbatch)
 
     def receive_gradient(self, meta: TensorMeta, step: Step, microbatch: int) -> Tensor:
         """Waits for a gradient (earlier stage's side)."""
-        message = self.grad.receive(microbatch)
-        with _no_autocast(message.device):
+        link = self.boundary.grad
+        message = link.take(self.grad, step, microbatch)
+        with (
+            _no_autocast(message.device),
+            step.during("decode", link.receiver_stage, microbatch, link.name),
+        ):
             return self.boundary.receive_gradient(message, meta, step, microbatch)
 
 

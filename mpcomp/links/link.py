@@ -281,9 +281,17 @@ class Link:
         That is done in one microbatch a step, as it takes a decoding, and once the message is on
         its way, as nobody waits for it.
         """
-        channel.send(microbatch, message)
+        at = self.sender_stage, microbatch
+        with step.during("send", *at, self.name, message.numel()):
+            channel.send(microbatch, message)
         if step.samples(microbatch):
-            self.compare_sent(x, message, step, microbatch)
+            with step.during("fidelity", *at, self.name):
+                self.compare_sent(x, message, step, microbatch)
+
+    def take(self, channel: Channel, step: Step, microbatch: int) -> Tensor:
+        """Waits for a message that was posted."""
+        with step.during("receive", self.receiver_stage, microbatch, self.name):
+            return channel.receive(microbatch)
 
     def compare(
         self, x: Tensor, arrived: Tensor, step: Step, microbatch: int | None = None

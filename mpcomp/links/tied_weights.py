@@ -119,7 +119,8 @@ class TiedWeights:
         for i, copy in self.here.items():
             grad = torch.zeros_like(copy) if copy.grad is None else copy.grad
             row = grad.detach().reshape(1, -1)
-            messages[i] = self.links[i].encode(row, step, 0)
+            with step.during("encode", self.links[i].sender_stage, 0, self.links[i].name):
+                messages[i] = self.links[i].encode(row, step, 0)
             self.links[i].hand_over(row, messages[i], self._channels[i], step, 0)
         parts = [self._part(i, messages, meta, step) for i in range(2)]
         for i in self.here:
@@ -133,9 +134,12 @@ class TiedWeights:
 
     def _part(self, i: int, messages: Mapping[int, Tensor], meta: TensorMeta, step: Step) -> Tensor:
         """The gradient of copy ``i`` as its message says, at both ends alike."""
-        if 1 - i in self.here:  # which receives it
-            return self.links[i].decode(self._channels[i].receive(0), meta, step, 0)
-        return self.links[i].arrived(messages[i], step, 0)
+        link = self.links[i]
+        if 1 - i not in self.here:  # which would receive it
+            return link.arrived(messages[i], step, 0)
+        message = link.take(self._channels[i], step, 0)
+        with step.during("decode", link.receiver_stage, 0, link.name):
+            return link.decode(message, meta, step, 0)
 
     def finish_step(self, finite: bool) -> None:
         """Commits what both links noted if the step was finite, else discards it."""

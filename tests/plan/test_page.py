@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from mpcomp.command import main
+from mpcomp.page import write_page
 from mpcomp.plan import Messages, Network, StageTimes, timeline
 from mpcomp.plan.curve import RATES
-from mpcomp.plan.page import write_page
 
 #: A planned rate between two of `RATES`.
 MBPS = 30.0
@@ -122,7 +122,7 @@ class Parsed(HTMLParser):
 
 def written(folder: Path, data: dict[str, Any]) -> Path:
     path = folder / "plan.html"
-    write_page(path, data)
+    write_page(path, "mpcomp.plan", data)
     return path
 
 

@@ -113,7 +113,7 @@ def test_mistakes_end_with_one_line_and_leave_nothing(tmp_path):
 
 def test_resume_keeps_its_configuration(tmp_path):
     assert "is no run folder" in error_of("--resume", tmp_path)
-    assert "drop --epochs, --seed" in error_of("--resume", tmp_path, "--seed", 1, "--epochs", 3)
+    assert "drop --lr, --seed" in error_of("--resume", tmp_path, "--seed", 1, "--lr", 3)
 
 
 def test_second_run_in_a_folder_is_refused(tmp_path):
