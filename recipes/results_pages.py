@@ -55,7 +55,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("pages", type=Path, nargs="*", metavar="PAGE", help="some pages only (.md)")
-    parser.add_argument("--check", action="store_true", help="writes nothing; fails on a difference")
+    parser.add_argument(
+        "--check", action="store_true", help="writes nothing; fails on a difference"
+    )
     parser.add_argument("--figures", action="store_true", help="draws the pictures, too")
     options = parser.parse_args(argv)
     if options.check and options.figures:
