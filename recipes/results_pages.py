@@ -13,7 +13,7 @@ into the page, as Markdown or, with ``text``, as it was printed:
     <!-- text: recipes.bench.show docs/results/generation.json -->
     <!-- end -->
 
-    <!-- figure: recipes.bench.show docs/results/slow_link.json --plot docs/results/slow_link.png -->
+    <!-- figure: recipes.rate_quality docs/results/some.jsonl --plot docs/results/some.png -->
 """
 
 from __future__ import annotations
@@ -55,10 +55,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("pages", type=Path, nargs="*", metavar="PAGE", help="some pages only (.md)")
-    parser.add_argument(
-        "--check", action="store_true", help="writes nothing; fails on a difference"
-    )
-    parser.add_argument("--figures", action="store_true", help="draws the pictures, too")
+    parser.add_argument("--check", action="store_true", help="write nothing, fail on a difference")
+    parser.add_argument("--figures", action="store_true", help="draw the pictures, too")
     options = parser.parse_args(argv)
     if options.check and options.figures:
         parser.error("--check compares tables: give --figures without it")

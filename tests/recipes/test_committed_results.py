@@ -1,8 +1,8 @@
 """Figures and pictures of the committed results, which must come out as they always have.
 
-The tables stand in the pages beside the results (test_results_pages.py). What is expected of pictures
-lies in `committed/`; a change that is wanted: delete the file, run the test once (it fails, and
-leaves the new one), look at the pictures, commit it.
+The tables stand in the pages beside the results (test_results_pages.py). What is expected of
+pictures lies in `committed/`. A change that is wanted: delete the file, run the test once (it
+fails, and leaves the new one), look at the pictures, commit it.
 """
 
 import hashlib
