@@ -401,7 +401,8 @@ def plot(
                 (point.bits, max(point.cost, SMALLEST_COST)),
                 textcoords="offset points",
                 xytext=(10, -18),
-                bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 1, "alpha": 0.6},
+                zorder=1,  # behind all points, above the front
             )
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:g}")

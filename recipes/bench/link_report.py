@@ -200,6 +200,35 @@ def tables(figures: Sequence[Record]) -> str:
     return "\n\n".join((*parts, *prediction_lines(figures), LEGEND))
 
 
+def table_by_rate(figures: Sequence[Record]) -> str:
+    """Milliseconds a step, a table for each number of stages and a column for each rate."""
+    parts = []
+    for num_stages, rows in grouped(figures, lambda figure: figure["num_stages"]).items():
+        at_rate = grouped(rows, lambda figure: figure["rate_mbps"])
+        of = {(row["variant"], row["rate_mbps"]): row for row in rows}
+        lines = [
+            (name, *(_in_brief(of.get((name, rate)), own) for rate, own in at_rate.items()))
+            for name in dict.fromkeys(row["variant"] for row in rows)
+        ]
+        headers = ("ms a step", *map(rate_text, at_rate))
+        parts += [f"{num_stages} stages", tabulate(lines, headers, disable_numparse=True)]
+    compared = f"{TWO_BYTES}, by medians"
+    if not any(figure["variant"] == TWO_BYTES for figure in figures):
+        compared = f"{REFERENCE}, in the same repetition"
+    sizes = ", ".join(map(str, sorted({figure["n"] for figure in figures})))
+    return "\n\n".join((*parts, f"in brackets: times faster than {compared}; n = {sizes}"))
+
+
+def _in_brief(figure: Record | None, rows: Sequence[Record]) -> str:
+    """A step, and how many times faster than bf16 it is; than fp32 where that was not measured."""
+    if figure is None:
+        return "–"
+    faster = times_of(rows, TWO_BYTES, "seconds", figure)
+    if faster == "–":
+        faster = text(figure["speedup"], 1, ".2f")
+    return f"{text(figure['seconds'], 1e3, '.0f')} ({faster})"
+
+
 def _times(figure: Record, rows: Sequence[Record]) -> tuple[str, ...]:
     return (
         figure["variant"],

@@ -21,6 +21,7 @@ TRAFFIC_HEADERS: Final = (
     "variant",
     "kB a step, a host",
     "dense / own",
+    "below bf16",
     "gradients",
     "weights",
     "encode, ms",
@@ -37,8 +38,11 @@ TRAINING_HEADERS: Final = (
     "– dense",
     "MB, a host",
 )
+#: Sends fp32, each gradient once: about half of its bytes is what bf16 would take.
+UNCOMPRESSED: Final = "mpcomp none"
 LEGEND: Final = f"""\
 dense / own: of times in the same repetition, and of bytes; {REFERENCE} is dense
+below bf16: half of what {UNCOMPRESSED} sends, over own; bf16 itself was not measured
 ceiling: the dense step here over the dense step on unlimited links; what a variant reaches of it is
   the latter over its own step
 kB a step, a host: what its interface sent, headers included; gradients, weights: what mpcomp handed
@@ -81,7 +85,8 @@ def tables(result: Record) -> str:
     )
     parts = ["\n".join((title, *replica_report.dense_lines(result["dense"])))]
     parts.append(tabulate(map(replica_report.time_row, rows), TIME_HEADERS, disable_numparse=True))
-    traffic = [_traffic(row, rows[0]) for row in rows]
+    plain = next((row for row in rows if row["variant"] == UNCOMPRESSED), None)
+    traffic = [_traffic(row, rows[0], plain) for row in rows]
     parts.append(tabulate(traffic, TRAFFIC_HEADERS, disable_numparse=True))
     if result["trainings"]:
         parts.append(
@@ -94,13 +99,15 @@ def tables(result: Record) -> str:
     return "\n\n".join((*parts, legend))
 
 
-def _traffic(figure: Record, dense: Record) -> tuple[str, ...]:
+def _traffic(figure: Record, dense: Record, plain: Record | None) -> tuple[str, ...]:
     sent, of_dense = figure["host_bytes"], dense["host_bytes"]
+    of_bf16 = None if plain is None or sent is None else plain["host_bytes"] / 2
     times = ("encode_s", "wait_s", "decode_s", "gather_s")
     return (
         figure["variant"],
         scaled(sent, 1e-3, ".0f"),
         "–" if sent is None else f"{of_dense / sent:.2f}",
+        "–" if of_bf16 is None else f"{of_bf16 / sent:.1f}",
         scaled(figure["traffic_bytes"], 1e-3, ".0f"),
         scaled(figure["gather_traffic_bytes"], 1e-3, ".0f"),
         *(scaled(figure[name], 1e3, ".0f") for name in times),

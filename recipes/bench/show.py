@@ -1,6 +1,8 @@
 """The tables of results that a bench has written, once more; nothing is measured.
 
     python -m recipes.bench.show docs/results/slow_link.json docs/results/time_to_95.json
+    python -m recipes.bench.show docs/results/slow_link.json --by-rate
+    python -m recipes.bench.show docs/results/slow_replicas.json --plot slow_replicas.png
 
 For the files of `recipes.bench.slow_link`, `slow_replicas`, `slow_shards`, `generation`,
 `multi_level` and `conef_stability`. Those of studies are printed by the study, with ``--table``.
@@ -34,10 +36,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("results", type=Path, nargs="+", metavar="FILE", help="results (.json)")
+    add = parser.add_argument
+    add("results", type=Path, nargs="+", metavar="FILE", help="results (.json)")
+    add("--by-rate", action="store_true", help="slow_link's steps alone, a column for each rate")
+    add("--plot", type=Path, metavar="PNG", help="draws the picture of one file as well")
+    options = parser.parse_args(argv)
+    if options.plot is not None and len(options.results) > 1:
+        parser.error("--plot draws one file: give one")
     try:
-        for path in parser.parse_args(argv).results:
-            print(f"{path.name}\n\n{tables_of(json.loads(path.read_text()))}\n")
+        for path in options.results:
+            result = json.loads(path.read_text())
+            text = by_rate_of(result) if options.by_rate else tables_of(result)
+            print(f"{path.name}\n\n{text}\n")
+            if options.plot is not None:
+                plot(result, options.plot)
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
 
@@ -50,7 +62,7 @@ def tables_of(result: Any) -> str:
     """
     if not isinstance(result, dict):
         raise ValueError("a bench writes an object of JSON")
-    if "compute" in result and "steps" in result:
+    if _is_of_links(result):
         return link_report.tables(result["figures"])
     if "runs" in result:
         return generation.tables(result["figures"])
@@ -64,6 +76,37 @@ def tables_of(result: Any) -> str:
         rows = multi_level.table(result["methods"])
         return tabulate(rows, multi_level.HEADERS, disable_numparse=True)
     raise ValueError("these are not results of a bench; a study prints its own with --table")
+
+
+def by_rate_of(result: Any) -> str:
+    """The steps of a file of `recipes.bench.slow_link`, a column for each rate.
+
+    Raises:
+        ValueError: it is of another bench.
+    """
+    if not _is_of_links(result):
+        raise ValueError("--by-rate is for the results of recipes.bench.slow_link")
+    return link_report.table_by_rate(result["figures"])
+
+
+def plot(result: Any, path: Path) -> None:
+    """Draws the picture that the bench draws, into a PNG file.
+
+    Raises:
+        ValueError: the bench draws none.
+    """
+    if _is_of_links(result):
+        link_report.plot_steps(result["figures"], path)
+    elif "tried" in result:
+        replica_report.plot(result, path)
+    elif "trainings" in result:
+        shard_report.plot(result, path)
+    else:
+        raise ValueError("--plot is for results of slow_link, slow_replicas and slow_shards")
+
+
+def _is_of_links(result: Any) -> bool:
+    return "compute" in result and "steps" in result
 
 
 if __name__ == "__main__":
