@@ -11,12 +11,14 @@ from __future__ import annotations
 import argparse
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Generic, NoReturn, TypeVar
 
 import mpcomp
+from mpcomp.api.step_log import tensorboard_writer
 from mpcomp.data_parallel.network import PATHS
 from recipes import plots
 from recipes.config import LISTS, OPTIMIZERS, PRECISIONS, SMALL, AnyConfig
@@ -29,7 +31,7 @@ from recipes.training import Trainer
 AnyData = TypeVar("AnyData")
 
 # Not part of a run's configuration.
-OWN_OPTIONS: Final = ("out", "resume", "compare", "stop_after", "heal")
+OWN_OPTIONS: Final = ("out", "resume", "compare", "stop_after", "heal", "tensorboard")
 # May differ from machine to machine.
 MACHINE_OPTIONS: Final = ("data", "device", "threads")
 
@@ -93,6 +95,7 @@ class Parser(argparse.ArgumentParser):
         add("--keep", type=int, metavar="K", help="checkpoints (default 1, the last)")
         add("--heal", action="store_true", help="go on by itself after a process is killed")
         add("--stop-after", type=int, metavar="EPOCHS", help="stop early, to be resumed later")
+        add("--tensorboard", action="store_true", help="figures of each step, in the run folder")
         add("--compare", action="store_true", help="train without compression first, to compare")
         several = self.add_argument_group("several processes, under torchrun").add_argument
         several("--replicas", type=int, help="copies of the pipeline, each with part of a batch")
@@ -154,8 +157,12 @@ def _run(recipe: Recipe[AnyConfig, AnyData], argv: Sequence[str] | None) -> None
             )
         )
         stop_after = options.get("stop_after")
-        _check_same(ranks, {**config.to_json(), "compare": compare, "stop_after": stop_after})
-        runs = _train(recipe, config, folder, ranks, compare=compare, stop_after=stop_after)
+        logs = options.get("tensorboard", False)
+        own = {"compare": compare, "stop_after": stop_after, "tensorboard": logs}
+        _check_same(ranks, {**config.to_json(), **own})
+        runs = _train(
+            recipe, config, folder, ranks, compare=compare, stop_after=stop_after, logs=logs
+        )
         print(f"\n{table(runs, per_step=recipe.per_step)}\n\nrun folder: {folder.path}")
 
 
@@ -209,7 +216,7 @@ def _resumed(
     recipe: Recipe[AnyConfig, AnyData], options: Mapping[str, Any]
 ) -> tuple[RunFolder, AnyConfig, bool]:
     """The run to go on with, which keeps its configuration."""
-    if extra := sorted(set(options) - {"resume", "stop_after", "heal"}):
+    if extra := sorted(set(options) - {"resume", "stop_after", "heal", "tensorboard"}):
         given = ", ".join("--" + name.replace("_", "-") for name in extra)
         raise ValueError(
             f"--resume goes on with the configuration of {options['resume']}; drop {given}, or "
@@ -232,6 +239,18 @@ def _check_same(ranks: Ranks, options: Mapping[str, Any]) -> None:
                 )
 
 
+@contextmanager
+def _tensorboard(pipe: mpcomp.Pipeline, folder: RunFolder, ranks: Ranks) -> Iterator[None]:
+    """Has figures of each step written into the run folder, by the rank that writes it."""
+
+    def writer() -> Any:
+        return tensorboard_writer(folder.path / "tensorboard") if pipe.rank == 0 else None
+
+    with ranks.together(writer) or nullcontext() as written:
+        pipe.log_to(written)
+        yield
+
+
 def _train(
     recipe: Recipe[AnyConfig, AnyData],
     config: AnyConfig,
@@ -240,6 +259,7 @@ def _train(
     *,
     compare: bool,
     stop_after: int | None,
+    logs: bool,
 ) -> dict[str, Summary]:
     """The compressed run, after the uncompressed one where both are to be compared."""
     loaded = ranks.together(lambda: recipe.load(config))
@@ -259,7 +279,8 @@ def _train(
     runs: dict[str, Summary] = {}
     for trainer, (job, job_folder) in zip(trainers, jobs, strict=True):
         print(f"training with {job.label} -> {job_folder.path}", flush=True)
-        runs[job.label] = trainer.fit(job_folder, resume=True, stop_after=stop_after)
+        with _tensorboard(trainer.pipe, job_folder, ranks) if logs else nullcontext():
+            runs[job.label] = trainer.fit(job_folder, resume=True, stop_after=stop_after)
     print()
     trainers[-1].pipe.report(show=True)
     if compare and ranks.speaks:
