@@ -318,19 +318,19 @@ class _OfOneModel(Accelerator):  # type: ignore[misc]
         return model
 
     def gather(self, tensor: Any) -> Any:
-        """What every rank has already."""
+        """Values that every rank has already."""
         return tensor
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """What every rank has already; of the last batch's loss one for each of its rows."""
+        """Values that every rank has already; of the last batch's loss one for each of its rows."""
         return input_data if use_gather_object else super().gather_for_metrics(input_data)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """What every rank has already."""
+        """Values that every rank has already."""
         return tensor
 
     def pad_across_processes(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """What every rank has already."""
+        """Values that every rank has already."""
         return tensor
 
 

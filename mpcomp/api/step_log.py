@@ -18,7 +18,7 @@ __all__ = ["ScalarWriter", "StepLog", "tensorboard_writer"]
 
 
 class ScalarWriter(Protocol):
-    """What TensorBoard's SummaryWriter has."""
+    """A writer of numbers, as TensorBoard's SummaryWriter is one."""
 
     def add_scalar(self, tag: str, value: float, global_step: int) -> Any: ...
 
