@@ -11,12 +11,14 @@ from __future__ import annotations
 import argparse
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Generic, NoReturn, TypeVar
 
 import mpcomp
+from mpcomp.api.step_log import tensorboard_writer
 from mpcomp.data_parallel.network import PATHS
 from mpcomp.view.report import write_report
 from recipes import plots
@@ -30,9 +32,9 @@ from recipes.training import Trainer
 AnyData = TypeVar("AnyData")
 
 # Not part of a run's configuration.
-OWN_OPTIONS: Final = ("out", "resume", "compare", "stop_after", "heal", "trace")
+OWN_OPTIONS: Final = ("out", "resume", "compare", "stop_after", "heal", "trace", "tensorboard")
 # May be given with --resume.
-RESUMED_OPTIONS: Final = {"resume", "stop_after", "heal", "trace", "epochs"}
+RESUMED_OPTIONS: Final = {"resume", "stop_after", "heal", "trace", "tensorboard", "epochs"}
 # May differ from machine to machine.
 MACHINE_OPTIONS: Final = ("data", "device", "threads")
 
@@ -98,6 +100,7 @@ class Parser(argparse.ArgumentParser):
         add("--heal", action="store_true", help="go on by itself after a process is killed")
         add("--stop-after", type=int, metavar="EPOCHS", help="stop early, to be resumed later")
         add("--trace", type=int, metavar="STEPS", help="time what each rank does in so many steps")
+        add("--tensorboard", action="store_true", help="figures of each step, in the run folder")
         add("--compare", action="store_true", help="train without compression first, to compare")
         several = self.add_argument_group("several processes, under torchrun").add_argument
         several("--replicas", type=int, help="copies of the pipeline, each with part of a batch")
@@ -158,7 +161,7 @@ def _run(recipe: Recipe[AnyConfig, AnyData], argv: Sequence[str] | None) -> None
                 _resumed(recipe, options) if "resume" in options else _started(recipe, options, now)
             )
         )
-        how = {name: options.get(name) for name in ("stop_after", "trace")}
+        how = {name: options.get(name) for name in ("stop_after", "trace", "tensorboard")}
         check_at_least("trace", how["trace"], 1)
         _check_same(ranks, {**config.to_json(), "compare": compare, **how})
         runs = _train(recipe, config, folder, ranks, compare=compare, **how)
@@ -241,6 +244,18 @@ def _check_same(ranks: Ranks, options: Mapping[str, Any]) -> None:
                 )
 
 
+@contextmanager
+def _tensorboard(pipe: mpcomp.Pipeline, folder: RunFolder, ranks: Ranks) -> Iterator[None]:
+    """Has figures of each step written into the run folder, by the rank that writes it."""
+
+    def writer() -> Any:
+        return tensorboard_writer(folder.path / "tensorboard") if pipe.rank == 0 else None
+
+    with ranks.together(writer) or nullcontext() as written:
+        pipe.log_to(written)
+        yield
+
+
 def _train(
     recipe: Recipe[AnyConfig, AnyData],
     config: AnyConfig,
@@ -250,6 +265,7 @@ def _train(
     compare: bool,
     stop_after: int | None,
     trace: int | None,
+    tensorboard: bool | None,
 ) -> dict[str, Summary]:
     """The compressed run, after the uncompressed one where both are to be compared."""
     loaded = ranks.together(lambda: recipe.load(config))
@@ -270,7 +286,10 @@ def _train(
     runs: dict[str, Summary] = {}
     for trainer, (job, job_folder) in zip(trainers, jobs, strict=True):
         print(f"training with {job.label} -> {job_folder.path}", flush=True)
-        runs[job.label] = trainer.fit(job_folder, resume=True, stop_after=stop_after, trace=trace)
+        with _tensorboard(trainer.pipe, job_folder, ranks) if tensorboard else nullcontext():
+            runs[job.label] = trainer.fit(
+                job_folder, resume=True, stop_after=stop_after, trace=trace
+            )
     print()
     trainers[-1].pipe.report(show=True)
     if compare and ranks.speaks:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from stages.chain import Chain, expand, has_hooks, is_compiled, is_plain
 from stages.graph import Trace
-from stages.language_models import Decoder, is_causal_lm
+from stages.language_models import Decoder, is_causal_lm, is_pretrained
 from stages.stage import Origin, Piece, Stage
 
 
@@ -58,7 +58,19 @@ def line_of(model: nn.Module, names: Sequence[str] = ()) -> Line:
             f"{type(model).__name__} has an encoder, whose output all its decoder needs; "
             "language models of decoders alone can be cut"
         )
-    return Chain(model) if is_plain(model) else Trace(model, names)
+    if is_plain(model):
+        return Chain(model)
+    try:
+        return Trace(model, names)
+    except ValueError as error:
+        if is_pretrained(model):
+            raise ValueError(
+                f"{type(model).__name__} cannot be cut: of transformers' models, causal language "
+                "models (AutoModelForCausalLM) can, but encoders, classifiers and image models "
+                "cannot; write an nn.Sequential of its embeddings, layers and head, or train it "
+                "whole in replicas with mpcomp.compress_gradients"
+            ) from error
+        raise
 
 
 def blocks(model: nn.Module, sample: object = None) -> list[Block]:

@@ -92,11 +92,35 @@ class OriginalNames(nn.Module):
             yield from stage.named_buffers(prefix, recurse, remove_duplicate)
 
     def to(self, *args: Any, **kwargs: Any) -> OriginalNames:
-        """Changes the dtype. Devices are the pipeline's: ``pipeline(..., devices=...)``."""
-        device = torch._C._nn._parse_to(*args, **kwargs)[0]
-        if device is not None:
+        """Changes the dtype. Devices are the pipeline's: ``pipeline(..., devices=...)``.
+
+        A device is accepted where all is there already, as tools move every model that they get.
+
+        Raises:
+            TypeError: a device on which not all stages of this rank are.
+        """
+        device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+        if device is None:
+            return super().to(*args, **kwargs)
+        elsewhere = {str(t.device) for t in (*self.parameters(), *self.buffers())}
+        elsewhere = {name for name in elsewhere if not _same_device(torch.device(name), device)}
+        if elsewhere:
             raise TypeError(
-                "stages live on the devices given to mpcomp.pipeline(..., devices=...); "
-                "only the dtype can be changed here"
+                f"to({str(device)!r}), but stages are on {', '.join(sorted(elsewhere))}: they live "
+                "on the devices given to mpcomp.pipeline(..., devices=...), and only the dtype can "
+                "be changed here"
             )
-        return super().to(*args, **kwargs)
+        if dtype is not None:
+            super().to(dtype)
+        if memory_format is not None:
+            super().to(memory_format=memory_format)  # type: ignore[call-overload]
+        return self
+
+
+def _same_device(one: torch.device, asked: torch.device) -> bool:
+    """Whether ``asked`` names ``one``; without a number it is the current one of its type."""
+    if one.type != asked.type or one.index is None:
+        return one.type == asked.type
+    if asked.index is None and asked.type == "cuda":
+        return one.index == torch.cuda.current_device()
+    return asked.index is None or asked.index == one.index

@@ -25,6 +25,7 @@ from mpcomp.api.memory_estimate import state_bytes
 from mpcomp.api.original_names import OriginalNames
 from mpcomp.api.report import print_report, report_of
 from mpcomp.api.scaling import check_without_gradients, gradients_overflowed, overflow_gradients
+from mpcomp.api.step_log import ScalarWriter, StepLog
 from mpcomp.api.step_sync import bytes_sent, finish_step, raise_if_nonfinite
 from mpcomp.api.tracing import Tracing
 from mpcomp.api.weights import whole_again
@@ -128,6 +129,7 @@ class Pipeline(OriginalNames):
         self.evaluated_s = 0.0
         #: Of the last steps on this rank: seconds, and of these waiting for messages.
         self.step_times: deque[tuple[float, float]] = deque(maxlen=100)
+        self._step_logs: list[StepLog] = []
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Pipeline:
         self.engine.forget_shapes()  # dtypes may change
@@ -159,6 +161,48 @@ class Pipeline(OriginalNames):
     def num_replicas(self) -> int:
         """Number of pipelines."""
         return self.mesh.num_replicas
+
+    # -- tools that expect a plain model ------------------------------------------------------
+
+    @property
+    def config(self) -> Any:
+        """The configuration of a model of transformers.
+
+        Raises:
+            AttributeError: the model has none.
+        """
+        return self.cut_stages[0].original.config
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> Any:
+        # DistributedDataParallel asks for this before anything else, and accelerate and Lightning
+        # wrap what they are given in it. It would compare the parameters of stages as if they
+        # were copies, and say that their number differs.
+        raise TypeError(
+            "a pipeline in DistributedDataParallel, which accelerate's prepare and Lightning's "
+            "strategy 'ddp' wrap models in: ranks hold stages, not copies, of the model. Leave the "
+            "pipeline out of prepare and setup (prepare the optimizer and the loader alone), take "
+            "mpcomp.hf.PipelineTrainer for transformers, and mpcomp.pipeline(..., replicas=n) for "
+            "copies"
+        )
+
+    def log_to(self, writer: ScalarWriter | Callable[..., Any] | None, *, every: int = 1) -> None:
+        """Writes figures of `forward_backward`'s steps from now on; every rank calls it.
+
+        They are the loss, seconds and bytes of a step, and per cut and direction the bytes, the
+        ratio of them to dense ones, and the fidelity. The first rank writes; that of the others
+        may be None.
+
+        Args:
+            writer: has ``add_scalar(tag, value, step)``, as TensorBoard's SummaryWriter, or is
+                called with a mapping and ``step=``, as ``wandb.log``.
+            every: steps from one entry to the next; of bytes and seconds it has the mean.
+
+        Raises:
+            TypeError: a writer that is neither.
+            ValueError: ``every`` is no positive whole number.
+        """
+        self._step_logs.append(StepLog(writer, every, self.mesh, self.links))
 
     # -- messages -----------------------------------------------------------------------------
 
@@ -353,6 +397,8 @@ class Pipeline(OriginalNames):
         seconds = time.perf_counter() - begin
         self.step_times.append((seconds, waited))
         self.trained_s += seconds
+        for log in self._step_logs:
+            log.step(self.num_steps - 1, float(total))
         return total
 
     def evaluate(self, loader: Iterable[Any], metric: Metric | None = None) -> Any:

@@ -12,18 +12,24 @@ from stages.hints import listing, nearest
 from stages.stage import ancestors
 
 
-def is_causal_lm(model: nn.Module) -> bool:
-    """Whether `model` is a language model of transformers, or one that peft has wrapped."""
+def is_pretrained(model: nn.Module) -> bool:
+    """Whether `model` is one of transformers, or one that peft has wrapped."""
     # It cannot be one where transformers has never been imported; importing it takes seconds.
     transformers = sys.modules.get("transformers")
-    if transformers is None:
+    return transformers is not None and isinstance(
+        unwrapped(model)[1], transformers.PreTrainedModel
+    )
+
+
+def is_causal_lm(model: nn.Module) -> bool:
+    """Whether `model` is a language model of transformers, or one that peft has wrapped."""
+    if not is_pretrained(model):
         return False
-    inner = unwrapped(model)[1]
+    inner: Any = unwrapped(model)[1]
     return (
-        isinstance(inner, transformers.PreTrainedModel)
-        and not inner.config.is_encoder_decoder
+        not inner.config.is_encoder_decoder
         and inner.get_output_embeddings() is not None
-        and inner.can_generate()  # a masked language model has a head as well
+        and bool(inner.can_generate())  # a masked language model has a head as well
     )
 
 

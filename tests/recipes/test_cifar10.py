@@ -116,6 +116,17 @@ def test_resume_keeps_its_configuration(tmp_path):
     assert "drop --lr, --seed" in error_of("--resume", tmp_path, "--seed", 1, "--lr", 3)
 
 
+def test_tensorboard_has_each_step(tmp_path):
+    pytest.importorskip("tensorboard", reason="TensorBoard comes with mpcomp[tensorboard]")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    cifar10.main([*TINY, "--epochs", "1", "--tensorboard", "--out", str(tmp_path / "run")])
+    read = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    sent = [event.value for event in read.Scalars("bytes")]
+    assert len(sent) > 1 and sum(sent) == summary["wire_bytes"]
+
+
 def test_second_run_in_a_folder_is_refused(tmp_path):
     cifar10.main([*TINY, "--epochs", "1", "--out", str(tmp_path)])
     assert "holds a run already" in error_of(*TINY, "--out", tmp_path)
