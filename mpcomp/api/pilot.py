@@ -123,7 +123,9 @@ def compare(
     with (
         undone(mesh, pilot.model, optimizer, pilot.scaler, data) as start,
         warnings.catch_warnings(),
-        tqdm(total=len(pairs), unit="method", leave=False, disable=mesh.rank > 0 or not show) as bar,
+        tqdm(
+            total=len(pairs), unit="method", leave=False, disable=mesh.rank > 0 or not show
+        ) as bar,
     ):
         # A link's own warning of a large error: the table has it.
         warnings.filterwarnings("ignore", message=".*what arrives is wrong by")
