@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> None:
         module.name
         for module in pkgutil.iter_modules(folders)
         if not module.ispkg
-        and '__name__ == "__main__"' in Path(folders[0], f"{module.name}.py").read_text()
+        and '\nif __name__ == "__main__":' in Path(folders[0], f"{module.name}.py").read_text()
     )
     if options.recipe not in known:
         raise ValueError(
