@@ -12,7 +12,7 @@ from mpcomp.comm.mesh import Mesh
 from mpcomp.core.loss import num_terms, with_target
 from mpcomp.core.microbatch import map_tensors
 
-__all__ = ["Metric", "evaluating", "mean_over"]
+__all__ = ["Metric", "evaluating", "mean_over", "pair_of"]
 
 Metric = Callable[[Tensor, Any], Any]
 
@@ -40,7 +40,7 @@ def mean_over(
     terms = 0
     judged, named = False, True
     for item in loader:
-        outputs, targets = infer(*with_target(*_pair_of(item)))
+        outputs, targets = infer(*with_target(*pair_of(item)))
         for output, part in zip(outputs, targets, strict=bool(outputs)):
             judged = True
             with mesh.failing_together("metric"):  # others wait for its value
@@ -66,8 +66,12 @@ def mean_over(
     return result if found[0][2] else result[""]
 
 
-def _pair_of(item: object) -> tuple[Any, Any]:
-    """Batch and target that a loader yielded; no target of a mapping, which has its labels."""
+def pair_of(item: object, caller: str = "evaluate") -> tuple[Any, Any]:
+    """Batch and target that a loader yielded; no target of a mapping, which has its labels.
+
+    Raises:
+        TypeError: it yielded something else; ``caller`` is named.
+    """
     if isinstance(item, Mapping):
         return item, None
     if not isinstance(item, Sequence) or isinstance(item, str) or len(item) < 2:
@@ -75,7 +79,7 @@ def _pair_of(item: object) -> tuple[Any, Any]:
         if isinstance(item, Sequence) and not isinstance(item, str):
             shape = f" of length {len(item)}"
         raise TypeError(
-            f"evaluate: the loader yielded a {type(item).__name__}{shape}: expected pairs (batch, "
+            f"{caller}: the loader yielded a {type(item).__name__}{shape}: expected pairs (batch, "
             "target), or mappings with 'labels'. For one batch pass [(x, y)]; for outputs alone "
             "call pipe(x) under torch.no_grad()"
         )

@@ -1,9 +1,12 @@
-"""The pay-off of compression here: a run's own step, simulated with and without it.
+"""The pay-off of compression: a run's own step, simulated with and without it.
 
 What stages compute, what cuts code and send, and how fast the links are has been measured while the
 run went on. With that a step is simulated (`mpcomp.plan`) as it is, as it would be with bf16 at the
 cuts, and as it would be without any compression. Simulated times are compared with each other, so
 that what a simulation leaves out (the engine's own work, a busy machine) is in both.
+
+One process has no links to be slow. There the question is on which links the same stages, each on
+a machine like this one, would gain by it.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from mpcomp.plan.curve import LONGEST, RATES, break_even_mbps, rate_text, time_t
 from mpcomp.plan.network import FIRST_WINDOW
 from mpcomp.plan.planner import at_rate
 
-__all__ = ["CutTimes", "PayOff", "RankTimes"]
+__all__ = ["CutTimes", "PayOff", "RankTimes", "Simulation"]
 
 #: A backward takes about twice as long as its forward.
 _FORWARD_SHARE = 1 / 3
@@ -68,7 +71,7 @@ class PayOff:
     Attributes:
         step_s: measured, the slowest rank's.
         busy_s: computing and coding of the busiest rank.
-        coding_s: the most that a rank spends encoding and decoding.
+        coding_s: the most that a rank spends encoding and decoding; of one process, all of it.
         wire_bytes: of the busiest link in one direction.
         dense_bytes: what that link would carry uncompressed.
         bandwidth_mbps: of the slowest link, measured; None if unknown.
@@ -77,6 +80,7 @@ class PayOff:
         bf16_step_s: what a step that sends bf16 would take; None likewise.
         break_even_mbps: bandwidth above which compression gains nothing over bf16; None if that is
             above all rates that occur, or the pipeline is too long to simulate at all of them.
+        in_one_process: whether the stages have only been simulated as on machines of their own.
     """
 
     step_s: float
@@ -88,6 +92,7 @@ class PayOff:
     uncompressed_step_s: float | None
     bf16_step_s: float | None
     break_even_mbps: float | None
+    in_one_process: bool = False
 
     @classmethod
     def of(
@@ -97,6 +102,7 @@ class PayOff:
         *,
         chunks: int,
         in_flight: int | None = None,
+        alone_s: float | None = None,
     ) -> PayOff:
         """The estimate.
 
@@ -105,12 +111,13 @@ class PayOff:
             cuts: between them.
             chunks: microbatches of a step.
             in_flight: microbatches under way on the first stage.
+            alone_s: seconds of a step where all stages are in one process.
         """
-        step = max(times.step_s for times in ranks)
+        step = alone_s or max(times.step_s for times in ranks)
         # Dense bytes and those on the wire of the direction that has most to carry.
         busiest = max(pair for cut in cuts for pair in zip(cut.dense, cut.wire, strict=True))
         rates = [cut.link[0] for cut in cuts if cut.link is not None]
-        simulation = _Simulation(ranks, cuts, chunks, in_flight)
+        simulation = Simulation(ranks, cuts, chunks, in_flight)
         dense = bf16 = None
         if rates:
             own = simulation.seconds(simulation.network, simulation.compressed)
@@ -121,13 +128,14 @@ class PayOff:
         return cls(
             step_s=step,
             busy_s=max(times.step_s - times.waited_s for times in ranks),
-            coding_s=max(times.coding_s for times in ranks),
+            coding_s=(max if alone_s is None else sum)(times.coding_s for times in ranks),
             wire_bytes=chunks * busiest[1],
             dense_bytes=chunks * busiest[0],
             bandwidth_mbps=min(rates) if rates else None,
             uncompressed_step_s=dense,
             bf16_step_s=bf16,
             break_even_mbps=simulation.break_even_mbps(),
+            in_one_process=alone_s is not None,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -141,6 +149,8 @@ class PayOff:
             f"coding; the busiest link carries {self.wire_bytes / 1e6:.3f} MB a step one way, "
             f"{self.dense_bytes / 1e6:.3f} MB dense"
         ]
+        if self.in_one_process:
+            lines += self._of_machines()
         if self.bandwidth_mbps is None:
             return lines
         assert self.uncompressed_step_s is not None and self.bf16_step_s is not None
@@ -156,8 +166,19 @@ class PayOff:
         )
         return lines
 
+    def _of_machines(self) -> list[str]:
+        """A sentence on the same stages on machines of their own, where it is known."""
+        above = self.break_even_mbps
+        if above is None:
+            return []
+        gains = f"links below {rate_text(above)}" if above else "no link"
+        return [
+            "in one process no link is slow; with each stage on a machine like this one this "
+            f"compression gains over bf16 at the cuts on {gains}"
+        ]
 
-class _Simulation:
+
+class Simulation:
     """A run's step, to be simulated with other messages and on other links."""
 
     def __init__(

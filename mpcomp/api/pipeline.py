@@ -7,7 +7,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,14 @@ from torch import Tensor, nn
 
 import stages as staging
 from mpcomp import checkpoint
+from mpcomp.api.comparison import Comparison
 from mpcomp.api.equal_copies import EqualCopies
 from mpcomp.api.evaluation import Metric, evaluating, mean_over
 from mpcomp.api.generation import generate
 from mpcomp.api.loss_probe import measure_losses
 from mpcomp.api.memory_estimate import state_bytes
 from mpcomp.api.original_names import OriginalNames
+from mpcomp.api.pilot import MethodPair, Pilot, compare
 from mpcomp.api.report import print_report, report_of
 from mpcomp.api.scaling import check_without_gradients, gradients_overflowed, overflow_gradients
 from mpcomp.api.step_log import ScalarWriter, StepLog
@@ -46,6 +48,12 @@ from mpcomp.links.link import Link
 from mpcomp.links.tied_weights import TiedWeights
 
 __all__ = ["LossFn", "Metric", "Pipeline"]
+
+#: Attributes in which steps leave something, beside links, weights and generators.
+_LEFT_BY_STEPS = (
+    *("adaptation", "_copies", "step_times", "num_steps", "step_skipped", "_bytes_of_all"),
+    *("_open", "_began", "_warmup_steps"),
+)
 
 
 class Pipeline(OriginalNames):
@@ -575,6 +583,93 @@ class Pipeline(OriginalNames):
     def uncompressed(self) -> Any:
         """A context within which everything goes dense."""
         return self.compressed(act=False, grad=False, dp=False)
+
+    # -- a pilot ------------------------------------------------------------------------------
+
+    def compare(
+        self,
+        methods: Sequence[MethodPair] | None = None,
+        *,
+        data: Iterable[Any],
+        batches: int = 20,
+        optimizer: torch.optim.Optimizer | None = None,
+        mbps: float | None = None,
+        latency_ms: float = 0.0,
+        floor: float = 1.0,
+        seconds: float = 60.0,
+        show: bool = True,
+    ) -> Comparison:
+        """Tries methods at the cuts on this model and data, and recommends one.
+
+        Each runs over the same batches from the same state; afterwards weights, gradients, the
+        optimizer's state, generators and links are as before, bit for bit. Every rank calls it.
+
+        Args:
+            methods: spec strings for both directions, or pairs (activations, gradients); by
+                default those that were studied for such models. "none" and "bf16" are added.
+            data: yields batches as `evaluate` takes them; a third entry is taken for sample ids.
+            batches: the most that are taken of it.
+            optimizer: with one, each method trains over the batches; without one weights stay, and
+                the gradients of all batches together are compared.
+            mbps: Mbit/s of links between machines, one for each stage, on which a step is
+                predicted.
+            latency_ms: of these links, one way.
+            floor: the most that what is recommended may raise the loss by, in %.
+            seconds: that it may take, about; with less time fewer batches are used.
+            show: print a table and the recommendation (on the first rank).
+
+        Raises:
+            ValueError: replicas, no batch, an unknown method, or a number that makes no sense.
+            TypeError: an optimizer that is none of torch's, or data of another form.
+        """
+        self._finish_step()
+        pilot = Pilot(
+            model=self,
+            boundaries=self.boundaries,
+            engine=self.engine,
+            scaler=self.scaler,
+            is_language_model=self.cut_stages[0].is_causal_lm,
+            forward_backward=self.forward_backward,
+            crossed_by=self._crossed_by,
+            step_times=lambda: self.step_times,
+        )
+        return compare(
+            pilot,
+            methods,
+            data=data,
+            batches=batches,
+            optimizer=optimizer,
+            mbps=mbps,
+            latency_ms=latency_ms,
+            floor=floor,
+            seconds=seconds,
+            show=show,
+        )
+
+    @contextmanager
+    def _crossed_by(self, boundaries: Sequence[Boundary]) -> Iterator[None]:
+        """Within it the links of other boundaries are used, and nothing is left of its steps.
+
+        Weights and generators apart.
+        """
+        before = {name: getattr(self, name) for name in _LEFT_BY_STEPS}
+        mesh = self.mesh
+        with ExitStack() as stack:
+            for own, other in zip(self.boundaries, boundaries, strict=True):
+                stack.enter_context(own.crossed_by(other))
+            for tie in self.ties:
+                stack.enter_context(tie.crossed_anew())
+            self._warmup_steps = 0
+            self._copies = EqualCopies(mesh, self.links, self.ties, (), enabled=False)
+            self.step_times = deque(maxlen=self.step_times.maxlen)
+            self.adaptation = Adaptation(
+                self.links, num_ranks=mesh.num_ranks, num_replicas=mesh.num_replicas
+            )
+            try:
+                yield
+            finally:
+                for name, value in before.items():
+                    setattr(self, name, value)
 
     # -- figures of the run ------------------------------------------------------------------------
 

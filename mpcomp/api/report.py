@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 from tabulate import tabulate
 
-from mpcomp.api.payoff import CutTimes, PayOff, RankTimes
+from mpcomp.api.payoff import PayOff
+from mpcomp.api.step_costs import chunks_of, cut_times, stage_times
 from mpcomp.core.traffic import Traffic
 from mpcomp.data_parallel.exchange import Exchange
 from mpcomp.engines.base import Engine
 from mpcomp.links.adaptation import Adaptation
 from mpcomp.links.link import Link
-from mpcomp.plan import Coding, Messages
 
 __all__ = ["print_report", "report_of"]
 
@@ -57,6 +57,7 @@ def report_of(
         "links": [{p: t.to_state() for p, t in link.meter.phases.items()} for link in links],
         "times": _times_of(links, step_times, num_steps),
         "replicas": _replicas_of(exchange),
+        "shares": engine.stage_shares(),
     }
     found = mesh.all_gather_object(own)
     wire_bytes, dense_bytes = bytes_sent
@@ -150,63 +151,35 @@ def _payoff(
 ) -> dict[str, Any] | None:
     """Whether compression pays; None where there is nothing to say.
 
-    That is in one process, which has no links to be slow, before anything has been sent, and with
-    several stages a rank, as such steps are not simulated.
+    That is before anything has been sent, on accelerators in one process, whose clocks are not
+    its own, and with several stages a rank, as such steps are not simulated.
     """
-    num_ranks = engine.mesh.num_in_pipeline
+    num_ranks, shares = engine.mesh.num_in_pipeline, engine.stage_shares()
     directions = [i for i, entry in enumerate(boundaries) if entry["direction"] in ("act", "grad")]
-    if num_ranks == 1 or len(directions) != 2 * (num_ranks - 1):
+    num_stages = len(shares) if num_ranks == 1 else num_ranks
+    # Every rank must probe, if one does: they tell each other that they have one stage.
+    if not all(rank["shares"] for rank in found) or len(directions) != 2 * (num_stages - 1):
         return None
-    ways = [_Way.of([rank["links"][i]["train"] for rank in found]) for i in directions]
-    if not (all(ways) and all(rank["times"] for rank in found)):
+    links = [[rank["links"][i]["train"] for rank in found] for i in directions]
+    if (
+        not all(rank["times"] for rank in found)
+        or cut_times(links, [None] * (num_stages - 1)) is None
+    ):
         return None
-    probed = engine.probe()
-    known = [way for way in ways if way is not None]
-    cuts = [
-        CutTimes(
-            Coding(act.encode_s, act.decode_s, grad.encode_s, grad.decode_s),
-            Messages(act.wire_bytes, grad.wire_bytes),
-            Messages(act.dense_bytes, grad.dense_bytes),
-            link,
-        )
-        for act, grad, link in zip(known[::2], known[1::2], probed, strict=True)
-    ]
-    ranks = [
-        # Of replicas the one whose step takes longest.
-        RankTimes(*max(rank["times"] for rank in found[place::num_ranks]))
-        for place in range(num_ranks)
-    ]
+    alone = num_ranks == 1
+    cuts = cut_times(links, [None] * (num_stages - 1) if alone else engine.probe())
+    assert cuts is not None
+    chunks = chunks_of(links, num_steps)
+    # Of replicas the one whose step takes longest.
+    times = [max(rank["times"] for rank in found[place::num_ranks]) for place in range(num_ranks)]
     model = PayOff.of(
-        ranks, cuts, chunks=round(known[0].messages / num_steps), in_flight=engine.in_flight
+        stage_times(times, shares, cuts, chunks),
+        cuts,
+        chunks=chunks,
+        in_flight=engine.in_flight,
+        alone_s=times[0][0] if alone else None,
     )
     return {**model.to_dict(), "says": model.sentences()}
-
-
-class _Way(NamedTuple):
-    """One direction of a cut, for one message."""
-
-    messages: int
-    wire_bytes: float
-    dense_bytes: float
-    encode_s: float
-    decode_s: float
-
-    @classmethod
-    def of(cls, states: Sequence[Mapping[str, Any]]) -> _Way | None:
-        """The figures of what all ranks have counted; None if nothing was sent."""
-        senders = [state for state in states if state["messages"]]
-        if not senders:
-            return None
-        messages = senders[0]["messages"]
-        total = sum(state["messages"] for state in senders)
-        others = (state["seconds"] for state in states if not state["messages"])
-        return cls(
-            messages,
-            sum(state["wire_bytes"] for state in senders) / total,
-            sum(state["dense_bytes"] for state in senders) / total,
-            max(state["seconds"] for state in senders) / messages,
-            max(others, default=0.0) / messages,
-        )
 
 
 def print_report(report: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ import stages
 from mpcomp.core.loss import CausalLMLoss
 from mpcomp.core.spec import closest
 
-__all__ = ["Candidate", "candidate"]
+__all__ = ["Candidate", "candidate", "function_named"]
 
 IMAGES: Final[Mapping[str, Callable[[], nn.Module]]] = {
     "resnet18": stages.resnet18,
@@ -131,8 +131,12 @@ def _language_model(name: str, config: Mapping[str, Any]) -> tuple[nn.Module, st
         return made, "scratch"
 
 
-def _own(name: str, rows: int) -> Candidate:
-    """The model of a function ``module:function``."""
+def function_named(name: str) -> Callable[..., Any]:
+    """The function ``module:function`` or ``file.py:function``.
+
+    Raises:
+        ValueError: there is none.
+    """
     where, _, function = name.rpartition(":")
     if where.endswith(".py"):
         # A name that no module has: one that is imported already keeps its place.
@@ -150,7 +154,12 @@ def _own(name: str, rows: int) -> Candidate:
     make = getattr(module, function, None)
     if not callable(make):
         raise ValueError(f"{name}: {where} has no function {function}")
-    made = make(rows)
+    return cast(Callable[..., Any], make)
+
+
+def _own(name: str, rows: int) -> Candidate:
+    """The model of a function ``module:function``."""
+    made = function_named(name)(rows)
     if not (isinstance(made, Sequence) and len(made) == 2 and isinstance(made[0], nn.Module)):
         raise ValueError(f"{name} gave a {type(made).__name__}: expected (model, microbatch)")
     model, sample = made

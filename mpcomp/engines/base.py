@@ -95,6 +95,10 @@ class Engine(ABC):
         """(Mbit/s, round trip in seconds) of each cut; None where nothing leaves the rank."""
         return []
 
+    def stage_shares(self) -> list[float]:
+        """Shares that the stages here have of this rank's computing; empty if that is not known."""
+        return []
+
     def forget_shapes(self) -> None:  # noqa: B027  (nothing is known ahead in one process)
         """Finds out anew what crosses the cuts, as dtypes have changed."""
 

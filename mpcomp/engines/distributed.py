@@ -300,6 +300,9 @@ class DistributedEngine(Engine):
             slowest.append(min(known) if known else None)
         return slowest
 
+    def stage_shares(self) -> list[float]:
+        return [1.0] if len(self._stages) == 1 else []
+
     def device_of(self, stage: int) -> torch.device:
         return self.device
 

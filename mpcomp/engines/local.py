@@ -129,6 +129,13 @@ class LocalEngine(Engine):
     def device_of(self, stage: int) -> torch.device:
         return self.devices[stage]
 
+    def stage_shares(self) -> list[float]:
+        # A backward is long where its forward is. An accelerator's clock is not this process's.
+        seconds = [runner.forward_s for runner in self._runners]
+        if any(device.type != "cpu" for device in self.devices) or not sum(seconds):
+            return []
+        return [each / sum(seconds) for each in seconds]
+
 
 class _Microbatch(Batch):
     """torchgpipe's batch, which also knows which one it is and takes any value.

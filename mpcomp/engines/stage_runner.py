@@ -6,6 +6,7 @@ drawn from (seed, step, stage, microbatch), and, if asked, its activations recom
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -89,6 +90,9 @@ class StageRunner:
         device: where it lives.
         recompute: drop its inner activations and compute them again in backward.
         seed: of the run.
+
+    Attributes:
+        forward_s: seconds of this process in forward passes with gradients so far.
     """
 
     def __init__(
@@ -99,6 +103,7 @@ class StageRunner:
         self.device = device
         self._recompute = recompute
         self._seed = seed
+        self.forward_s = 0.0
 
     def inputs(self, batch: Any) -> Any:
         """The part of a microbatch that this stage needs, on its device."""
@@ -118,6 +123,15 @@ class StageRunner:
             autocast: of the caller.
         """
 
+        begin = time.perf_counter()
+        output = self._output(value, beside, step, microbatch, autocast)
+        if torch.is_grad_enabled():
+            self.forward_s += time.perf_counter() - begin
+        return output
+
+    def _output(
+        self, value: Any, beside: Mapping[str, Any], step: int, microbatch: int, autocast: Autocast
+    ) -> Tensor:
         def run(value: Any) -> Tensor:
             with self._randomness(step, microbatch), autocast.enter():
                 output = call(self.stage, value, beside)

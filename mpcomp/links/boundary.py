@@ -7,6 +7,8 @@ All engines carry tensors over a cut by a `ConnectedBoundary`; only channels dif
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -45,6 +47,21 @@ class Boundary:
     def links(self) -> tuple[Link, Link]:
         """Activations, gradients."""
         return self.act, self.grad
+
+    @contextmanager
+    def crossed_by(self, other: Boundary) -> Iterator[None]:
+        """Within it the links of another boundary, which is used up, carry what crosses this one.
+
+        No step may be open, here or at the end of it.
+        """
+        for new, own in zip(other.links, self.links, strict=True):
+            new.stand_where(own)
+        before = vars(self).copy()
+        vars(self).update(vars(other))
+        try:
+            yield
+        finally:
+            vars(self).update(before)
 
     def send_activation(self, x: Tensor, step: Step, microbatch: int) -> Tensor:
         """The message for an activation (earlier stage's side)."""

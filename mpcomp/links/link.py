@@ -176,6 +176,27 @@ class Link:
         self._step: Step | None = None
         self._plans: dict[tuple[Side, int], Plan] = {}
 
+    def stand_where(self, other: Link) -> None:
+        """Takes the place of another link between two stages."""
+        self.on_wire, self.defers_nonfinite = other.on_wire, other.defers_nonfinite
+
+    def renewed(self) -> Link:
+        """A link like this one that has sent nothing yet, beyond its warm-up."""
+        seed, replica, boundary, direction = self._seed
+        link = Link(
+            self.method,
+            boundary=boundary,
+            direction=direction,
+            seed=seed,
+            replica=replica,
+            ends=(self.sender_stage, self.receiver_stage),
+            name=self.name,
+            adaptive=None if self.adaptive is None else self.adaptive.fresh(),
+            checked=self.checked,
+        )
+        link.stand_where(self)
+        return link
+
     @property
     def ends(self) -> dict[str, EndState]:
         """The ends made so far, by role; a method that remembers nothing has none."""

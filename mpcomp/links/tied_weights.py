@@ -88,6 +88,17 @@ class TiedWeights:
             channels = LocalChannel(self.here[1].device), LocalChannel(self.here[0].device)
         self._channels = channels or ()
 
+    @contextmanager
+    def crossed_anew(self) -> Iterator[None]:
+        """Within it links that have sent nothing yet stand in for those here, and are then gone."""
+        before, failed = self.links, self.failed
+        first, last = before
+        self.links = first.renewed(), last.renewed()
+        try:
+            yield
+        finally:
+            self.links, self.failed = before, failed
+
     @property
     def trains(self) -> bool:
         """Whether there is a copy here that gathers gradients."""

@@ -84,3 +84,22 @@ def test_evaluation_with_compression_off_is_counted_apart(pipe, capsys):
     assert entry["eval"]["ratio"] < 0.6 and entry["eval_off"]["ratio"] > 1
     assert entry["eval"]["messages"] == entry["eval_off"]["messages"] == 2
     assert "eval, off" in capsys.readouterr().out
+
+
+def test_one_process_says_on_which_links_it_would_pay(capsys):
+    """No link is slow there; with a machine for each stage some would be."""
+    pipe = mpcomp.pipeline(
+        mlp(), 2, split=MLP_SPLIT, act_comp="topk:0.05", grad_comp="topk:0.05",
+        loss_fn=F.cross_entropy,
+    )  # fmt: skip
+    x, y = rows(4000)
+    for _ in range(3):
+        pipe.forward_backward(x, y)
+    payoff = pipe.report()["payoff"]
+    assert payoff["in_one_process"] and payoff["bandwidth_mbps"] is None
+    step, machines = payoff["says"]
+    assert step in (out := capsys.readouterr().out) and machines in out
+    assert "with each stage on a machine like this one" in machines
+    assert payoff["break_even_mbps"] > 0 and "on links below" in machines
+    assert 0 < payoff["busy_s"] < payoff["step_s"] > payoff["coding_s"] > 0
+    assert payoff["wire_bytes"] < payoff["dense_bytes"] == 4000 * 19 * 4

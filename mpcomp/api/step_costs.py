@@ -1,0 +1,106 @@
+"""The costs of a step, from what ranks have metered: what stages compute, what cuts code and send.
+
+In one process all stages take turns, so a stage's part is that of its forward passes, and the
+coding of a link is shared out evenly between its two ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from mpcomp.api.payoff import CutTimes, RankTimes
+from mpcomp.plan import Coding, Messages
+
+__all__ = ["chunks_of", "cut_times", "stage_times"]
+
+
+class _Way(NamedTuple):
+    """One direction of a cut, for one message."""
+
+    messages: int
+    wire_bytes: float
+    dense_bytes: float
+    encode_s: float
+    decode_s: float
+
+    @classmethod
+    def of(cls, states: Sequence[Mapping[str, Any]]) -> _Way | None:
+        """The figures of what all ranks have counted; None if nothing was sent."""
+        senders = [state for state in states if state["messages"]]
+        if not senders:
+            return None
+        messages = senders[0]["messages"]
+        total = sum(state["messages"] for state in senders)
+        encode_s = max(state["seconds"] for state in senders) / messages
+        if len(states) == 1:
+            encode_s = decode_s = encode_s / 2
+        else:
+            others = (state["seconds"] for state in states if not state["messages"])
+            decode_s = max(others, default=0.0) / messages
+        return cls(
+            messages,
+            sum(state["wire_bytes"] for state in senders) / total,
+            sum(state["dense_bytes"] for state in senders) / total,
+            encode_s,
+            decode_s,
+        )
+
+
+def cut_times(
+    links: Sequence[Sequence[Mapping[str, Any]]],
+    probed: Sequence[tuple[float, float] | None],
+) -> list[CutTimes] | None:
+    """Costs of one microbatch at each cut; None if nothing was sent over one of them.
+
+    Args:
+        links: of each cut the link of activations, then that of gradients: the state of its
+            traffic on every rank.
+        probed: of each cut Mbit/s and seconds of a round trip, if they were measured.
+    """
+    ways = [way for states in links if (way := _Way.of(states)) is not None]
+    if len(ways) < len(links):
+        return None
+    return [
+        CutTimes(
+            Coding(act.encode_s, act.decode_s, grad.encode_s, grad.decode_s),
+            Messages(act.wire_bytes, grad.wire_bytes),
+            Messages(act.dense_bytes, grad.dense_bytes),
+            link,
+        )
+        for act, grad, link in zip(ways[::2], ways[1::2], probed, strict=True)
+    ]
+
+
+def chunks_of(links: Sequence[Sequence[Mapping[str, Any]]], num_steps: int) -> int:
+    """Microbatches of a step, by the messages of the first link; arguments as of `cut_times`."""
+    messages: int = max(state["messages"] for state in links[0])
+    return round(messages / num_steps)
+
+
+def stage_times(
+    ranks: Sequence[Sequence[float]],
+    shares: Sequence[float],
+    cuts: Sequence[CutTimes],
+    chunks: int,
+) -> list[RankTimes]:
+    """Times of each stage in a step, as if each had a machine.
+
+    Args:
+        ranks: of each seconds of a step, of these waiting and coding.
+        shares: of each stage in one process's computing; [1] where each rank has one stage.
+        cuts: between stages.
+        chunks: microbatches of a step.
+    """
+    if len(shares) == 1:
+        return [RankTimes(*times) for times in ranks]
+    (own,) = ranks
+    computed = RankTimes(*own).computed_s
+    coding = [0.0] * len(shares)
+    for i, cut in enumerate(cuts):
+        coding[i] += chunks * (cut.coding.encode_act_s + cut.coding.decode_grad_s)
+        coding[i + 1] += chunks * (cut.coding.decode_act_s + cut.coding.encode_grad_s)
+    return [
+        RankTimes(share * computed + coded, 0.0, coded)
+        for share, coded in zip(shares, coding, strict=True)
+    ]
