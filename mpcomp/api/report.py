@@ -151,7 +151,7 @@ def _payoff(
 ) -> dict[str, Any] | None:
     """Whether compression pays; None where there is nothing to say.
 
-    That is before anything has been sent, on accelerators in one process, whose clocks are not
+    That is without a cut, before anything has been sent, on accelerators in one process, whose clocks are not
     its own, and with several stages a rank, as such steps are not simulated.
     """
     num_ranks, shares = engine.mesh.num_in_pipeline, engine.stage_shares()
@@ -159,6 +159,8 @@ def _payoff(
     num_stages = len(shares) if num_ranks == 1 else num_ranks
     # Every rank must probe, if one does: they tell each other that they have one stage.
     if not all(rank["shares"] for rank in found) or len(directions) != 2 * (num_stages - 1):
+        return None
+    if not directions:
         return None
     links = [[rank["links"][i]["train"] for rank in found] for i in directions]
     if (
