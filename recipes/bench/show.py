@@ -35,11 +35,41 @@ def main(argv: Sequence[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("results", type=Path, nargs="+", metavar="FILE", help="results (.json)")
+    parser.add_argument(
+        "--plot", type=Path, metavar="PNG", help="also draw steps of `slow_link`, of one FILE"
+    )
+    parser.add_argument(
+        "--variants", nargs="+", metavar="NAME", help="the variants in the plot (default: all)"
+    )
+    args = parser.parse_args(argv)
+    if args.plot is not None and len(args.results) > 1:
+        parser.error(f"--plot draws one file, and {len(args.results)} are given")
+    if args.variants is not None and args.plot is None:
+        parser.error("--variants chooses what is drawn: give --plot too")
     try:
-        for path in parser.parse_args(argv).results:
-            print(f"{path.name}\n\n{tables_of(json.loads(path.read_text()))}\n")
+        for path in args.results:
+            result = json.loads(path.read_text())
+            print(f"{path.name}\n\n{tables_of(result)}\n")
+            if args.plot is not None:
+                _plot(result, args.variants, args.plot)
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
+
+
+def _plot(result: Any, variants: Sequence[str] | None, path: Path) -> None:
+    """The steps of a file of `slow_link`, of all variants or of those named, as a picture.
+
+    Raises:
+        ValueError: another bench's file, or a variant that is not in it.
+    """
+    if not isinstance(result, dict) or "compute" not in result or "steps" not in result:
+        raise ValueError("--plot draws files of recipes.bench.slow_link only")
+    there = list(dict.fromkeys(figure["variant"] for figure in result["figures"]))
+    for name in variants or ():
+        if name not in there:
+            raise ValueError(f"--variants {name!r}: the file has {', '.join(there)}")
+    chosen = [f for f in result["figures"] if variants is None or f["variant"] in variants]
+    link_report.plot_steps(chosen, path)
 
 
 def tables_of(result: Any) -> str:
