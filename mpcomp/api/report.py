@@ -151,8 +151,8 @@ def _payoff(
 ) -> dict[str, Any] | None:
     """Whether compression pays; None where there is nothing to say.
 
-    That is without a cut, before anything has been sent, on accelerators in one process, whose clocks are not
-    its own, and with several stages a rank, as such steps are not simulated.
+    That is without a cut, before anything has been sent, on accelerators in one process, whose
+    clocks are not its own, and with several stages a rank, as such steps are not simulated.
     """
     num_ranks, shares = engine.mesh.num_in_pipeline, engine.stage_shares()
     directions = [i for i, entry in enumerate(boundaries) if entry["direction"] in ("act", "grad")]

@@ -9,7 +9,7 @@ again while the model changes little, as in fine-tuning over several epochs: eac
 a sample's activations and gradients were, and what changes is sent. It needs ``sample_ids=`` with
 every batch, and memory for both (see `mpcomp.AQSGD`).
 
-They were chosen by what they cost and send on the models of the README; a later version of mpcomp
+They were chosen by what they cost and send on the models of docs/results; a later version of mpcomp
 may have better ones, so a run that is to be repeated names its method.
 """
 

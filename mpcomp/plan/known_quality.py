@@ -1,7 +1,7 @@
 """The quality that methods cost, as far as the project's studies know.
 
 A prediction of time says nothing of quality, and what a method costs depends on the task. These are
-the rows of the studies in the README (`docs/results/`): small models, and a floor that they keep
+the rows of the studies (`docs/results/`): small models, and a floor that they keep
 is a place to start at, not a promise for another model.
 """
 

@@ -41,7 +41,7 @@ _LARGEST = 1 << 20
 #: Channels from which on a message stands for a wider one: bases take their cube to be found.
 _WIDEST = 1024
 #: Shares of energy by which a sample's activation and gradient at a cut change from one epoch to
-#: the next: what SmolLM2-135M showed when it was fine-tuned (README), or a little more.
+#: the next: what SmolLM2-135M showed when it was fine-tuned (docs/results), or a little more.
 CHANGES: Final = (0.01, 0.1)
 
 

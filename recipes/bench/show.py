@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,16 +40,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("results", type=Path, nargs="+", metavar="FILE", help="results (.json)")
     add("--by-rate", action="store_true", help="slow_link's steps alone, a column for each rate")
     add("--plot", type=Path, metavar="PNG", help="draws the picture of one file as well")
+    add("--variants", nargs="+", metavar="NAME", help="those in slow_link's picture (default: all)")
     options = parser.parse_args(argv)
     if options.plot is not None and len(options.results) > 1:
         parser.error("--plot draws one file: give one")
+    if options.variants is not None and options.plot is None:
+        parser.error("--variants chooses what is drawn: give --plot too")
     try:
         for path in options.results:
             result = json.loads(path.read_text())
             text = by_rate_of(result) if options.by_rate else tables_of(result)
             print(f"{path.name}\n\n{text}\n")
             if options.plot is not None:
-                plot(result, options.plot)
+                plot(result, options.plot, variants=options.variants)
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
 
@@ -89,20 +92,37 @@ def by_rate_of(result: Any) -> str:
     return link_report.table_by_rate(result["figures"])
 
 
-def plot(result: Any, path: Path) -> None:
+def plot(result: Any, path: Path, *, variants: Sequence[str] | None = None) -> None:
     """Draws the picture that the bench draws, into a PNG file.
 
+    Args:
+        result: of the bench.
+        path: of the picture.
+        variants: those of `recipes.bench.slow_link` that are drawn; all by default.
+
     Raises:
-        ValueError: the bench draws none.
+        ValueError: the bench draws none, or has no such variants.
     """
+    if variants is not None and not _is_of_links(result):
+        raise ValueError("--variants is for the results of recipes.bench.slow_link")
     if _is_of_links(result):
-        link_report.plot_steps(result["figures"], path)
+        link_report.plot_steps(_of(variants, result["figures"]), path)
     elif "tried" in result:
         replica_report.plot(result, path)
     elif "trainings" in result:
         shard_report.plot(result, path)
     else:
         raise ValueError("--plot is for results of slow_link, slow_replicas and slow_shards")
+
+
+def _of(
+    variants: Sequence[str] | None, figures: Sequence[Mapping[str, Any]]
+) -> list[Mapping[str, Any]]:
+    there = list(dict.fromkeys(figure["variant"] for figure in figures))
+    for name in variants or ():
+        if name not in there:
+            raise ValueError(f"--variants {name!r}: the file has {', '.join(there)}")
+    return [f for f in figures if variants is None or f["variant"] in variants]
 
 
 def _is_of_links(result: Any) -> bool:

@@ -5,7 +5,7 @@
 
 The tensor is normally distributed fp32 (with ``--relu`` its negative half is zero, as a ReLU does).
 Ratios are payload bytes, without the 16-byte header of a message, over the tensor's own bytes, and
-over those that it would have in bf16. Without specs: those of the README that need no earlier
+over those that it would have in bf16. Without specs: those of docs/methods that need no earlier
 message.
 """
 

@@ -1,0 +1,77 @@
+"""The pages: links lead somewhere, commands parse, the generated table is what the code says."""
+
+import argparse
+import re
+import runpy
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from recipes.bench import method_table
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+GUIDES = [p for p in PAGES if p.name == "README.md" or p.parent.name in ("start", "guide")]
+FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+BASH = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def _name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def _anchors(page: Path) -> set[str]:
+    heads = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text()), re.MULTILINE)
+    plain = [re.sub(r"[^\w\- ]", "", head.lower()).strip() for head in heads]
+    return {re.sub(r" ", "-", head) for head in plain} | {re.sub(r"[ -]+", "-", h) for h in plain}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_links_lead_somewhere(page):
+    for link in LINK.findall(FENCE.sub("", page.read_text())):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{_name(page)} links to {link}"
+        if anchor:
+            assert anchor in _anchors(target), f"{_name(page)} links to {link}"
+
+
+def _commands():
+    for page in GUIDES:
+        for block in BASH.findall(page.read_text()):
+            for line in block.replace("\\\n", " ").splitlines():
+                if line.strip() and not line.lstrip().startswith("#"):
+                    yield pytest.param(line, id=f"{page.stem}: {line[:50]}")
+
+
+class _Parsed(Exception):
+    """The program's own parser has taken the arguments; what it would do then is another test's."""
+
+
+@pytest.mark.parametrize("line", list(_commands()))
+def test_commands_parse(line, monkeypatch):
+    words = shlex.split(line, comments=True)
+    ours = [i for i, word in enumerate(words) if word == "mpcomp" or word.startswith("recipes.")]
+    if not ours:
+        return
+    module, arguments = words[ours[0]], words[ours[0] + 1 :]
+    parse = argparse.ArgumentParser.parse_args
+
+    def parsed(self, args=None, namespace=None):
+        parse(self, args, namespace)
+        raise _Parsed
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parsed)
+    monkeypatch.setattr(sys, "argv", [module, *arguments])
+    with pytest.raises(_Parsed):
+        runpy.run_module(module, run_name="__main__", alter_sys=False)
+
+
+def test_the_table_of_methods_is_the_registrys():
+    page = ROOT / "docs" / "methods" / "registry.md"
+    assert page.read_text() == method_table.page(), "run python -m recipes.bench.method_table"
