@@ -5,7 +5,8 @@
     python -m recipes.bench.show docs/results/slow_replicas.json --plot slow_replicas.png
 
 For the files of `recipes.bench.slow_link`, `slow_replicas`, `slow_shards`, `generation`,
-`multi_level` and `conef_stability`. Those of studies are printed by the study, with ``--table``.
+`multi_level`, `conef_stability` and `faults`. Those of studies are printed by the study, with
+``--table``.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from tabulate import tabulate
 
 from recipes.bench import (
     conef_stability,
+    faults,
     generation,
     link_report,
     multi_level,
@@ -75,6 +77,8 @@ def tables_of(result: Any) -> str:
         return shard_report.tables(result)
     if "smallest" in result:
         return conef_stability.render(result)
+    if "faults" in result:
+        return faults.table(result["faults"])
     if "methods" in result:
         rows = multi_level.table(result["methods"])
         return tabulate(rows, multi_level.HEADERS, disable_numparse=True)
