@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -79,3 +81,24 @@ def test_the_table_of_methods_is_the_registrys():
         [sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True, text=True
     )
     assert page.read_text() == made.stdout, "run python -m recipes.bench.method_table"
+
+
+def test_the_gpt_of_ones_own_trains():
+    """The page's code, given a small GPT whose head is its embedding."""
+    page = (ROOT / "docs" / "guide" / "own_gpt.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    torch.manual_seed(0)
+    embedding, head = nn.Embedding(16, 8), nn.Linear(8, 16, bias=False)
+    head.weight = embedding.weight
+    text = torch.randint(0, 16, (8, 7), generator=torch.Generator().manual_seed(0))
+    names = {
+        "embedding": embedding,
+        "blocks": [nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)) for _ in range(2)],
+        "head": head,
+        "loader": [(text[:, :-1], text[:, 1:])] * 20,
+    }
+    exec(compile(code.replace("6e-4", "1e-2"), "own_gpt.md", "exec"), names)
+    pipe = names["pipe"]
+    assert 0 < pipe.wire_bytes < pipe.dense_bytes
+    first = nn.functional.cross_entropy(torch.zeros(1, 16), torch.zeros(1, dtype=torch.long))
+    assert names["loss"] < first
