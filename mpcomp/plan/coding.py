@@ -1,4 +1,4 @@
-"""The time and the bytes that methods at a cut take for one microbatch, measured here."""
+"""Time, bytes and error of methods at a cut for one microbatch, measured here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.links.build import MethodLike, boundaries_of
 from mpcomp.plan.timeline import Messages
 
-__all__ = ["Coding", "CutCost", "measure_coding"]
+__all__ = ["Coding", "CutCost", "MeasuredCut", "measure_coding", "measure_cut"]
 
 #: Messages before the clock: the first ones make tables and buffers.
 _WARMUPS = 2
@@ -54,6 +54,20 @@ class CutCost(NamedTuple):
         )
 
 
+class MeasuredCut(NamedTuple):
+    """The cost of one microbatch at a cut, and how it arrives.
+
+    Attributes:
+        cost: of coding and messages.
+        act_error: ||x - y|| / ||x|| of the last activation.
+        grad_error: of the last gradient.
+    """
+
+    cost: CutCost
+    act_error: float
+    grad_error: float
+
+
 def measure_coding(
     act_comp: MethodLike,
     grad_comp: MethodLike,
@@ -63,6 +77,21 @@ def measure_coding(
     repeats: int = 5,
     changes: tuple[float, float] = (0.0, 0.0),
 ) -> CutCost:
+    """The cost alone of `measure_cut`, where arguments and errors are described."""
+    return measure_cut(
+        act_comp, grad_comp, activation, gradient, repeats=repeats, changes=changes
+    ).cost
+
+
+def measure_cut(
+    act_comp: MethodLike,
+    grad_comp: MethodLike,
+    activation: Tensor,
+    gradient: Tensor,
+    *,
+    repeats: int = 5,
+    changes: tuple[float, float] = (0.0, 0.0),
+) -> MeasuredCut:
     """Codes one microbatch again and again, as the two ends of a cut do.
 
     Args:
@@ -76,7 +105,7 @@ def measure_coding(
             have changed by when they come again, which is all that methods with a memory send.
 
     Returns:
-        Medians, and the messages of the last time.
+        Medians, the messages of the last time, and their errors.
 
     Raises:
         ValueError: no such method, or repeats below 1.
@@ -84,9 +113,7 @@ def measure_coding(
     """
     if repeats < 1:
         raise ValueError(f"repeats is {repeats}: pass at least 1")
-    given = [
-        (x, _changed(x, share)) for x, share in zip((activation, gradient), changes, strict=True)
-    ]
+    given = tuple(zip((activation, gradient), changes, strict=True))
     (boundary,) = boundaries_of(act_comp, grad_comp, ("cut",), seed=0, replica=0, warmup_steps=0)
     act_meta, grad_meta = TensorMeta.of(activation), TensorMeta.of(gradient)
     rows = len(activation)
@@ -94,25 +121,39 @@ def measure_coding(
     seconds: list[Coding] = []
     for index in range(_WARMUPS + repeats):
         step = Step(index=index, train=True, sample_ids=ids)
-        activation, gradient = (versions[index % 2] for versions in given)
+        activation, gradient = (_visit(x, share, index) for x, share in given)
         # Methods learn from the first microbatch of a step: all others take what is measured.
         for microbatch in (0, 1) if index < _WARMUPS else (1,):
             act, encode_act = _timed(boundary.send_activation, activation, step, microbatch)
-            _, decode_act = _timed(boundary.receive_activation, act, act_meta, step, microbatch)
+            got_act, decode_act = _timed(
+                boundary.receive_activation, act, act_meta, step, microbatch
+            )
             grad, encode_grad = _timed(boundary.send_gradient, gradient, step, microbatch)
-            _, decode_grad = _timed(boundary.receive_gradient, grad, grad_meta, step, microbatch)
+            got_grad, decode_grad = _timed(
+                boundary.receive_gradient, grad, grad_meta, step, microbatch
+            )
+        if index == _WARMUPS + repeats - 1:
+            boundary.act.compare(activation, got_act, step)
+            boundary.grad.compare(gradient, got_grad, step)
         boundary.finish_step(finite=True)
         seconds.append(Coding(encode_act, decode_act, encode_grad, decode_grad))
     medians = [statistics.median(times) for times in zip(*seconds[_WARMUPS:], strict=True)]
-    return CutCost(Coding(*medians), Messages(act.numel(), grad.numel()))
+    return MeasuredCut(
+        CutCost(Coding(*medians), Messages(act.numel(), grad.numel())),
+        *(link.meter.train.relative_error for link in boundary.links),
+    )
 
 
-def _changed(x: Tensor, share: float) -> Tensor:
-    """The tensor with noise of so much of its energy."""
+def _visit(x: Tensor, share: float, index: int) -> Tensor:
+    """The tensor with noise of its own, so that two visits differ by so much of its energy.
+
+    Never the same again: an estimate that is wrong by what was left out of a change would be right
+    as soon as that is taken back.
+    """
     if not share:
         return x
-    noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
-    scale = (share**0.5) * x.float().norm() / noise.norm()
+    noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(index))
+    scale = (share / 2) ** 0.5 * x.float().norm() / noise.norm()
     changed: Tensor = (x.float() + scale * noise.to(x.device)).to(x.dtype)
     return changed
 
