@@ -128,7 +128,7 @@ class Facts:
 
     @classmethod
     def of_this_process(cls, port: int = 0) -> Facts:
-        """What can be found out without another process."""
+        """All that can be found out without another process."""
         problems = []
         versions = {"mpcomp": __version__, "torch": torch.__version__.split("+")[0]}
         versions["python"] = platform.python_version()
@@ -233,9 +233,10 @@ def _why_no_rendezvous(timeout_s: float, error: RuntimeError) -> str:
 def _introduce(ranks: _Ranks) -> tuple[list[Facts], list[str]]:
     """Facts of all ranks, and all problems between them; the same on every rank."""
     try:
-        server = reach.server_on(reach.gloo_address()[1], 0)
+        address = reach.gloo_address()[1]
     except ValueError:  # said by the facts, which the other ranks are to hear as well
-        server = None
+        address = ""
+    server = reach.server_on(address, 0) if address else None
     try:
         own = Facts.of_this_process(server.getsockname()[1] if server else 0)
         everyone = [Facts(**found) for found in exchange(ranks, "facts", asdict(own))]
