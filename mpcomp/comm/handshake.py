@@ -19,19 +19,21 @@ import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
+from torch._C._distributed_c10d import Store
 
 from mpcomp.comm.failures import PeerError
 from mpcomp.comm.mesh import ProcessMesh
-from mpcomp.comm.secret import ENVIRONMENT, ENVIRONMENT_FILE, given_secret
+from mpcomp.comm.secret import ENVIRONMENT, ENVIRONMENT_FILE, Secret, given_secret
 from mpcomp.core.bit_sum import bit_sum
 from mpcomp.core.sketch import NUM_SKETCHED, sketch, sketches_agree
 from mpcomp.core.step import Step
 
 __all__ = [
     "Difference",
+    "Meeting",
     "StepFingerprint",
     "announcing_failure",
     "check_alike",
@@ -47,6 +49,24 @@ __all__ = [
 _FAILED = "failed before the handshake"
 #: Characters of what a rank says.
 _LONGEST = 1 << 26
+
+
+class Meeting(Protocol):
+    """Ranks that share a store, whether they are connected or not.
+
+    Attributes:
+        store: of all.
+        rank: this one.
+        num_ranks: of all.
+        timeout_s: of a wait for a rank.
+        secret: that ranks have shown, if any.
+    """
+
+    store: Store
+    rank: int
+    num_ranks: int
+    timeout_s: float
+    secret: Secret | None
 
 
 class Difference(NamedTuple):
@@ -242,7 +262,7 @@ def announcing_failure(mesh: ProcessMesh) -> Iterator[None]:
         raise
 
 
-def exchange(mesh: ProcessMesh, what: str, value: Any) -> list[Any]:
+def exchange(mesh: Meeting, what: str, value: Any) -> list[Any]:
     """Values that JSON can hold, from every rank, through the store: no connection is needed.
 
     Raises:
@@ -267,14 +287,14 @@ def exchange(mesh: ProcessMesh, what: str, value: Any) -> list[Any]:
     return values
 
 
-def _say(mesh: ProcessMesh, what: str, value: Any) -> None:
+def _say(mesh: Meeting, what: str, value: Any) -> None:
     """Writes what this rank says into the store, behind its code where there is a secret."""
     text = json.dumps(value)
     code = "" if mesh.secret is None else mesh.secret.code(what, str(mesh.rank), text)
     mesh.store.set(f"{what}/{mesh.rank}", f"{code} {text}")
 
 
-def _heard(mesh: ProcessMesh, what: str, rank: int, raw: bytes) -> Any:
+def _heard(mesh: Meeting, what: str, rank: int, raw: bytes) -> Any:
     """The words of a rank.
 
     Raises:
@@ -294,7 +314,7 @@ def _heard(mesh: ProcessMesh, what: str, rank: int, raw: bytes) -> Any:
         ) from error
 
 
-def show_secret(mesh: ProcessMesh, environment: Mapping[str, str] = os.environ) -> None:
+def show_secret(mesh: Meeting, environment: Mapping[str, str] = os.environ) -> None:
     """Has all ranks show that they share a secret, before anything else that they say is read.
 
     First each says a random number, then a code of all these numbers and its own rank, which only

@@ -23,7 +23,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
@@ -32,7 +32,7 @@ from mpcomp.comm.clocks import Offset, offset_to_first
 from mpcomp.comm.failures import Faults, PeerError, Waits, grace_of
 from mpcomp.comm.secret import Secret
 
-__all__ = ["ATTEMPT", "LocalMesh", "Mesh", "ProcessMesh", "join", "launched"]
+__all__ = ["ATTEMPT", "LocalMesh", "Mesh", "ProcessMesh", "join", "launched", "meet"]
 
 #: Environment variable with the number of an attempt at a run (`mpcomp.heal`): ranks that begin
 #: again meet under other keys than those that are gone.
@@ -55,30 +55,47 @@ def launched() -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
 
 
-def join(device: torch.device, timeout_s: float) -> None:
+def join(device: torch.device, timeout_s: float, *, patience_s: float = 300.0) -> None:
     """Joins torchrun's other processes, unless that has been done.
+
+    Args:
+        device: of this rank.
+        timeout_s: of a wait for another rank.
+        patience_s: the least that ranks may take to come, as some have more to load than others.
 
     Raises:
         ValueError: this process was not started by torchrun.
     """
     if dist.is_initialized():
         return
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
+    seconds = max(timeout_s, patience_s)
+    store, rank, size = meet(seconds)
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=seconds)
+    )
+
+
+def meet(timeout_s: float) -> tuple[Store, int, int]:
+    """The store that torchrun's processes share, this one's rank, and their number.
+
+    Raises:
+        ValueError: this process was not started by torchrun.
+        RuntimeError: the store does not answer.
+    """
     if "RANK" not in os.environ:
         raise ValueError(
             "engine='distributed' needs several processes: start the script with torchrun, or "
             "call torch.distributed.init_process_group before mpcomp.pipeline"
         )
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
-    timeout = timedelta(seconds=max(timeout_s, 300))
-    store, rank, size = next(rendezvous("env://", timeout=timeout))
+    store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
     # The store outlives the processes: what an attempt that failed has left there, such as
     # addresses, must not be taken for that of this one. Machines count torchrun's attempts
     # differently.
     attempts = [os.environ.get(ATTEMPT, "0")]
     if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
         attempts.append(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    store = PrefixStore(f"attempt/{'/'.join(attempts)}", store)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    return PrefixStore(f"attempt/{'/'.join(attempts)}", store), rank, size
 
 
 class Mesh(ABC):
@@ -236,7 +253,7 @@ class ProcessMesh(Mesh):
         #: Of a single wait; the rest is for finding out why it was in vain.
         self.wait_s = timeout_s - grace_of(timeout_s)
         store = dist.distributed_c10d._get_default_store()
-        self.store = PrefixStore(f"mpcomp/{next(_counter)}", store)
+        self.store: Store = PrefixStore(f"mpcomp/{next(_counter)}", store)
         #: Of this run, where ranks share a secret (`mpcomp.comm.handshake.show_secret`).
         self.secret: Secret | None = None
         self.waits = Waits()

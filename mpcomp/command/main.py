@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from mpcomp.command import compare, methods, plan, report, top, train
+from mpcomp.command import compare, doctor, methods, plan, report, top, train
 from mpcomp.version import __version__
 
 __all__ = ["main"]
@@ -17,7 +17,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="mpcomp", description="Training over slow links.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for command in (plan, compare, methods, train, top, report):
+    for command in (doctor, plan, methods, compare, train, top, report):
         command.add_to(commands)
     options = parser.parse_args(argv)
     try:
