@@ -163,8 +163,12 @@ def plain(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def in_one_process(tmp_path_factory):
+    """In one thread, as tests are, which come later than what a whole module shares."""
     folder = tmp_path_factory.mktemp("pipeline")
-    return folder, trained(folder)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield folder, trained(folder)
+    torch.set_num_threads(threads)
 
 
 def assert_as_plain(ours, plain, folder: Path) -> None:
