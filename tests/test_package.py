@@ -1,4 +1,4 @@
-"""What is installed: the wheel has all that it needs, and an image model loads nothing for text."""
+"""The package as installed: the wheel is whole, and an image model loads nothing for text."""
 
 import subprocess
 import sys

@@ -40,7 +40,7 @@ def test_config_is_the_models():
 
 
 def wrapped():
-    """What DDP says of a pipeline, and the same of accelerate, which wraps by DDP."""
+    """The refusal of DDP, and so of accelerate, which wraps by DDP."""
     pipe = pipeline()
     try:
         DistributedDataParallel(pipe)
@@ -55,7 +55,7 @@ def test_ddp_round_stages_is_refused_with_the_cure(ranks):
 
 
 class Writer:
-    """What TensorBoard's writer takes."""
+    """A writer as TensorBoard has it."""
 
     def __init__(self) -> None:
         self.seen: dict[str, list[tuple[int, float]]] = {}
@@ -65,7 +65,7 @@ class Writer:
 
 
 def logged():
-    """What a writer and a function were given in four steps, and what the meters say."""
+    """Figures that a writer and a function were given in four steps, and those of the meters."""
     pipe = pipeline(act_comp="topk:0.25", grad_comp="quant:8")
     writer, called = Writer(), []
     pipe.log_to(writer)

@@ -97,7 +97,7 @@ class Shown:
         return self._browser.execute_script(script)
 
     def waits_for(self, script: str) -> None:
-        """What is drawn comes with the next frame."""
+        """Drawings come with the next frame."""
         from selenium.webdriver.support.ui import WebDriverWait
 
         WebDriverWait(self._browser, 30).until(lambda _: self.ask(script))
