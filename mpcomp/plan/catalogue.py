@@ -129,7 +129,10 @@ def figures_of(entry: Entry, x: Tensor, *, repeats: int) -> Figures:
 
 
 def _examples(cls: type[SpecValue]) -> Iterator[str]:
-    """Specs in a class's docstring: of its first line, else the first there is, else its name."""
+    """Specs in a class's docstring: of its first line, else the first there is.
+
+    A method without one is shown by its name, a feedback method round a compressor.
+    """
     names = {cls.spec, *cls.aliases}
     documentation = inspect.getdoc(cls) or ""
     first_line = documentation.partition("\n")[0]
@@ -138,7 +141,7 @@ def _examples(cls: type[SpecValue]) -> Iterator[str]:
         if specs:
             yield from dict.fromkeys(specs[:most])
             return
-    yield cls.spec
+    yield f"{cls.spec}+{SELECTION}" if issubclass(cls, Feedback) else cls.spec
 
 
 def _summary(cls: type[SpecValue]) -> str:
