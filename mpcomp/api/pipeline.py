@@ -406,7 +406,7 @@ class Pipeline(OriginalNames):
         self.step_times.append((seconds, waited))
         self.trained_s += seconds
         for log in self._step_logs:
-            log.step(self.num_steps - 1, float(total))
+            log.step(self.num_steps - 1, total)
         return total
 
     def evaluate(self, loader: Iterable[Any], metric: Metric | None = None) -> Any:

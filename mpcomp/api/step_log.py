@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from mpcomp.comm.mesh import Mesh
 from mpcomp.core.traffic import Traffic
 from mpcomp.links.link import Link
@@ -61,12 +63,12 @@ class StepLog:
         self._began = time.perf_counter()
         self._before = self._states()
 
-    def step(self, number: int, loss: float) -> None:
+    def step(self, number: int, loss: Tensor) -> None:
         """Writes the figures of the steps since the last entry, if one is due; on every rank.
 
         Args:
             number: of the step, from 0.
-            loss: of the step.
+            loss: of the step, 0-d; read from its device only where an entry is due.
         """
         self._steps += 1
         if self._steps < self._every:
@@ -77,7 +79,7 @@ class StepLog:
             "figures of the step",
         )
         now = time.perf_counter()
-        figures = {"loss": loss, "seconds": (now - self._began) / self._steps}
+        figures = {"loss": float(loss), "seconds": (now - self._began) / self._steps}
         total = Traffic()
         for i, link in enumerate(self._links):
             traffic = Traffic.merged(states[i] for states in found)
