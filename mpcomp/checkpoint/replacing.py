@@ -112,7 +112,7 @@ class Replacement:
                 put_in_place(former, self._folder, undone)
         elif self._old.exists() and not self._folder.exists():  # between two renames
             self._old.rename(self._folder)
-        _discard(self._workspace)
+        self._discard_workspace()
 
     def leave(self) -> None:
         """Gives up where nobody can tell whether the other ranks have moved theirs.
@@ -134,6 +134,12 @@ class Replacement:
             return  # somebody else's, and in the way
         _mark(self._old, kept.name)  # replaces one of an earlier run through the same steps
         put_in_place(self._old, kept, self._workspace / "kept")
+
+    def _discard_workspace(self) -> None:
+        """Deletes the workspace, first its name: nothing is left in it to be claimed meanwhile."""
+        doomed = self._workspace.with_name(f".{self._folder.name}-{new_token()}")
+        _mark(self._workspace, doomed.name)
+        _discard(self._workspace.rename(doomed))
 
     def _claims(self) -> bool:
         if not self._claimed:

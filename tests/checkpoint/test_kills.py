@@ -51,6 +51,36 @@ class Death:
         return True
 
 
+class Meeting:
+    """Work of another process before the n-th call of one; one audit hook likewise."""
+
+    def __init__(self):
+        self.left = None
+        self.other = None
+
+    def __call__(self, event, args):
+        if self.left is None or event not in CALLS:
+            return
+        self.left -= 1
+        if self.left < 0:
+            self.left = None
+            self.other()
+
+    def after(self, calls, work, other):
+        """Does the work, after so many calls the other's; whether there were so many."""
+        self.left, self.other = calls, other
+        work()
+        met, self.left = self.left is None, None
+        return met
+
+
+@pytest.fixture(scope="module")
+def meeting():
+    hook = Meeting()
+    sys.addaudithook(hook)
+    return hook
+
+
 @pytest.fixture(scope="module")
 def death():
     hook = Death()
@@ -195,6 +225,28 @@ def test_a_save_that_cannot_be_moved_puts_the_old_one_back(renames, monkeypatch,
             pipe.save(tmp_path / "a", extra={"steps": 2})
         assert [path.name for path in tmp_path.iterdir()] == ["a"]
         assert pipe.load(tmp_path / "a") == {"steps": 1}
+
+
+def test_ranks_that_undo_at_once_do_not_meet(meeting, renames, tmp_path):
+    """One rank's whole undo at any call of the other's; either may have moved the folder."""
+    pipe, _ = saved_at(tmp_path / "a", 1)
+    pipe.save(tmp_path / "b")
+    token = files.Saved.of(tmp_path / "b").token
+    old = [path.read_bytes() for path in sorted((tmp_path / "a").iterdir())]
+    for moves_first in (True, False):
+        for calls in range(200):
+            one, other = (replacing.Replacement(tmp_path / "a", token) for _ in range(2))
+            shutil.copytree(tmp_path / "b", one.make(), dirs_exist_ok=True)
+            (one if moves_first else other).move()
+            met = meeting.after(calls, one.undo, other.undo)
+            if not met:
+                other.undo()
+            assert {path.name for path in tmp_path.iterdir()} == {"a", "b"}, calls
+            assert [path.read_bytes() for path in sorted((tmp_path / "a").iterdir())] == old
+            if not met:
+                break
+        else:
+            pytest.fail("an undo has no end")
 
 
 # -- what may be deleted --------------------------------------------------------------------------
