@@ -31,8 +31,10 @@ import torch
 from tabulate import tabulate
 from tqdm import tqdm
 
+from recipes.bench.row_file import RowFile
 from recipes.bench.training_worker import Job, Kill
 from recipes.bench.workers import num_cores
+from recipes.signals import ending_on_signals
 
 METHODS: Final = (
     "none",
@@ -64,15 +66,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         SystemExit: a loss or a weight differs, or a training did not come to its end.
     """
     options = _parse(argv)
-    rows: list[dict[str, Any]] = []
-    for method in tqdm(options.methods, unit="method"):
-        with tempfile.TemporaryDirectory(prefix="mpcomp-faults-") as folder:
-            rows.append(measure(method, options, Path(folder)))
-        tqdm.write(table([rows[-1]]))
-    result = {"settings": _settings(options), "faults": rows}
-    if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    try:
+        file = RowFile(options.out, "faults", _settings(options))
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    with ending_on_signals():
+        for method in tqdm(file.missing(options.methods), unit="method"):
+            with tempfile.TemporaryDirectory(prefix="mpcomp-faults-") as folder:
+                file.add(measure(method, options, Path(folder)))
+            tqdm.write(table(file.rows[-1:]))
+    rows = file.rows
     print(table(rows))
     if any(row["differing_losses"] or row["differing_weights"] for row in rows):
         sys.exit("error: a training that was killed is not the one that was left alone")
@@ -92,7 +95,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--save-every", type=int, default=5, metavar="STEPS")
     add("--step-s", type=float, default=0.0, help="least seconds of a step")
     add("--seed", type=int, default=0, help="of the kills")
-    add("--out", type=Path, help="results (.json)")
+    add("--out", type=Path, help="results (.json); those it has are kept")
     options = parser.parse_args(argv)
     if options.ranks < 2 or options.ranks % 2:
         parser.error(f"--ranks {options.ranks}: expected an even number, 2 or more")

@@ -28,8 +28,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any, Final
+
+from recipes.signals import ENDING, ending_on_signals
 
 PREFIX: Final = "mpcomp-"
 RELAY: Final = "recipes.bench.relay"
@@ -282,7 +283,7 @@ def open_hosts(
     if not loopback:
         _check_tools()
         _remove_left_behind()
-    with _ending_on_signals():
+    with ending_on_signals():
         hosts = Loopback(num_hosts) if loopback else Namespaces(num_hosts, latency_ms=latency_ms)
         try:
             yield hosts
@@ -308,26 +309,8 @@ def _remove_left_behind() -> None:
             _run("ip", "netns", "del", name)
 
 
-@contextlib.contextmanager
-def _ending_on_signals() -> Iterator[None]:
-    """Within, SIGTERM and SIGHUP end this process as Ctrl-C does: by an exception."""
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        sys.exit(128 + number)
-
-    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
-    before = [signal.getsignal(number) for number in numbers]
-    for number in numbers[:2]:
-        signal.signal(number, leave)
-    try:
-        yield
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
-
-
 def _ignore_signals() -> None:
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+    for number in ENDING:
         signal.signal(number, signal.SIG_IGN)
 
 

@@ -16,7 +16,6 @@ that begin with ``dp:`` compress between two replicas.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -27,7 +26,10 @@ from typing import Any, Final
 from tabulate import tabulate
 from tqdm import tqdm
 
+from recipes.bench.row_file import RowFile
 from recipes.bench.training_worker import Job
+from recipes.bench.workers import num_cores
+from recipes.signals import ending_on_signals
 
 RANKS: Final = 2
 METHODS: Final = (
@@ -55,27 +57,34 @@ def main(argv: Sequence[str] | None = None) -> None:
         SystemExit: a process grew, or copies came apart, or a training failed otherwise.
     """
     options = _parse(argv)
-    rows: list[dict[str, Any]] = []
-    for method in tqdm(options.methods, unit="method"):
-        with tempfile.TemporaryDirectory(prefix="mpcomp-soak-") as folder:
-            job = Job.of(
-                method,
-                RANKS,
-                Path(folder) / "run",
-                steps=options.steps,
-                save_every=options.steps // LOOKS,
-                watch_every=options.steps // LOOKS,
-            )
-            job.run()
-            rows.append({"method": method, "steps": job.steps, **figures(job.journals())})
-        tqdm.write(table([rows[-1]]))
-    if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps({"steps": options.steps, "soak": rows}, indent=1) + "\n")
+    try:
+        file = RowFile(options.out, "soak", {"steps": options.steps, "cores": num_cores()})
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    with ending_on_signals():
+        for method in tqdm(file.missing(options.methods), unit="method"):
+            file.add(measure(method, options.steps))
+            tqdm.write(table(file.rows[-1:]))
+    rows = file.rows
     print(table(rows))
     grown = [row["method"] for row in rows if has_grown(row)]
     if grown:
         sys.exit(f"error: processes grow: {', '.join(grown)}")
+
+
+def measure(method: str, steps: int) -> dict[str, Any]:
+    """One row: a training, and what its processes held."""
+    with tempfile.TemporaryDirectory(prefix="mpcomp-soak-") as folder:
+        job = Job.of(
+            method,
+            RANKS,
+            Path(folder) / "run",
+            steps=steps,
+            save_every=steps // LOOKS,
+            watch_every=steps // LOOKS,
+        )
+        job.run()
+        return {"method": method, "steps": job.steps, **figures(job.journals())}
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -87,7 +96,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--methods", nargs="+", default=list(METHODS), metavar="SPEC")
     add("--steps", type=int, default=2000)
-    add("--out", type=Path, help="results (.json)")
+    add("--out", type=Path, help="results (.json); those it has are kept")
     options = parser.parse_args(argv)
     if options.steps < 2 * LOOKS:
         parser.error(f"--steps {options.steps}: pass at least {2 * LOOKS}")

@@ -120,16 +120,24 @@ class Job:
         folder = Path(self.folder)
         (folder / "temporary").mkdir(parents=True)
         (folder / "job.json").write_text(self.written())
-        subprocess.run(
-            [
-                *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-                f"--nproc-per-node={self.stages * self.replicas}",
-                *("-m", "recipes.bench.training_worker", "--job", str(folder / "job.json")),
-            ],
-            check=True,
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            f"--nproc-per-node={self.stages * self.replicas}",
+            *("-m", "recipes.bench.training_worker", "--job", str(folder / "job.json")),
+        ]
+        launcher = subprocess.Popen(
+            command,
             env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder / "temporary")},
             stderr=subprocess.DEVNULL if self.kills else None,
         )
+        try:
+            code = launcher.wait()
+        except BaseException:  # as of a signal to end: its ranks go with it
+            launcher.terminate()
+            launcher.wait()
+            raise
+        if code:
+            raise subprocess.CalledProcessError(code, command)
 
     def journals(self) -> list[list[dict[str, Any]]]:
         """The steps of each rank, of all attempts."""

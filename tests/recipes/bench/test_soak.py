@@ -1,6 +1,13 @@
 """Long trainings: growth is found in journals, and a short one has none."""
 
+import contextlib
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -54,3 +61,35 @@ def test_a_short_soak(tmp_path, capsys, monkeypatch):
     assert [row["method"] for row in rows] == methods
     assert all(row["last_loss"] < row["first_loss"] for row in rows)
     assert "dgc" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_soak_that_is_asked_to_end_leaves_no_process(tmp_path):
+    command = [sys.executable, "-m", "recipes.bench.soak", "--methods", "none", "--steps", "100000"]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    soaks = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+    journals = wait_for(lambda: sorted(tmp_path.glob("mpcomp-soak-*/run/journal-*.jsonl")))
+    wait_for(lambda: all(path.stat().st_size for path in journals))
+    soaks.send_signal(signal.SIGTERM)
+    assert soaks.wait(timeout=60) == 128 + signal.SIGTERM
+    wait_for(lambda: not of_its_folder(tmp_path))
+    assert list(tmp_path.glob("mpcomp-soak-*")) == []
+
+
+def wait_for(found, timeout_s=60.0):
+    """What is found, as soon as it is anything."""
+    until = time.monotonic() + timeout_s
+    while not (value := found()):
+        assert time.monotonic() < until, "nothing came"
+        time.sleep(0.1)
+    return value
+
+
+def of_its_folder(folder):
+    """Processes whose command line names the folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended
+            if str(folder).encode() in path.read_bytes():
+                found.append(path.parent.name)
+    return found
