@@ -145,17 +145,18 @@ class Rotate(Compressor):
     def layout(self, meta: TensorMeta) -> tuple[TensorMeta, ...]:
         return self.inner.layout(meta.with_dtype(torch.float32))
 
-    def compress(self, x: Tensor, generator: torch.Generator | None = None) -> Payload:
+    def rotate(self, x: Tensor) -> Tensor:
+        """What ``inner`` is given for ``x``: fp32 of its shape."""
         grouping = Grouping.of(TensorMeta.of(x), "token")
-        vectors = rotated(grouping.split(x), self.seed)
-        return self.inner.compress(grouping.join(vectors), generator)
+        return grouping.join(rotated(grouping.split(x), self.seed))
+
+    def compress(self, x: Tensor, generator: torch.Generator | None = None) -> Payload:
+        return self.inner.compress(self.rotate(x), generator)
 
     def compress_against(
         self, x: Tensor, whole: Tensor, generator: torch.Generator | None = None
     ) -> Payload:
-        grouping = Grouping.of(TensorMeta.of(x), "token")
-        both = [grouping.join(rotated(grouping.split(y), self.seed)) for y in (x, whole)]
-        return self.inner.compress_against(both[0], both[1], generator)
+        return self.inner.compress_against(self.rotate(x), self.rotate(whole), generator)
 
     def decompress(
         self, payload: Payload, meta: TensorMeta, generator: torch.Generator | None = None

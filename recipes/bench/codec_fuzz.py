@@ -27,8 +27,9 @@ from tqdm import tqdm
 
 import mpcomp
 from mpcomp import Compressor, TensorMeta
-from mpcomp.compressors import Selecting
+from mpcomp.compressors import Rotate, Selecting
 from mpcomp.core.randomness import generator_for
+from mpcomp.core.wire import Payload
 
 #: Every compressor, in settings that take different ways through its code.
 SPECS: Final = (
@@ -126,11 +127,7 @@ def fault_of(compressor: Compressor, x: Tensor, seed: int = 0) -> str | None:
     try:
         payload = compressor.compress(x, generator_for("codec", seed))
         y = compressor.decompress(payload, meta, generator_for("codec", seed))
-        sent = (
-            compressor.indices(payload, meta, generator_for("codec", seed))
-            if isinstance(compressor, Selecting)
-            else None
-        )
+        sent = _sent(compressor, x, payload, seed)
     except Exception as error:  # whatever it is, it is what this looks for
         return f"{type(error).__name__}: {error}"
     if y.shape != x.shape or y.dtype != x.dtype:
@@ -139,10 +136,20 @@ def fault_of(compressor: Compressor, x: Tensor, seed: int = 0) -> str | None:
         return None if bool(y.isfinite().all()) else NONFINITE
     if compressor.variable_length:
         return None
-    given = x if sent is None else meta.flatten(x).reshape(-1)[sent]
-    if bool(given.isfinite().all()):  # what was not chosen is not in the message
+    if bool(sent.isfinite().all()):  # what was not chosen is not in the message
         return None
     return HIDDEN if bool(y.isfinite().all()) else None
+
+
+def _sent(compressor: Compressor, x: Tensor, payload: Payload, seed: int) -> Tensor:
+    """The elements of ``x``, or of what a rotation makes of it, that a message tells of."""
+    if isinstance(compressor, Rotate):
+        return _sent(compressor.inner, compressor.rotate(x), payload, seed)
+    if isinstance(compressor, Selecting):
+        meta = TensorMeta.of(x)
+        chosen = compressor.indices(payload, meta, generator_for("codec", seed))
+        return meta.flatten(x).reshape(-1)[chosen]
+    return x
 
 
 def fuzz(

@@ -5,6 +5,7 @@ import torch
 from methods import COMPRESSORS
 
 from mpcomp import TensorMeta, parse
+from mpcomp.core.randomness import generator_for
 from recipes.bench import codec_fuzz
 from recipes.bench.codec_fuzz import DTYPES, HIDDEN, KINDS, NONFINITE, SHAPES, SPECS, fuzz
 
@@ -74,6 +75,20 @@ def test_faults_are_found(compressor, kinds, fault):
     number, _ = first[str(compressor), min(kinds)]
     again = fuzz([compressor], range(number, number + 1))[1]  # by its number alone
     assert again == {(str(compressor), min(kinds)): (number, fault)}
+
+
+def test_what_a_selection_of_rotated_elements_leaves_out_is_not_hidden():
+    rotation = parse("rotate+randomk:0.1")
+    x = torch.randn(90, 4)  # the NaN is in four elements, of which one in ten is sent
+    x[7, 1] = torch.nan
+    arrive = {
+        seed: bool(rotation.decompress(payload, TensorMeta.of(x), draw()).isnan().any())
+        for seed in range(20)
+        for draw in [lambda seed=seed: generator_for("codec", seed)]
+        for payload in [rotation.compress(x, draw())]
+    }
+    assert set(arrive.values()) == {True, False}
+    assert [codec_fuzz.fault_of(rotation, x, seed) for seed in arrive] == [None] * 20
 
 
 def test_the_table_and_the_end_of_the_program(capsys, monkeypatch):
