@@ -10,18 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from pages import GUIDES, PAGES, ROOT, commands_of, name_of
 from torch import nn
 
-ROOT = Path(__file__).parent.parent
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
-GUIDES = [p for p in PAGES if p.name == "README.md" or p.parent.name in ("start", "guide")]
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-BASH = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
-
-
-def _name(page: Path) -> str:
-    return str(page.relative_to(ROOT))
 
 
 def _anchors(page: Path) -> set[str]:
@@ -30,31 +23,30 @@ def _anchors(page: Path) -> set[str]:
     return {re.sub(r" ", "-", head) for head in plain} | {re.sub(r"[ -]+", "-", h) for h in plain}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=_name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_lead_somewhere(page):
     for link in LINK.findall(FENCE.sub("", page.read_text())):
         if "://" in link:
             continue
         path, _, anchor = link.partition("#")
         target = (page.parent / path).resolve() if path else page
-        assert target.exists(), f"{_name(page)} links to {link}"
+        assert target.exists(), f"{name_of(page)} links to {link}"
         if anchor:
-            assert anchor in _anchors(target), f"{_name(page)} links to {link}"
-
-
-def _commands():
-    for page in GUIDES:
-        for block in BASH.findall(page.read_text()):
-            for line in block.replace("\\\n", " ").splitlines():
-                if line.strip() and not line.lstrip().startswith("#"):
-                    yield pytest.param(line, id=f"{page.stem}: {line[:50]}")
+            assert anchor in _anchors(target), f"{name_of(page)} links to {link}"
 
 
 class _Parsed(Exception):
     """The program's own parser has taken the arguments; what it would do then is another test's."""
 
 
-@pytest.mark.parametrize("line", list(_commands()))
+@pytest.mark.parametrize(
+    "line",
+    [
+        pytest.param(line, id=f"{page.stem}: {line[:50]}")
+        for page in GUIDES
+        for line in commands_of(page)
+    ],
+)
 def test_commands_parse(line, monkeypatch):
     words = shlex.split(line, comments=True)
     ours = [i for i, word in enumerate(words) if word == "mpcomp" or word.startswith("recipes.")]

@@ -2,6 +2,7 @@
 
     sudo python -m recipes.bench.bad_links
     sudo python -m recipes.bench.bad_links --hosts 4 --latency-ms 100 --timeout 60 --out bad.json
+    sudo python -m recipes.bench.bad_links --repeats 3
 
 A small model trains on hosts of their own (`recipes.bench.hosts`), every row from the beginning and
 with the same data: in peace, while 1 % and 5 % of all packets are lost both ways, and through a
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
+import statistics
 import sys
 import threading
 import time
@@ -39,7 +41,7 @@ CUT: Final = "cut off for good"
 SETTLED_S: Final = 1.0
 #: Over the timeout, in which every rank has ended.
 GRACE_S: Final = 5.0
-HEADERS: Final = ("links", "steps", "differing losses", "seconds", "x quiet", "ended")
+HEADERS: Final = ("links", "runs", "steps", "differing losses", "seconds a step, × quiet", "ended")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +107,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     try:
         with open_hosts(options.hosts, latency_ms=options.latency_ms) as hosts:
-            rows = _measure(hosts, options)
+            rows = [
+                row
+                for _ in tqdm(range(options.repeats), unit="repeat")
+                for row in _measure(hosts, options)
+            ]
     except HostsUnavailable as error:
         sys.exit(f"error: {error}")
     workers.write(
@@ -113,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         options.out,
     )
     print(table(rows))
-    if wrong := [row["links"] for row in rows if not row["right"]]:
+    if wrong := list(dict.fromkeys(row["links"] for row in rows if not row["right"])):
         sys.exit(f"error: not as it has to be: {', '.join(wrong)}")
 
 
@@ -123,12 +129,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--hosts", type=int, default=2)
     add("--steps", type=int, default=30)
+    add("--repeats", type=int, default=1)
     add("--blackout-s", type=float, default=30.0)
     add("--act", default="ef21+topk:0.1", metavar="SPEC")
     add("--grad", default="ef21+topk:0.1", metavar="SPEC")
     add("--out", type=Path, help="results (.json)")
     options = parser.parse_args(argv)
-    if complaint := workers.too_small(options, ("hosts", "steps")):
+    if complaint := workers.too_small(options, ("hosts", "steps", "repeats")):
         parser.error(complaint)
     if options.hosts < 2 or options.loopback:
         parser.error("expected two hosts or more, in namespaces: loopback loses nothing")
@@ -153,7 +160,7 @@ def _measure(hosts: Loopback, options: argparse.Namespace) -> list[dict[str, Any
         {"act": options.act, "grad": options.grad},
     )
     rows: list[dict[str, Any]] = []
-    for links, events in tqdm(happening.items(), unit="row"):
+    for links, events in tqdm(happening.items(), unit="row", leave=False):
         # Long enough that what happens to the links does so during training.
         long = links in (blackout, CUT)
         steps = max(options.steps, _steps_within(rows[0], 2 * SETTLED_S) if long else 0)
@@ -215,26 +222,42 @@ def _row(
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The table, and what each rank said at the end of the last row."""
-    quiet_s = rows[0]["seconds"] / len(rows[0]["losses"])
-    cells = []
+    """The table, of all repeats, and what each rank said at the end of the last row."""
+    by_links: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
-        steps = len(row["losses"])
-        times = row["seconds"] / steps / quiet_s
-        ended = next((f"error after {row['seconds']:.0f} s" for e in row["errors"] if e), "well")
-        cells.append(
-            [
-                *(row["links"], steps, row["differing_losses"], f"{row['seconds']:.1f}"),
-                *("" if row["links"] == CUT else f"{times:.1f}", ended),
-            ]
-        )
-    said = [
-        f"rank {rank}: {error}"
-        for row in rows
-        for rank, error in enumerate(row["errors"])
-        if error is not None
+        by_links.setdefault(row["links"], []).append(row)
+    cells = [
+        [
+            links,
+            len(of_links),
+            sum(len(row["losses"]) for row in of_links),
+            sum(row["differing_losses"] for row in of_links),
+            "" if links == CUT else _times(of_links, by_links[QUIET]),
+            _ended(of_links),
+        ]
+        for links, of_links in by_links.items()
     ]
+    said = [f"rank {rank}: {error}" for rank, error in enumerate(rows[-1]["errors"]) if error]
     return "\n".join([tabulate(cells, HEADERS, disable_numparse=True), *said])
+
+
+def _times(rows: Sequence[Mapping[str, Any]], quiet: Sequence[Mapping[str, Any]]) -> str:
+    """How much longer a step takes than a quiet one of the same repeat: the median, and all."""
+    times = [_step_s(row) / _step_s(of_quiet) for row, of_quiet in zip(rows, quiet, strict=True)]
+    spread = f" ({min(times):.1f} to {max(times):.1f})" if min(times) < max(times) else ""
+    return f"{statistics.median(times):.1f}{spread}"
+
+
+def _step_s(row: Mapping[str, Any]) -> float:
+    seconds: float = row["seconds"]
+    return seconds / len(row["losses"])
+
+
+def _ended(rows: Sequence[Mapping[str, Any]]) -> str:
+    failed = [row["seconds"] for row in rows if any(row["errors"])]
+    if not failed:
+        return "well"
+    return f"errors on {len(failed)} of {len(rows)}, after {max(failed):.1f} s at the latest"
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@
     python -m recipes.bench.show docs/results/slow_replicas.json --plot slow_replicas.png
 
 For the files of `recipes.bench.slow_link`, `slow_replicas`, `slow_shards`, `generation`,
-`multi_level`, `conef_stability` and `faults`. Those of studies are printed by the study, with
-``--table``.
+`multi_level`, `conef_stability`, `faults`, `soak` and `bad_links`. Those of studies are printed by
+the study, with ``--table``.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 from tabulate import tabulate
 
 from recipes.bench import (
+    bad_links,
     conef_stability,
     faults,
     generation,
@@ -28,6 +29,7 @@ from recipes.bench import (
     multi_level,
     replica_report,
     shard_report,
+    soak,
 )
 
 
@@ -79,6 +81,10 @@ def tables_of(result: Any) -> str:
         return conef_stability.render(result)
     if "faults" in result:
         return faults.table(result["faults"])
+    if "soak" in result:
+        return soak.table(result["soak"])
+    if "bad_links" in result:
+        return bad_links.table(result["bad_links"])
     if "methods" in result:
         rows = multi_level.table(result["methods"])
         return tabulate(rows, multi_level.HEADERS, disable_numparse=True)

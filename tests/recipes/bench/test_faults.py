@@ -92,7 +92,24 @@ def test_a_row_is_right_or_not(links, losses, error, seconds, right):
     answers = [{"losses": losses, "seconds": seconds, "error": error}] * 2
     row = bad_links._row(links, answers, quiet, timeout_s=60.0)
     assert row["right"] is right
-    assert links in bad_links.table([{**row, **quiet, "links": "quiet"}, row])
+    calm = bad_links._row(bad_links.QUIET, [{**quiet, "error": None}] * 2, None, timeout_s=60.0)
+    assert links in bad_links.table([calm, row])
+
+
+def test_repeats_are_one_row():
+    def row(links, seconds, error=None):
+        answers = [{"losses": ["a", "b"], "seconds": seconds, "error": error}] * 2
+        return bad_links._row(links, answers, None, timeout_s=60.0)
+
+    lost, cut = "5 % lost", bad_links.CUT
+    rows = [
+        *(row(bad_links.QUIET, 2.0), row(lost, 3.0), row(cut, 61.0, "rank 1 is gone")),
+        *(row(bad_links.QUIET, 1.0), row(lost, 2.0), row(cut, 63.0, "rank 1 is gone")),
+    ]
+    lines = bad_links.table(rows).splitlines()
+    assert len(lines) == 2 + 3 + 2 and lines[-1] == "rank 1: rank 1 is gone"
+    assert lines[3].split()[-8:] == ["2", "4", "0", "1.8", "(1.5", "to", "2.0)", "well"]
+    assert "errors on 2 of 2, after 63.0 s at the latest" in lines[4]
 
 
 @pytest.mark.slow
