@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import inspect
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from accelerate import Accelerator
@@ -35,6 +35,27 @@ __all__ = ["PipelineTrainer"]
 
 #: Folder of `pipe.save` within a checkpoint of the trainer.
 _STATE = "pipeline"
+#: What a pipeline has in another way, or not at all, and what to do instead.
+_CURES: Final = {
+    "fp16": "use bf16=True, or pipeline(..., scaler=...) in a loop of your own",
+    "deepspeed": "it shards what is cut into stages already; leave it out",
+    "fsdp": "it shards what is cut into stages already; leave it out",
+    "torch_compile": "compile the model's blocks before cutting: block.compile()",
+    "activation_checkpointing": "use mpcomp.pipeline(..., recompute=True)",
+    "gradient_checkpointing": "use mpcomp.pipeline(..., recompute=True)",
+    "label_smoothing_factor": "use mpcomp.pipeline(..., loss_fn=...)",
+    "neftune_noise_alpha": "it hooks the whole model's embedding; leave it out",
+    "auto_find_batch_size": "ranks would find different ones; give a size",
+    "use_liger_kernel": "patch the model before cutting it",
+    "fp16_full_eval": "cut a model in that dtype",
+    "bf16_full_eval": "cut a model in that dtype",
+    "push_to_hub": "push the folder that save_model writes",
+    "parallelism_config": "the pipeline is how the model is parallel; leave it out",
+    "batch_eval_metrics": "metrics are computed over the whole evaluation; leave it out",
+    "optim_target_modules": "such optimizers look for modules of the whole model",
+    "compute_loss_func": "use mpcomp.pipeline(..., loss_fn=f), f(output, labels)",
+    "model_init": "pass the pipeline itself",
+}
 
 
 class PipelineTrainer(Trainer):
@@ -347,27 +368,7 @@ def _refuse(pipe: Pipeline, args: TrainingArguments, kwargs: dict[str, Any]) -> 
             f"PipelineTrainer with replicas={pipe.num_replicas}: its ranks see the same batches; "
             "train replicas in a loop of your own, with mpcomp.ReplicaSampler"
         )
-    cures = {
-        "fp16": "use bf16=True, or pipeline(..., scaler=...) in a loop of your own",
-        "deepspeed": "it shards what is cut into stages already; leave it out",
-        "fsdp": "it shards what is cut into stages already; leave it out",
-        "torch_compile": "compile the model's blocks before cutting: block.compile()",
-        "activation_checkpointing": "use mpcomp.pipeline(..., recompute=True)",
-        "gradient_checkpointing": "use mpcomp.pipeline(..., recompute=True)",
-        "label_smoothing_factor": "use mpcomp.pipeline(..., loss_fn=...)",
-        "neftune_noise_alpha": "it hooks the whole model's embedding; leave it out",
-        "auto_find_batch_size": "ranks would find different ones; give a size",
-        "use_liger_kernel": "patch the model before cutting it",
-        "fp16_full_eval": "cut a model in that dtype",
-        "bf16_full_eval": "cut a model in that dtype",
-        "push_to_hub": "push the folder that save_model writes",
-        "parallelism_config": "the pipeline is how the model is parallel; leave it out",
-        "batch_eval_metrics": "metrics are computed over the whole evaluation; leave it out",
-        "optim_target_modules": "such optimizers look for modules of the whole model",
-        "compute_loss_func": "use mpcomp.pipeline(..., loss_fn=f), f(output, labels)",
-        "model_init": "pass the pipeline itself",
-    }
-    for name, cure in cures.items():
+    for name, cure in _CURES.items():
         value = kwargs[name] if name in kwargs else getattr(args, name, None)
         if value:
             raise ValueError(f"PipelineTrainer with {name}={value!r}: {cure}")

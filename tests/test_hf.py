@@ -12,7 +12,7 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 import mpcomp
-from mpcomp.hf import PipelineTrainer
+from mpcomp.hf import _CURES, PipelineTrainer
 
 preload("transformers.models.gpt2.modeling_gpt2", "transformers.trainer", "mpcomp.hf", "test_hf")
 
@@ -241,6 +241,16 @@ def test_the_loss_alone_is_evaluated_without_logits(tmp_path):
 def test_what_cannot_work_is_refused_by_name(given, says, tmp_path):
     with pytest.raises(ValueError, match=says):
         trainer(tmp_path, **given)
+
+
+@pytest.mark.parametrize("name", _CURES)
+def test_a_refusal_names_the_setting_and_the_cure(name, tmp_path):
+    """Some need a machine or package that is not here to be set at all: what is read is checked."""
+    pipe, args = mpcomp.pipeline(gpt2(), 2, split=2), arguments(tmp_path)
+    setattr(args, name, "this")
+    with pytest.raises(ValueError, match=f"PipelineTrainer with {name}='this': ") as caught:
+        PipelineTrainer(pipe, args)
+    assert _CURES[name] in str(caught.value)
 
 
 def test_a_plain_model_is_refused(tmp_path):

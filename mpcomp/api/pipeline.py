@@ -31,6 +31,7 @@ from mpcomp.api.step_log import ScalarWriter, StepLog
 from mpcomp.api.step_sync import bytes_sent, finish_step, raise_if_nonfinite
 from mpcomp.api.tracing import Tracing
 from mpcomp.api.weights import whole_again
+from mpcomp.api.wrapping import WRAPPED, refuse_within_ddp
 from mpcomp.core.loss import LossFn, StepLoss, num_terms, with_target
 from mpcomp.core.microbatch import gather, map_tensors, num_rows, rows_of_chunks, scatter
 from mpcomp.core.padding import valid_positions
@@ -183,16 +184,9 @@ class Pipeline(OriginalNames):
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> Any:
-        # DistributedDataParallel asks for this before anything else, and accelerate and Lightning
-        # wrap what they are given in it. It would compare the parameters of stages as if they
-        # were copies, and say that their number differs.
-        raise TypeError(
-            "a pipeline in DistributedDataParallel, which accelerate's prepare and Lightning's "
-            "strategy 'ddp' wrap models in: ranks hold stages, not copies, of the model. Leave the "
-            "pipeline out of prepare and setup (prepare the optimizer and the loader alone), take "
-            "mpcomp.hf.PipelineTrainer for transformers, and mpcomp.pipeline(..., replicas=n) for "
-            "copies"
-        )
+        # DistributedDataParallel asks for this before anything else. It would compare the
+        # parameters of stages as if they were copies, and say that their number differs.
+        raise TypeError(WRAPPED)
 
     def log_to(self, writer: ScalarWriter | Callable[..., Any] | None, *, every: int = 1) -> None:
         """Writes figures of `forward_backward`'s steps from now on; every rank calls it.
@@ -360,6 +354,7 @@ class Pipeline(OriginalNames):
                 "forward_backward under torch.inference_mode(), in which nothing has a gradient: "
                 "leave it for training"
             )
+        refuse_within_ddp()
         if not self.training:
             raise ValueError(
                 "forward_backward in evaluation mode: call pipe.train() first, or dropout and "

@@ -54,6 +54,32 @@ def test_ddp_round_stages_is_refused_with_the_cure(ranks):
         assert "hold stages, not copies" in said and "replicas=n" in said
 
 
+class Holder(nn.Module):
+    """A module that trains a pipeline, as Lightning's modules do."""
+
+    def __init__(self):
+        super().__init__()
+        self.pipe = pipeline()
+
+    def forward(self, *given):
+        return self.pipe.forward_backward(*given)
+
+
+def wrapped_within():
+    """What DDP, here round alike stages, whose weights it would average, is told in training."""
+    ddp = DistributedDataParallel(Holder())
+    try:
+        ddp(*batch())
+    except TypeError as error:
+        return str(error)
+    return "trained"
+
+
+def test_ddp_round_a_module_with_a_pipeline_is_refused_as_well(ranks):
+    for said in ranks(wrapped_within, 2):
+        assert "hold stages, not copies" in said and "devices=1" in said
+
+
 class Writer:
     """A writer as TensorBoard has it."""
 
