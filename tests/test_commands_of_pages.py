@@ -24,7 +24,8 @@ INSTALLS = "python3 -m venv "
 OWN = "train.py"
 TIMEOUT_S = 1200
 
-pytestmark = pytest.mark.slow
+# Several trainings a page, on cores that other tests use too.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 def executed(page: Path) -> list[str]:
