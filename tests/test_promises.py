@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
-PAGE = TESTS.parent / "docs" / "promises.md"
+PAGE = TESTS.parent / "docs" / "guide" / "promises.md"
 ROW = re.compile(r"^\| (?P<promise>[^|]+) \| `(?P<file>[^`:]+)::(?P<function>\w+)` \|$")
 ROWS = [found for line in PAGE.read_text().splitlines() if (found := ROW.match(line))]
 

@@ -149,7 +149,7 @@ class Rotate(Compressor):
         return self.inner.layout(meta.with_dtype(torch.float32))
 
     def rotate(self, x: Tensor) -> Tensor:
-        """What ``inner`` is given for ``x``: fp32 of its shape."""
+        """The rotated ``x``, which ``inner`` is given: fp32 of its shape."""
         grouping = Grouping.of(TensorMeta.of(x), "token")
         return grouping.join(rotated(grouping.split(x), self.seed))
 

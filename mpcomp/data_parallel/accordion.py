@@ -19,7 +19,7 @@ __all__ = ["Accordion"]
 
 @dataclass(frozen=True)
 class Accordion(ReplicaMethod):
-    """Switches each parameter between two methods. Spec ``accordion:low=...``.
+    """Switches each parameter between two methods, by the phase of its training.
 
     With the sum D of a parameter's gradients over a span, and D' of the one before, it is critical
     if ``| ||D'|| - ||D|| | >= threshold ||D'||``. It is sent with ``low`` while its accumulated
