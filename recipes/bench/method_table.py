@@ -51,7 +51,8 @@ def page() -> str:
     """The page, ending with a line break."""
     rows = sorted({cls.spec: cls for cls in registered(SpecValue)}.items())
     sections = _sections()
-    names, properties = [], []
+    names: list[tuple[str, ...]] = []
+    properties: list[tuple[str, ...]] = []
     for spec, cls in rows:
         assert dataclasses.is_dataclass(cls)
         path = f"{cls.__module__}.{cls.__qualname__}"
