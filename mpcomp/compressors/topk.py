@@ -33,8 +33,8 @@ class TopK(SentPositions):
     * Source: Stich et al., NeurIPS 2018, for gradients with a residual; Rudakov et al., 2023,
       section 3, for cuts, per sample over the flattened features.
     * Theory: a contraction, ||x - C(x)||^2 <= (1 - k/n) ||x||^2, and biased. Gradients: alone it
-      has no guarantee, in `ErrorFeedback` and `EF21` that of those. Activations: none; that models
-      bear it is an observation.
+      has no guarantee, in `ErrorFeedback` and `EF21` that of those. Activations: none that we know
+      of; that models bear it is an observation.
 
     Args:
         keep: fraction of the elements to send, in (0, 1].

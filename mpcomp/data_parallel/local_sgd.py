@@ -46,8 +46,8 @@ class LocalSGD(ReplicaMethod):
     * State: on each replica the anchor and the outer velocity of each parameter, and what ``inner``
       keeps.
     * Theory: of SGD inside and a plain mean outside (``lr=1:momentum=0``; Stich, ICLR 2019, "Local
-      SGD converges fast and communicates little"). None of Adam inside, the outer momentum or
-      compressed deltas: the evidence is the papers' experiments.
+      SGD converges fast and communicates little"). None that we know of for Adam inside,
+      the outer momentum or compressed deltas: the evidence is the papers' experiments.
 
     Args:
         period: steps between two exchanges of a parameter, 1 or more.

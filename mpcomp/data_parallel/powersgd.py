@@ -37,9 +37,9 @@ class PowerSGD(ReplicaMethod, Factored):
     * Source: Vogels et al., NeurIPS 2019, algorithms 1 and 2.
     * State: Q of each matrix, the same on all replicas, and a residual of each on each replica
       (none with ``feedback=False``).
-    * Theory: P P^T M is a projection, so a contraction, and error feedback's theorem for SGD
-      applies; the warm start is a heuristic, and so is momentum after the exchange, as the paper
-      trains.
+    * Theory: P P^T M is a projection, so no error is larger than its matrix, as error feedback's
+      theorem for SGD asks; that a warm start makes it smaller in each step is a heuristic, and so
+      is momentum after the exchange, as the paper trains.
 
     Args:
         rank: of the approximation, at least 1; a smaller matrix is approximated by its own rank.

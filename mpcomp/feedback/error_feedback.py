@@ -29,8 +29,8 @@ class ErrorFeedback(ErrorMemory, Feedback):
       on each replica.
     * Theory: SGD on gradients with a contraction C and d = 1 (Stich et al. 2018; Karimireddy et
       al., ICML 2019): nothing is lost, as over any number of steps the sum of what was sent plus
-      the residual is the sum of what was to be sent. No theorem for activations, for Adam, or for d
-      < 1.
+      the residual is the sum of what was to be sent. None that we know of for activations, for
+      Adam, or for d < 1.
 
     Args:
         inner: compressor of x + d e.
