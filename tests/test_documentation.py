@@ -1,11 +1,13 @@
 """The pages: links lead somewhere, commands parse, the generated table is what the code says."""
 
 import argparse
+import json
 import re
 import runpy
 import shlex
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -13,14 +15,23 @@ import torch
 from pages import GUIDES, PAGES, ROOT, commands_of, name_of
 from torch import nn
 
+import mpcomp
+from mpcomp import hf
+
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+#: What mkdocstrings renders in this place; its anchor is the same path.
+DIRECTIVE = re.compile(r"^::: (\S+)$", re.MULTILINE)
 
 
 def _anchors(page: Path) -> set[str]:
-    heads = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text()), re.MULTILINE)
+    text = FENCE.sub("", page.read_text())
+    heads = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     plain = [re.sub(r"[^\w\- ]", "", head.lower()).strip() for head in heads]
-    return {re.sub(r" ", "-", head) for head in plain} | {re.sub(r"[ -]+", "-", h) for h in plain}
+    anchors = {re.sub(r" ", "-", head) for head in plain} | {
+        re.sub(r"[ -]+", "-", h) for h in plain
+    }
+    return anchors | set(DIRECTIVE.findall(text))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -65,14 +76,71 @@ def test_commands_parse(line, monkeypatch):
         runpy.run_module(module, run_name="__main__", alter_sys=False)
 
 
-def test_the_table_of_methods_is_the_registrys():
-    """In a process of its own: other tests register methods of theirs."""
-    page = ROOT / "docs" / "methods" / "registry.md"
-    program = "from recipes.bench import method_table; print(method_table.page(), end='')"
+#: Prints the generated page, and of each registered method path, docstring and base classes.
+REGISTRY = """
+import inspect, json
+from mpcomp.core.spec import SpecValue, registered
+from recipes.bench import method_table
+methods = {
+    f"{cls.__module__}.{cls.__qualname__}": [
+        inspect.getdoc(cls), [base.__name__ for base in cls.__mro__]
+    ]
+    for cls in registered(SpecValue)
+}
+print(json.dumps({"page": method_table.page(), "methods": methods}))
+"""
+
+
+@pytest.fixture(scope="module")
+def registry():
+    """The registry of a process of its own: other tests register methods of theirs."""
     made = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True, text=True
+        [sys.executable, "-c", REGISTRY], cwd=ROOT, check=True, capture_output=True, text=True
     )
-    assert page.read_text() == made.stdout, "run python -m recipes.bench.method_table"
+    return json.loads(made.stdout)
+
+
+def test_the_table_of_methods_is_the_registrys(registry):
+    page = ROOT / "docs" / "methods" / "registry.md"
+    assert page.read_text() == registry["page"], "run python -m recipes.bench.method_table"
+
+
+def _directives(*folders: str) -> Counter[str]:
+    """How often the docstring of each name is rendered on the pages of these folders."""
+    pages = [page for folder in folders for page in (ROOT / "docs" / folder).glob("*.md")]
+    return Counter(name for page in pages for name in DIRECTIVE.findall(page.read_text()))
+
+
+def test_every_method_has_its_section(registry):
+    """On exactly one page, and there is none of what is no method."""
+    assert _directives("methods") == Counter(registry["methods"].keys())
+
+
+def test_every_method_says_source_state_and_theory(registry):
+    """A source has a year, or is this project; a compressor has no state to tell of."""
+    lacking = []
+    for path, (doc, bases) in registry["methods"].items():
+        said = {
+            label: " ".join(text.split())
+            for label, text in re.findall(
+                r"^\* (Source|State|Theory): (.+?)(?=^\*|^$|\Z)", doc, re.MULTILINE | re.DOTALL
+            )
+        }
+        if not re.search(r"\b(?:19|20)\d\d\b|this project's own", said.get("Source", "")):
+            lacking.append(f"{path}: Source")
+        labels = ["Theory"] if "Compressor" in bases else ["State", "Theory"]
+        lacking += [f"{path}: {label}" for label in labels if label not in said]
+    assert not lacking
+
+
+def test_every_public_name_is_in_the_reference():
+    """Each once, among the API and the methods."""
+    public = [getattr(mpcomp, name) for name in mpcomp.__all__ if name != "__version__"]
+    public.append(hf.PipelineTrainer)
+    due = {f"{item.__module__}.{item.__qualname__}" for item in public}
+    rendered = _directives("api", "methods")
+    due |= {"mpcomp.version.__version__", "mpcomp.checkpoint"}  # no class, no function
+    assert rendered == Counter(due)
 
 
 def test_the_gpt_of_ones_own_trains():

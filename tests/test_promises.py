@@ -1,4 +1,4 @@
-"""The page of promises: each names a test that is there."""
+"""The pages of promises and of laws: each row names tests that are there."""
 
 import ast
 import re
@@ -7,20 +7,34 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
-PAGE = TESTS.parent / "docs" / "promises.md"
-ROW = re.compile(r"^\| (?P<promise>[^|]+) \| `(?P<file>[^`:]+)::(?P<function>\w+)` \|$")
-ROWS = [found for line in PAGE.read_text().splitlines() if (found := ROW.match(line))]
+DOCS = TESTS.parent / "docs"
+#: Rows that a page has at least: a table that is not found has none.
+PAGES = {DOCS / "guide" / "promises.md": 20, DOCS / "develop" / "laws.md": 15}
+TEST = re.compile(r"`(?P<file>[\w/]+\.py)::(?P<function>\w+)`")
 
 
-def test_every_promise_has_its_test():
-    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("|")]
-    heads = [line for line in lines if line in ("| promise | test |", "|---|---|")]
-    assert len(ROWS) == len(lines) - len(heads) >= 20
+def _rows(page: Path) -> list[str]:
+    """The rows of the page's tables, without heads and rules."""
+    tables = re.findall(r"^\|.*\n\|[|-]+\n((?:\|.*\n)+)", page.read_text(), re.MULTILINE)
+    return [row for table in tables for row in table.splitlines()]
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row["function"])
-def test_the_test_of_a_promise_is_there(row):
-    path = TESTS / row["file"]
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_row_has_its_tests(page):
+    """In its last cell, and nothing else there."""
+    rows = _rows(page)
+    assert len(rows) >= PAGES[page]
+    for row in rows:
+        cell = row.strip("| ").rpartition(" | ")[2]
+        assert TEST.search(cell) and not TEST.sub("", cell).strip(", "), row
+
+
+NAMED = sorted({found for page in PAGES for row in _rows(page) for found in TEST.findall(row)})
+
+
+@pytest.mark.parametrize("file, function", NAMED, ids=str)
+def test_the_test_is_there(file, function):
+    path = TESTS / file
     assert path.exists(), path
     functions = [n.name for n in ast.parse(path.read_text()).body if isinstance(n, ast.FunctionDef)]
-    assert row["function"] in functions
+    assert function in functions

@@ -25,11 +25,11 @@ class Adaptive(SpecValue):
     """Chooses the compression factor of a cut's compressor while training; ``adaptive+topk:0.1``.
 
     A compression factor (CF) is elements of the tensor per element sent. Each link, a direction of
-    a cut, decides for itself, by the rule of GraVAC (Tyagi & Swany, IEEE CLOUD 2023, Algorithm 1;
-    `mpcomp.adaptive.search`), between steps, and alike on all ranks and replicas: it sends
-    with its candidate CF if the average gain of that is at least ``eps``, else with its minimum if
-    the gain of that is, else dense; so the first step is dense. The gain is measured in every step
-    on one microbatch. Evaluation sends as the next step of training would.
+    a cut, decides for itself, by the rule of GraVAC (`mpcomp.adaptive.search`), between steps, and
+    alike on all ranks and replicas: it sends with its candidate CF if the average gain of that is
+    at least ``eps``, else with its minimum if the gain of that is, else dense; so the first step is
+    dense. The gain is measured in every step on one microbatch. Evaluation sends as the next step
+    of training would.
 
     With a ``budget`` links share bytes instead. All links that are given an equal value are one
     group, both directions and all cuts. Once a window each of them measures its gain at all CFs
@@ -37,6 +37,13 @@ class Adaptive(SpecValue):
     EF21's first messages, which go raw, and warm-up come on top of it.
 
     As a spec: ``adaptive:cf=2-50:eps=0.9:window=20+topk:0.1``.
+
+    * Source: GraVAC (Tyagi & Swany, IEEE CLOUD 2023, Algorithm 1) for the search; its use at cuts,
+      the loss gain and the shared budget are this project's own.
+    * State: averages of gains and throughputs and the place of the search, a few numbers a link,
+      equal on all ranks, in checkpoints; beside it that of ``inner``.
+    * Theory: none; thresholds are heuristics. Each message is one of ``inner``, with what is known
+      of it.
 
     Args:
         inner: compressor that a CF can be set of (one that selects, or `Quantize`), or

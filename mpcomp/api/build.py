@@ -123,7 +123,7 @@ def pipeline(
         checks: "state" compares, every hundred steps, what both ends of links keep, tied weights
             and the weights of replicas; "message" besides gives each message of a cut or tie a sum
             over its bits, 16 bytes more or 8, that its receiver compares (and an accelerator waits
-            for); "none" does neither. See docs/security.md.
+            for); "none" does neither. See docs/guide/security.md.
 
     Returns:
         A `Pipeline`.

@@ -2,7 +2,7 @@
 
 It comes from the environment, and is never sent: ranks show that they have it by codes (HMAC, RFC
 2104, with SHA-256) of fresh random numbers of all of them, so that what one run has shown is of no
-use in another. See docs/security.md for what that protects, and what it does not.
+use in another. See docs/guide/security.md for what that protects, and what it does not.
 """
 
 from __future__ import annotations

@@ -29,6 +29,11 @@ class Cast(Compressor):
 
     Finite values beyond the type's range become its largest finite value rather than inf or NaN.
 
+    * Source: IEEE 754 (fp16); Micikevicius et al., "FP8 formats for deep learning", 2022.
+    * Theory: a contraction, biased. The error of an element is at most 2^-11 of it in fp16, 2^-8 in
+      bf16, 2^-4 in fp8_e4m3 and 2^-3 in fp8_e5m2 within the normal numbers, and never more than the
+      element.
+
     Args:
         dtype: one of fp32, bf16, fp16, fp8_e4m3, fp8_e5m2.
 

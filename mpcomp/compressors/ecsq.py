@@ -55,14 +55,23 @@ _FRACTIONS = 4  # of a step, in which means are sent
 class ECSQ(Compressor):
     """Uniform quantization with a given step, entropy coded. Spec ``step:0.5``.
 
-    Its messages are as long as what they say: about log2(4.13 rms / step) bits an element of a
-    Gaussian, next to nothing for a tensor that rounds to zero. The error of an element is at
+    Of x in units u of step times the scale, q = sign(x) floor(|x| / u + 1 - dead_zone) is sent, and
+    x^ = u q. Its messages are as long as what they say: about log2(4.13 rms / step) bits an element
+    of a Gaussian, next to nothing for a tensor that rounds to zero. The error of an element is at
     most max(1/2, dead_zone) units. Scales go as whole numbers, four an octave, so that both ends
     and all devices have the same units.
 
     In error feedback and memories the step is relative to the tensor itself, not to what is left
     of it: what has not changed costs next to nothing (`compress_against`). So an
     estimate keeps an error of a fixed size: ``aqsgd:first=step/0.4+step:0.4``.
+
+    * Source: Gish & Pierce, IEEE Trans. Inf. Theory 1968, for the entropy-coded uniform step;
+      Roberts, 1962, and Schuchman, 1964, for the dither. Scales, means and spikes are this
+      project's own.
+    * Theory: with nearest rounding and no means no element's error is larger than the element: a
+      contraction, biased. With dither unbiased, of an error that does not depend on x, and no
+      contraction; neither is it with means. Within 0.25 bits an element of the least rate for its
+      error.
 
     Args:
         step: in units of the scale, above 0; 0.25 to 0.5 for activations, 1 to 2 for gradients.

@@ -20,10 +20,13 @@ __all__ = ["FixedPoint"]
 class FixedPoint(Compressor):
     """AC-SGD's b-bit fixed point. Spec ``fixed:4``, ``fixed:4:scale=tensor``.
 
-    s = fp16(max |x|), q = clip(round(2^(b-1) x / (s + 1e-6)), -2^(b-1), 2^(b-1) - 1), decoded as
-    q s / 2^(b-1): Wang et al., NeurIPS 2022, as in the authors' code. The code book is
-    asymmetric (the largest value is clipped by a step), so `Quantize` is the better choice
-    where parity with AC-SGD is not the point. Scales above 65504 are clamped.
+    s = fp16(max |x|), q = clip(round(2^(b-1) x / (s + 1e-6)), -2^(b-1), 2^(b-1) - 1), decoded as q
+    s / 2^(b-1). The code book is asymmetric (the largest value is clipped by a step), so `Quantize`
+    is the better choice where parity with AC-SGD is not the point. Scales above 65504 are clamped.
+
+    * Source: Wang et al., NeurIPS 2022, as in the authors' code (AC-SGD).
+    * Theory: biased, as it rounds to the nearest, where the theorem of `AQSGD` asks for an unbiased
+      code.
 
     Args:
         bits: 1 to 8.

@@ -45,19 +45,27 @@ _LIMIT = torch.finfo(torch.float32).max / 2**18
 class KLT(SpecValue):
     """``inner`` in a basis that the link learns while training. Spec ``klt+step:0.15:centre=true``.
 
-    For vectors along the channels (dim 1 of images, else the last) and an inner compressor whose
-    bytes follow its data, as `ECSQ`'s do: fewer bits at the same error. How many follows from the
-    spectrum of what crosses: 2 bits an element of a small GPT-2's activations and 0.6 of their
-    gradients, next to nothing where all directions are as strong.
+    y = U^T x with the covariance U diag(l) U^T of what the link carries: x^ = U C(y). For vectors
+    along the channels (dim 1 of images, else the last) and an inner compressor whose bytes follow
+    its data, as `ECSQ`'s do: fewer bits at the same error. How many follows from the spectrum of
+    what crosses: 2 bits an element of a small GPT-2's activations and 0.6 of their gradients, next
+    to nothing where all directions are as strong.
 
     Each link has its own basis. Its sender keeps the covariance of what it sent in training, and
-    puts a new basis (5 bits an entry) into a message as soon as those sent since the last one
-    would have been shorter by that much (`mpcomp.links.bases`). Until the first it is ``inner``
-    alone, as in a run that only evaluates, and behind a ReLU, whose zeros are worth more, it may
-    remain so. What has been learned is kept in checkpoints, and counted by ``pipe.state_bytes``.
+    puts a new basis (5 bits an entry) into a message as soon as those sent since the last one would
+    have been shorter by that much (`mpcomp.links.bases`). Until the first it is ``inner`` alone, as
+    in a run that only evaluates, and behind a ReLU, whose zeros are worth more, it may remain so.
+    ``pipe.state_bytes`` counts what has been learned.
 
     A link resolves it for each message into the basis that its ends have, so it is no
     `Compressor` itself.
+
+    * Source: the Karhunen-Loeve transform as a transform code (Huang & Schultheiss, 1963; Goyal,
+      2001); learning it on the link, and when to send it, are this project's own.
+    * State: second moments of what was sent and the basis at the sender, the basis at the receiver,
+      per link; in checkpoints.
+    * Theory: no orthonormal basis saves more bits of a Gaussian at equal error. The error itself is
+      that of ``inner`` but for some hundredths, as a basis is sent rounded; no theorem of training.
 
     Args:
         inner: compressor of the coordinates, fp32.

@@ -50,15 +50,18 @@ class LloydMax(Compressor):
 
         s = <x, c> / <c, c>,    so    ||x - x^||^2 = ||x||^2 - <x, c>^2 / ||c||^2.
 
-    This is the scale of least squares, as in DRIVE where it need not be unbiased (Vargaftik et
-    al., NeurIPS 2021). For Gaussian elements it is the rms to within their number's noise; for any
+    This is the scale of least squares, as in DRIVE where it need not be unbiased (Vargaftik et al.,
+    NeurIPS 2021). For Gaussian elements it is the rms to within their number's noise; for any
     others it is at least as good, and it makes this a contraction for every x: the scale's rounding
-    to bf16, by a factor 1 + d, adds d^2 <x, c>^2 / ||c||^2, and |d| < 1.
+    to bf16, by a factor 1 + d, adds ``d^2 <x, c>^2 / ||c||^2``, and ``|d| < 1``.
 
     Relative squared errors of Gaussian elements at 1 to 4 bits: 0.363, 0.117, 0.0345, 0.0095
     (Max, IRE Trans. Inf. Theory 1960, table I). Elements with other distributions are made nearly
     Gaussian by `Rotate`; together they are TurboQuant's (Zandieh et al., arXiv 2504.19874). No
     centroid is zero, so the zeros of a ReLU do not stay zeros.
+
+    * Source: Max, IRE Trans. Inf. Theory 1960; the scale of DRIVE (Vargaftik et al., NeurIPS 2021).
+    * Theory: a contraction for every x, and biased: for `ErrorFeedback` and `EF21`.
 
     Args:
         bits: 1 to 8.

@@ -25,17 +25,19 @@ def matrix_shape(meta: TensorMeta) -> tuple[int, int]:
 class LowRank(Compressor):
     """A rank-r approximation, M ~ P Q^T with orthonormal P. Spec ``lowrank:4``.
 
-    P = orthonormal(M Q), Q = M^T P from a random Q, and again ``iterations`` times: the subspace
-    iteration of PowerSGD (Vogels et al., NeurIPS 2019, algorithm 1) without its memory, as
-    Optimus-CC (Song et al., ASPLOS 2023) sends the gradients of a cut. P P^T M is a projection,
-    so this is a contraction inside any feedback; exact up to rounding where r reaches the rank.
-    More iterations cost time alone. Between replicas `PowerSGD` keeps Q and sums the factors.
+    P = orthonormal(M Q), Q = M^T P from a random Q, and again ``iterations`` times. More iterations
+    cost time alone. Between replicas `PowerSGD` keeps Q and sums the factors.
 
     A tensor of other shape is the matrix [elements / last_dim, last_dim] in memory order
     (`matrix_shape`): [batch * sequence, hidden] of a language model, pixels by channels
     of a channels-last image, [batch * channels * height, width] of another one. Vectors are
     better sent dense. Both factors travel in the tensor's dtype; the computation is fp32. What
     arrives is the sum of the columns' outer products, added up one after the other (`outer_sum`).
+
+    * Source: the subspace iteration of PowerSGD (Vogels et al., NeurIPS 2019, algorithm 1) without
+      its memory, as Optimus-CC (Song et al., ASPLOS 2023) sends the gradients of a cut.
+    * Theory: P P^T M is a projection, so a contraction inside any feedback, and biased; exact up to
+      rounding where r reaches the rank.
 
     Args:
         rank: columns of the factors, at least 1; at the most the matrix's smaller side is used.

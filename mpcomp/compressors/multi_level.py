@@ -51,10 +51,13 @@ def _levels(
 class MultiLevel(Selecting):
     """``first`` over the tensor, then again among what it kept. Spec ``multilevel:0.001+topk:0.1``.
 
-    Sends ``keep`` of the tensor's elements. Equal to the direct choice, ties included, for exact
-    top-k (`TopK`, `SampledTopK`, `RedSyncTopK`), in distribution for `RandomK`; a block within a
-    block starts less often near a tensor's ends. Cheaper where a search over all elements is
-    dear and both levels are wanted, as GraVAC wants them (`levels`).
+    C2(C1(x)); sends ``keep`` of the tensor's elements. Equal to the direct choice, ties included,
+    for exact top-k (`TopK`, `SampledTopK`, `RedSyncTopK`), in distribution for `RandomK`; a block
+    within a block starts less often near a tensor's ends. Cheaper where a search over all elements
+    is dear and both levels are wanted, as GraVAC wants them (`levels`).
+
+    * Source: multi-level compression of GraVAC (Tyagi & Swany, IEEE CLOUD 2023).
+    * Theory: that of ``first``, at the smaller fraction.
 
     Args:
         first: the method and its first level; it selects over the whole tensor here, whatever

@@ -21,14 +21,16 @@ __all__ = ["OneBitColumns"]
 class OneBitColumns(Compressor):
     """Signs, decoded as two means of each column. Spec ``onebit``.
 
-    1-bit SGD (Seide et al., Interspeech 2014): of a matrix [rows, columns], elements
-    that are not negative arrive as the mean of those of their column, negative ones as the mean
-    of theirs; the sign of zero is +, and the mean of no elements is 0. Wire: one bit an element
-    and two fp32 numbers a column. A contraction: the two means are the nearest two numbers to a
-    column's two sides.
+    Of a matrix [rows, columns], elements that are not negative arrive as the mean of those of their
+    column, negative ones as the mean of theirs; the sign of zero is +, and the mean of no elements
+    is 0. Wire: one bit an element and two fp32 numbers a column.
 
     A tensor of other shape is the matrix [elements / last_dim, last_dim] in memory order
     (`lowrank.matrix_shape`), so a vector has a column for each element and is better sent dense.
+
+    * Source: 1-bit SGD (Seide et al., Interspeech 2014).
+    * Theory: a contraction, as the two means are the nearest two numbers to a column's two sides,
+      and biased: for `ErrorFeedback`, and `OneBit` between replicas.
     """
 
     spec: ClassVar[str] = "onebit"

@@ -24,12 +24,14 @@ __all__ = ["QSGD"]
 class QSGD(Compressor):
     """s = 2^(bits-1) - 1 levels of the norm of a group. Spec ``qsgd:4``, ``qsgd:4:group=128``.
 
-    Alistarh et al., NeurIPS 2017, eq. 3: x^_i = ||x||_2 sgn(x_i) xi_i / s, where xi_i is
-    s |x_i| / ||x||_2 rounded at random to a neighbouring integer so that E x^ = x. Variance:
-    E||x - x^||^2 <= min(n / s^2, sqrt(n) / s) ||x||^2 for groups of n elements (lemma 3.1); where
-    that is above 1 it is no contraction, and error feedback round it may diverge: use 8 bits or
-    small groups there. Codes are packed to ``bits`` bits instead of Elias's code, so that sizes
-    are known beforehand; norms are fp32.
+    x^_i = ||x||_2 sgn(x_i) xi_i / s, where xi_i is s |x_i| / ||x||_2 rounded at random to a
+    neighbouring integer so that E x^ = x. Codes are packed to ``bits`` bits instead of Elias's
+    code, so that sizes are known beforehand; norms are fp32.
+
+    * Source: Alistarh et al., NeurIPS 2017, eq. 3.
+    * Theory: unbiased, E||x - x^||^2 <= min(n / s^2, sqrt(n) / s) ||x||^2 for groups of n elements
+      (lemma 3.1): for SGD without a memory. Where that is above 1 it is no contraction, and error
+      feedback round it may diverge: use 8 bits or small groups there.
 
     Args:
         bits: 2 to 8.

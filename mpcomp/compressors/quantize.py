@@ -41,8 +41,13 @@ class Quantize(Compressor):
 
     The error of an element is at most step / 2 with nearest rounding and below one step with
     stochastic rounding, which is unbiased inside the range; step = (largest - smallest) /
-    (2^bits - 1) of the element's group for ``minmax``. Rudakov et al., section 3 (min-max);
-    Alistarh et al., QSGD, for stochastic rounding.
+    (2^bits - 1) of the element's group for ``minmax``.
+
+    * Source: Rudakov et al., 2023, section 3 (min-max); Alistarh et al., QSGD, NeurIPS 2017, for
+      stochastic rounding.
+    * Theory: nearest rounding is biased, and a contraction where a group's step is small against
+      its elements, which at 1 or 2 bits it may not be. Stochastic rounding is unbiased inside the
+      range, as the theorem of `AQSGD` asks.
 
     Args:
         bits: 1 to 8.

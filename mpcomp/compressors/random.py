@@ -94,7 +94,12 @@ class _SharedChoice(Selecting):
 class RandomK(_SharedChoice):
     """Keeps k = ceil(keep n) elements of the tensor, uniformly at random. Spec ``randomk:0.1``.
 
-    Contraction in expectation: E||x - C(x)||^2 = (1 - k/n) ||x||^2. Stich et al., NeurIPS 2018.
+    Positions are drawn by both ends from equal generators, so only values travel.
+
+    * Source: Stich et al., NeurIPS 2018.
+    * Theory: a contraction in expectation, E||x - C(x)||^2 = (1 - k/n) ||x||^2, and biased: for
+      `ErrorFeedback`. With ``unbiased=True`` E C(x) = x, at E||x - C(x)||^2 = (n/k - 1) ||x||^2:
+      for SGD without a memory, whose rate falls with that variance.
 
     Args:
         keep: fraction of the elements to send, in (0, 1].
@@ -117,9 +122,12 @@ class RandomK(_SharedChoice):
 class RandomBlock(_SharedChoice):
     """Keeps ``k`` neighbouring elements from a random start. Spec ``randomblock:0.1``.
 
-    A block that runs over the end goes on at the beginning. The gradient compressor of ConEF;
-    reading and writing runs of memory makes it the cheapest selection. Arguments, errors and
-    expectation as for `RandomK`.
+    A block that runs over the end goes on at the beginning. Reading and writing runs of memory
+    makes it the cheapest selection. Arguments and errors as for `RandomK`.
+
+    * Source: Vogels et al., NeurIPS 2019, as a rival of PowerSGD; the gradient compressor of ConEF
+      (Li et al., 2023).
+    * Theory: as of `RandomK`, since each element is in the block with probability k/n.
     """
 
     spec: ClassVar[str] = "randomblock"

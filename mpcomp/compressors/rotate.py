@@ -49,13 +49,16 @@ class Rotate(Compressor):
     before ``inner`` and back behind it: x^ = R^T C(R x), R orthonormal, so ||x - x^|| is
     ||R x - C(R x)||. Rotated elements are of about the same size and nearly Gaussian: channels
     that are far larger than the others, which language models have, no longer set the step of all,
-    and `LloydMax` has the distribution that it is made for. QuaRot (Ashkboos et al., NeurIPS 2024)
-    for activations; DRIVE (Vargaftik et al., NeurIPS 2021) for gradients; TurboQuant (Zandieh et
-    al., arXiv 2504.19874) for both steps together.
+    and `LloydMax` has the distribution that it is made for.
 
     ``inner`` is given fp32 of the same shape, whatever the tensor's dtype: what sends values as
     they are should narrow them, as in ``rotate+topk:0.1+bf16``. What it selects is of rotated
     elements. Zeros of a ReLU do not stay zeros. It draws nothing for a message.
+
+    * Source: QuaRot (Ashkboos et al., NeurIPS 2024) for activations; DRIVE (Vargaftik et al.,
+      NeurIPS 2021) for gradients; TurboQuant (Zandieh et al., arXiv 2504.19874, 2025) with
+      `LloydMax`.
+    * Theory: that of ``inner``, contraction and unbiasedness alike, as R keeps norms and is linear.
 
     Args:
         inner: compressor of the rotated tensor.
@@ -146,7 +149,7 @@ class Rotate(Compressor):
         return self.inner.layout(meta.with_dtype(torch.float32))
 
     def rotate(self, x: Tensor) -> Tensor:
-        """What ``inner`` is given for ``x``: fp32 of its shape."""
+        """The rotated ``x``, which ``inner`` is given: fp32 of its shape."""
         grouping = Grouping.of(TensorMeta.of(x), "token")
         return grouping.join(rotated(grouping.split(x), self.seed))
 

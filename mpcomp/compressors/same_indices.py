@@ -25,8 +25,7 @@ class SameIndices(SpecValue):
 
     For ``grad_comp`` only. No indices travel; the gradient is zero where the activation was
     dropped, which is the exact gradient of masking. Where the activation went dense, so does the
-    gradient. The "shared" indices of Rudakov et al., section 4 (GPT-2). It needs an ``act_comp``
-    that selects (topk, randomk, randomblock).
+    gradient. It needs an ``act_comp`` that selects (topk, randomk, randomblock).
 
     With ``where="nonzero"`` it sends the gradient where the activation that arrived is not zero,
     beside any ``act_comp``. For cuts behind a ReLU, as in a ResNet: what the stage before makes of
@@ -35,6 +34,13 @@ class SameIndices(SpecValue):
     that is the gradient of a dead zone: ``act_comp="step:0.5"`` then loses what it has rounded.
 
     A boundary resolves it per microbatch into the positions, so it is no `Compressor` itself.
+
+    * Source: the "shared" indices of Rudakov et al., 2023, section 4 (GPT-2); ``where="nonzero"``
+      is this project's own.
+    * State: the positions that the activation's message carried, at both ends, until the gradient
+      of that microbatch has gone.
+    * Theory: the exact gradient of the masked activation, so no error is made that the activation's
+      message has not made; values may be compressed on top of it.
 
     Args:
         values: compressor of the values sent, as one row of them.

@@ -26,6 +26,9 @@ class MeanValue(Compressor):
 
     The value compressor of `SameSign`. Means of mixed signs cancel, so behind another selection
     it says little.
+
+    * Source: the values of RedSync's quantization (Fang et al., J. Parallel Distrib. Comput. 2019).
+    * Theory: a contraction, ||x - C(x)||^2 = ||x||^2 - n mean^2, and biased.
     """
 
     spec: ClassVar[str] = "meanvalue"
@@ -48,16 +51,18 @@ class MeanValue(Compressor):
 class SameSign(SentPositions):
     """The largest elements of one sign, all sent as their mean. Spec ``samesign:0.001``.
 
-    RedSync's quantization (Fang et al.): indices and one fp32 number for the tensor.
-    With sign s, the k = max(1, ceil(keep n - 1e-9)) elements of largest s x are selected, the
-    lowest index first among equal ones, and each arrives as the mean of the k. Where fewer than
-    k elements have that sign, the smallest magnitudes of the other one fill up. A contraction:
-    ||x - C(x)||^2 = ||x||^2 - k mean^2.
+    Indices and one fp32 number for the tensor. With sign s, the k = max(1, ceil(keep n - 1e-9))
+    elements of largest s x are selected, the lowest index first among equal ones, and each arrives
+    as the mean of the k. Where fewer than k elements have that sign, the smallest magnitudes of the
+    other one fill up.
 
     Which sign: published, positive and negative take turns. A compressor remembers nothing, so
     it is told; a method that counts steps can give it "positive" and "negative" by turns, whose
     messages are alike. "larger" is the variant in the author's code: the sign whose k elements
     have the mean of larger magnitude.
+
+    * Source: RedSync's quantization (Fang et al., J. Parallel Distrib. Comput. 2019).
+    * Theory: a contraction, ||x - C(x)||^2 = ||x||^2 - k mean^2, and biased: for `ErrorFeedback`.
 
     Args:
         keep: fraction of the elements to send, in (0, 1].

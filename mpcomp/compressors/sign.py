@@ -21,8 +21,11 @@ __all__ = ["Sign"]
 class Sign(Compressor):
     """sign(x) times mean |x| of the elements that share a scale. Spec ``sign``, ``sign:sample``.
 
-    A contraction: ||x - C(x)||^2 = (1 - ||x||_1^2 / (n ||x||_2^2)) ||x||^2. Karimireddy et al.,
-    ICML 2019 (EF-signSGD), eq. of the scaled sign. The sign of zero is +.
+    The sign of zero is +.
+
+    * Source: Karimireddy et al., ICML 2019 (EF-signSGD).
+    * Theory: a contraction, ||x - C(x)||^2 = (1 - ||x||_1^2 / (n ||x||_2^2)) ||x||^2 of each group,
+      and biased: for `ErrorFeedback`, without which signs may not converge (same paper).
 
     Args:
         scale: "tensor", "sample", "channel", "token" (a row of the innermost dimension in memory)

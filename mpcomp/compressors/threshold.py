@@ -36,14 +36,17 @@ _FEW = 1 << 12  # below so many elements there is nothing to gain
 class SampledTopK(SentPositions):
     """Top-k by a threshold from a sample. Spec ``sampledtopk:0.01``, ``sampledtopk:0.01+fp16``.
 
-    The selection of DGC (Lin et al., ICLR 2018, and the authors' code): of a strided
-    sample with a random start, the threshold is the magnitude that as many exceed as are to be
-    kept; with fewer than k above, it is lowered to 0.8 of itself, up to ten times. Here the rank
-    in the sample is two standard deviations deeper, so that the first threshold mostly serves.
+    Of a strided sample with a random start, the threshold is the magnitude that as many exceed as
+    are to be kept; with fewer than k above, it is lowered to 0.8 of itself, up to ten times. Here
+    the rank in the sample is two standard deviations deeper, so that the first threshold mostly
+    serves.
 
     Published, what lies above the threshold is cut to k in the order of the indices (late ones
     are favoured least) unless it is more than 1.3 k, and fewer than k may be sent. Here always
     the k largest are sent, as `TopK` over the tensor sends, ties included.
+
+    * Source: DGC (Lin et al., ICLR 2018) and its authors' code, for the sampled threshold.
+    * Theory: that of `TopK` over the tensor, of which it sends the very elements.
 
     Args:
         keep: fraction of the elements to send, in (0, 1].
@@ -100,14 +103,16 @@ class SampledTopK(SentPositions):
 class RedSyncTopK(SentPositions):
     """Top-k by a search between mean and maximum. Spec ``redsynctopk:0.01:search=binary``.
 
-    RedSync (Fang et al.): with the mean m and the maximum M of the magnitudes,
-    threshold(r) = m + r (M - m). "trimmed" lowers r from 0.9 by 0.1 until at least k elements
-    reach it. "binary" halves the interval of r from [0, 1] until k to 2 k do, or the interval is
-    0.1 or shorter; as published it would stop at k / 2 already. Then the k largest of them are
-    sent; where no threshold down to the mean is reached by k elements, as in tensors with heavy
-    tails or many equal elements it may not be, the k largest of all. So this sends what `TopK`
-    over the tensor sends, where the published search sends any number (2e-5 of a Student-t
-    tensor for every keep).
+    With the mean m and the maximum M of the magnitudes, threshold(r) = m + r (M - m). "trimmed"
+    lowers r from 0.9 by 0.1 until at least k elements reach it. "binary" halves the interval of r
+    from [0, 1] until k to 2 k do, or the interval is 0.1 or shorter; as published it would stop at
+    k / 2 already. Then the k largest of them are sent; where no threshold down to the mean is
+    reached by k elements, as in tensors with heavy tails or many equal elements it may not be, the
+    k largest of all. So this sends what `TopK` over the tensor sends, where the published search
+    sends any number (2e-5 of a Student-t tensor for every keep).
+
+    * Source: RedSync (Fang et al., J. Parallel Distrib. Comput. 2019), for the search.
+    * Theory: that of `TopK` over the tensor, of which it sends the very elements.
 
     Args:
         keep: fraction of the elements to send, in (0, 1].

@@ -28,8 +28,13 @@ class TopK(SentPositions):
     """Keeps the largest magnitudes of each scope. Spec ``topk:0.1``, ``topk:0.1:scope=row+fp16``.
 
     Keeps k = max(1, ceil(keep n - 1e-9)) of the n elements of a scope; among equal magnitudes
-    those of lowest index. Contraction: ||x - C(x)||^2 <= (1 - k/n) ||x||^2. Per sample over the
-    flattened features as in Rudakov et al., section 3.
+    those of lowest index.
+
+    * Source: Stich et al., NeurIPS 2018, for gradients with a residual; Rudakov et al., 2023,
+      section 3, for cuts, per sample over the flattened features.
+    * Theory: a contraction, ||x - C(x)||^2 <= (1 - k/n) ||x||^2, and biased. Gradients: alone it
+      has no guarantee, in `ErrorFeedback` and `EF21` that of those. Activations: none that we know
+      of; that models bear it is an observation.
 
     Args:
         keep: fraction of the elements to send, in (0, 1].

@@ -19,10 +19,12 @@ __all__ = ["Accordion"]
 
 @dataclass(frozen=True)
 class Accordion(ReplicaMethod):
-    """Switches each parameter between two methods; Agarwal et al., MLSys 2021.
+    """Switches each parameter between two methods, by the phase of its training.
 
-    A parameter is sent with ``low`` while its accumulated gradient changes much, at first, and
-    after the learning rate falls; else with ``high``. `Detector` has the rules.
+    With the sum D of a parameter's gradients over a span, and D' of the one before, it is critical
+    if ``| ||D'|| - ||D|| | >= threshold ||D'||``. It is sent with ``low`` while its accumulated
+    gradient changes much, at first, and after the learning rate falls; else with ``high``.
+    `Detector` has the rules.
 
     As a spec: ``accordion:low=topk/0.99:high=topk/0.1:interval=1000``.
 
@@ -30,6 +32,12 @@ class Accordion(ReplicaMethod):
     0.25 (CIFAR-100) or 0.02 (WikiText-2); it compares every 10 epochs (language models: 5), and
     accumulates over one of them. Its code sends top-k without a residual, and the sum of the
     replicas instead of their mean; here ``feedback=False`` gives the former.
+
+    * Source: Agarwal et al., MLSys 2021.
+    * State: a residual of each parameter on each replica (none with ``feedback=False``), the
+      gradient accumulated in the interval, and the norm of the one before; decisions are the same
+      on all.
+    * Theory: none of the switching, a heuristic; each step is one of ``low`` or ``high``.
 
     Args:
         low: method of low compression, for critical phases.

@@ -81,13 +81,21 @@ class _Momentum(ReplicaMethod):
 class DGC(_Momentum):
     """Deep Gradient Compression. Spec ``dgc:0.001``, ``dgc:0.001:warmup_steps=500+fp16``.
 
-    Each replica clips its gradient, accumulates its momentum, sends the largest elements of the sum
-    and clears them there and in the momentum (`MomentumCorrection`). **The optimizer must have no
-    momentum**: torch.optim.SGD(..., momentum=0). Its weight decay then acts without momentum: for
-    the effect that decay has in momentum SGD give it 1 / (1 - m) times as much (the authors' code
-    has a velocity for the decay alone). Parameters of one dimension go as they are and get the same
-    momentum here. With keep=1 this is SGD without momentum, since all of the velocity is cleared.
-    The theory does not cover Adam-type optimizers. Lin et al., ICLR 2018.
+    u <- m u + g, v <- v + u, the largest elements of v are sent, and v and u are set to zero there.
+
+    So each replica clips its gradient, accumulates its momentum, sends the largest elements of the
+    sum and clears them there and in the momentum (`MomentumCorrection`). **The optimizer must have
+    no momentum**: torch.optim.SGD(..., momentum=0). Its weight decay then acts without momentum:
+    for the effect that decay has in momentum SGD give it 1 / (1 - m) times as much (the authors'
+    code has a velocity for the decay alone). Parameters of one dimension go as they are and get the
+    same momentum here. With keep=1 this is SGD without momentum, since all of the velocity is
+    cleared.
+
+    * Source: Lin et al., ICLR 2018.
+    * State: velocity u and sum v of each compressed parameter, on each replica; the velocity alone
+      of what goes as it is.
+    * Theory: no theorem that we know of; the evidence is the paper's experiments, with SGD.
+      Adam-type optimizers are outside both.
 
     Args:
         keep: fraction of the elements to send after warm-up, in (0, 1].
@@ -153,8 +161,13 @@ class DGC(_Momentum):
 class RedSync(_Momentum):
     """RedSync: thresholds by trimming or bisection. Spec ``redsync:0.001``.
 
-    Momentum as for `DGC`: **the optimizer must have none**. Fang et al., Journal of Parallel and
-    Distributed Computing 2019; momentum with masking as in the author's code.
+    The formulas of `DGC`, with the selection of `RedSyncTopK`. Momentum as there: **the optimizer
+    must have none**.
+
+    * Source: Fang et al., J. Parallel Distrib. Comput. 2019; momentum with masking as in the
+      author's code.
+    * State: as of `DGC`.
+    * Theory: as of `DGC`.
 
     Args:
         keep: fraction of the elements to send, in (0, 1].

@@ -49,9 +49,15 @@ class GraVAC(ReplicaMethod):
     A compression factor (CF) is elements of the gradient per element sent. In each step the
     gradient, with the residual in it, is compressed by two CFs, and sent with the larger one whose
     gain ||C(g)||^2 / ||g||^2 is at least ``eps``; with none of them it goes as it is. `Search` has
-    the rules by which the two move. Tyagi & Swany, IEEE CLOUD 2023, Algorithm 1.
+    the rules by which the two move.
 
     As a spec: ``gravac:cf=10-1000:eps=0.9:window=200+topk:0.1``.
+
+    * Source: Tyagi & Swany, IEEE CLOUD 2023, Algorithm 1; ``momentum`` from DGC.
+    * State: a residual of each parameter on each replica (with ``momentum`` its velocity and sum);
+      averages of gains and throughputs, the same on all.
+    * Theory: error feedback whose contraction changes from step to step; that the gain is a measure
+      of what training bears is a heuristic.
 
     Args:
         inner: compressor that a CF can be set of: one that selects, or `Quantize`. Its own

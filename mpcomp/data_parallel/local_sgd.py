@@ -32,16 +32,22 @@ class LocalSGD(ReplicaMethod):
         v <- momentum v + mean(delta)
         anchor <- anchor - lr (momentum v + mean(delta));  parameters <- anchor
 
-    Douillard et al. 2023, algorithm 1, with its lr and momentum as defaults; ``parts`` are those of
-    Streaming DiLoCo (Douillard et al. 2025), without its overlap of messages and steps. Deltas can
-    do with little: 2 bits and error feedback in MuLoCo (Thérien et al. 2025), Top-1 to 3 % in 2
-    bits in SparseLoCo (Sarfi et al. 2025), where a residual with ``decay`` is in the place of the
-    outer momentum.
+    Defaults are the paper's lr and momentum. Deltas can do with little: 2 bits and error feedback
+    in MuLoCo (Thérien et al. 2025), Top-1 to 3 % in 2 bits in SparseLoCo (Sarfi et al. 2025), where
+    a residual with ``decay`` is in the place of the outer momentum.
 
     It acts after the optimizer's step, so it has to be named: ``handle.follow(optimizer)`` or
     ``pipe.follow(optimizer)``. Steps that a loss scaler skips do not count, and replicas that are
     given one all skip the same. Between two exchanges replicas differ; evaluate and keep models
     after a multiple of ``period`` steps.
+
+    * Source: DiLoCo (Douillard et al., 2023, algorithm 1); ``parts`` from Streaming DiLoCo
+      (Douillard et al., 2025), without its overlap of messages and steps.
+    * State: on each replica the anchor and the outer velocity of each parameter, and what ``inner``
+      keeps.
+    * Theory: of SGD inside and a plain mean outside (``lr=1:momentum=0``; Stich, ICLR 2019, "Local
+      SGD converges fast and communicates little"). None that we know of for Adam inside,
+      the outer momentum or compressed deltas: the evidence is the papers' experiments.
 
     Args:
         period: steps between two exchanges of a parameter, 1 or more.

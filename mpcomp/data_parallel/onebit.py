@@ -21,8 +21,13 @@ class OneBit(ReplicaMethod):
     Each column of a matrix arrives as the mean of its non-negative elements and that of its
     negative ones; what that leaves out is added to the next gradient. As published, the mean of all
     replicas is quantized again, with an error of its own that is fed back too; that is the
-    two-phase path (`ReplicaNetwork`), which is chosen from about five replicas on. Seide et al.,
-    Interspeech 2014, section 3.
+    two-phase path (`ReplicaNetwork`), which is chosen from about five replicas on.
+
+    * Source: Seide et al., Interspeech 2014, section 3.
+    * State: a residual of each parameter on each replica, and on the two-phase path one of the
+      mean's piece that a replica quantizes.
+    * Theory: a contraction of each column in error feedback, so that one's theorem for SGD; the
+      paper has none.
 
     Args:
         storage: "fp32", "fp16", "bf16" or bits (1-8) of what is kept.

@@ -32,8 +32,14 @@ class PowerSGD(ReplicaMethod, Factored):
     at first i.i.d. standard normal and the same on all replicas:
     P = orthonormal(mean M_i Q), Q <- mean M_i^T P, result P Q^T. Both means are sums over the
     network, so traffic does not grow with the number of replicas. What replica i keeps for the next
-    step is M_i - P (M_i^T P)^T; its mean over the replicas is that of M_i less the result. Vogels
-    et al., NeurIPS 2019, algorithms 1 and 2.
+    step is M_i - P (M_i^T P)^T; its mean over the replicas is that of M_i less the result.
+
+    * Source: Vogels et al., NeurIPS 2019, algorithms 1 and 2.
+    * State: Q of each matrix, the same on all replicas, and a residual of each on each replica
+      (none with ``feedback=False``).
+    * Theory: P P^T M is a projection, so no error is larger than its matrix, as error feedback's
+      theorem for SGD asks; that a warm start makes it smaller in each step is a heuristic, and so
+      is momentum after the exchange, as the paper trains.
 
     Args:
         rank: of the approximation, at least 1; a smaller matrix is approximated by its own rank.

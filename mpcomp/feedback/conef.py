@@ -51,15 +51,19 @@ class ConEF(Feedback):
 
     m = Q(p), p = g + (1 - beta) e, e <- C(beta e + p - m): partial error feedback whose error e is
     kept compressed by an unbiased C, a count sketch (`mpcomp.feedback.sketch`) of ``fraction``
-    cells per element. "60 % of the memory saved" is fraction=0.4. Li, Li & Giannakis, "Contractive
-    error feedback for gradient compression", with the incremental update of the authors' code. The
-    sketch has cells of its own for each row of a parameter [first dim, all others]; at a cut for
-    each row of a microbatch.
+    cells per element. "60 % of the memory saved" is fraction=0.4.
 
-    The theory is of SGD, with E||Q(x) - x||^2 <= delta ||x||^2, delta < 1, and of smooth functions;
-    it says nothing of Adam, LAMB or momentum in the optimizer, with which it is used all the same.
-    It keeps the error of eta g; here that is so with ``lr_scaled=True``, and otherwise, as in the
-    authors' code, an error is as large as the gradients were, also after the rate has fallen.
+    The theory keeps the error of eta g; here that is so with ``lr_scaled=True``, and otherwise, as
+    in the authors' code, an error is as large as the gradients were, also after the rate has
+    fallen.
+
+    * Source: Li et al., "Contractive error feedback for gradient compression", 2023, with the
+      incremental update of the authors' code.
+    * State: the sketch S, at the sender: with cells of its own for each row of a parameter [first
+      dim, all others] on each replica; at a cut for each row of a microbatch.
+    * Theory: SGD and smooth functions, with E||Q(x) - x||^2 <= delta ||x||^2, delta < 1, and an
+      unbiased C; nothing of Adam, LAMB or momentum in the optimizer, with which it is used all the
+      same.
 
     Args:
         inner: Q. A sum travels cheapest: `RandomBlock` is added up by an all-reduce.

@@ -31,10 +31,16 @@ __all__ = ["AQSGD", "EF21"]
 class EF21(Feedback):
     """d = C(x - h), h <- h + d, the receiver uses h. Spec ``ef21+topk:0.1``.
 
-    Richtarik, Sokolov, Fatkhullin, NeurIPS 2021, algorithm 2; Rudakov et al. for cuts. For a
-    fixed input h converges to it geometrically. The estimate belongs to a row of a microbatch.
-    Between replicas it belongs to a parameter and begins at zero: every replica i keeps h_i of its
-    own gradient, and H, the mean of all of them, which is the same on all and is the result.
+    Between replicas h begins at zero: every replica i keeps h_i of its own gradient, and H, the
+    mean of all of them, which is the same on all.
+
+    * Source: Richtarik, Sokolov, Fatkhullin, NeurIPS 2021, algorithm 2; Rudakov et al., 2023, for
+      cuts.
+    * State: the estimate h, equal bit for bit at both ends: of each row of a microbatch at a cut;
+      of each parameter on each replica, beside the mean H of all, which is the result.
+    * Theory: gradients, with a contraction C, and without the bound on gradients that
+      `ErrorFeedback`'s assumes. For a fixed input h converges to it geometrically. None that
+      we know of for activations.
 
     Args:
         inner: compressor of the difference.
@@ -81,10 +87,9 @@ class EF21(Feedback):
 class AQSGD(EF21):
     """The estimate of each training sample, from its last visit. Spec ``aqsgd+quant:4``.
 
-    Wang et al., NeurIPS 2022, algorithm 1: the first visit of a sample goes raw, later ones send
-    Q(a - m), m <- m + Q(a - m). Its theorem needs an unbiased Q with ||x - Q(x)|| <= c ||x||,
-    c < sqrt(1/2). Every training step needs ``sample_ids``. A sample that the first epoch left out
-    (``drop_last``) has its first visit when it comes, and goes raw then.
+    The first visit of a sample goes raw, later ones send Q(a - m), m <- m + Q(a - m). Every
+    training step needs ``sample_ids``. A sample that the first epoch left out (``drop_last``) has
+    its first visit when it comes, and goes raw then.
 
     Each end of each cut keeps a row for every training sample: num_samples x elements of a
     sample's activation x bytes of an element (4 "fp32", 2 "fp16" and "bf16", bits / 8 and a scale
@@ -95,6 +100,12 @@ class AQSGD(EF21):
     trained on. ``cap_bytes=`` bounds an end instead: samples that find it full go raw for ever,
     which the report's wire bytes show. Rows have one shape: pad all batches to one length, as a
     batch of another starts all of them anew.
+
+    * Source: Wang et al., NeurIPS 2022, algorithm 1.
+    * State: the estimate m of each training sample, equal bit for bit at both ends of each cut.
+    * Theory: SGD, with an unbiased Q of ||x - Q(x)|| <= c ||x||, c < sqrt(1/2); the bound grows
+      with the number of samples. Neither `TopK` nor rounding to the nearest is unbiased, and
+      augmentation moves a sample between two visits.
 
     Args:
         key: what a slot is found by: "sample" (``sample_ids`` [b]), "augmented" (``sample_ids``

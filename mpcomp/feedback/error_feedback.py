@@ -21,9 +21,16 @@ __all__ = ["EFMixed", "ErrorFeedback"]
 class ErrorFeedback(ErrorMemory, Feedback):
     """m = C(x + d e), e <- x + d e - m. Spec ``ef+topk:0.1``.
 
-    With d = 1 nothing is lost: over any number of steps the sum of what was sent plus the residual
-    is the sum of what was to be sent. Seide et al. 2014; Stich et al. 2018; Rudakov et al. for
-    cuts. The residual belongs to a row of a microbatch, between replicas to a parameter.
+    What a message leaves out is added to the next one.
+
+    * Source: Seide et al., Interspeech 2014; Stich et al., NeurIPS 2018; Rudakov et al., 2023, for
+      cuts; ``decay`` from SparseLoCo (Sarfi et al., 2025).
+    * State: the residual e, at the sender: of each row of a microbatch at a cut, of each parameter
+      on each replica.
+    * Theory: SGD on gradients with a contraction C and d = 1 (Stich et al. 2018; Karimireddy et
+      al., ICML 2019): nothing is lost, as over any number of steps the sum of what was sent plus
+      the residual is the sum of what was to be sent. None that we know of for activations, for
+      Adam, or for d < 1.
 
     Args:
         inner: compressor of x + d e.
@@ -60,10 +67,15 @@ class ErrorFeedback(ErrorMemory, Feedback):
 class EFMixed(ErrorFeedback):
     """Half of the budget for the tensor, half for the residual. Spec ``efmixed+topk:0.1``.
 
-    Rudakov et al. name the method without a formula that could be verified. Chosen here:
     ``second="residual"``: m = C_(k/2)(x) + C_(k/2)(e), e <- e + x - m: each selects from its own.
     An element selected by both halves is their sum. The plausible alternative,
     ``second="remainder"``: m1 = C_(k/2)(x), m = m1 + C_(k/2)(x - m1 + e).
+
+    * Source: named by Rudakov et al., 2023, without a formula that could be verified; both formulas
+      are this project's own reading.
+    * State: as of `ErrorFeedback`, at cuts alone.
+    * Theory: none; as with `ErrorFeedback` the sum of what was sent plus the residual is the sum of
+      what was to be sent.
 
     Args:
         inner: a selecting compressor (topk, randomk, randomblock); each half keeps keep / 2.

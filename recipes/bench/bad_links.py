@@ -242,7 +242,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _times(rows: Sequence[Mapping[str, Any]], quiet: Sequence[Mapping[str, Any]]) -> str:
-    """How much longer a step takes than a quiet one of the same repeat: the median, and all."""
+    """Seconds of a step over those of a quiet one of the same repeat: the median, and all."""
     times = [_step_s(row) / _step_s(of_quiet) for row, of_quiet in zip(rows, quiet, strict=True)]
     spread = f" ({min(times):.1f} to {max(times):.1f})" if min(times) < max(times) else ""
     return f"{statistics.median(times):.1f}{spread}"

@@ -36,7 +36,7 @@ class RowFile:
             self.rows = there[kind]
 
     def missing(self, methods: Sequence[str]) -> list[str]:
-        """Those of the methods that have no row yet."""
+        """The methods that have no row yet, in their order."""
         done = {row["method"] for row in self.rows}
         return [method for method in methods if method not in done]
 
