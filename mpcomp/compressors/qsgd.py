@@ -99,5 +99,7 @@ def _norms(groups: Tensor) -> Tensor:
     """||.||_2 of each group, at the most fp32's largest number: fp32 [groups]."""
     # Scaled by the largest magnitude first: squares may overflow or vanish.
     unit = divisor(largest_of(groups))
-    norms = (groups / unit[:, None]).square_().sum(dim=1).sqrt_() * unit
+    squares = (groups / unit[:, None]).square_().sum(dim=1)
+    # The root in fp64: processors differ in the last bits of one in fp32.
+    norms = squares.to(torch.float64).sqrt_().to(torch.float32) * unit
     return norms.clamp(max=torch.finfo(torch.float32).max)

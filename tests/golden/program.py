@@ -10,6 +10,8 @@ only go with the method that it is of. Entries of a method that was changed on p
 others, were made anew::
 
     powersgd, accordion of powersgd     its first Q is standard normal, as in the paper
+    qsgd                                roots of its norms are taken in fp64: in those of fp32
+                                        processors differ
     dgc with clip=                      clips to clip * sqrt(replicas), not divided by it
     whatever is sent in messages        version 3, whose check takes the layout in; all else in
                                         them, what arrives and is remembered stayed the same
