@@ -217,9 +217,12 @@ class ECSQ(Compressor):
 
     def _units(self, exponents: NDArray[np.int16], device: torch.device) -> Tensor:
         """u of each token: fp32 [T, 1], or [1, 1]; zero for tokens that are."""
-        clipped = np.clip(exponents, _SMALLEST, _LARGEST).astype(np.int32)
-        mantissas = np.array(_MANTISSAS)[clipped % _PER_OCTAVE]
-        units = np.ldexp(mantissas, clipped // _PER_OCTAVE) * self.step
+        # Few exponents occur, and many times: those of all that there are.
+        every = np.arange(_SMALLEST, _LARGEST + 1)
+        of_every = np.ldexp(np.array(_MANTISSAS)[every % _PER_OCTAVE], every // _PER_OCTAVE)
+        of_every *= self.step
+        places = np.maximum(exponents, _SMALLEST).astype(np.intp) - _SMALLEST
+        units = of_every.take(places, mode="clip")
         if self.spikes > 1:
             units = np.where(_ordinary(exponents), units, units / self.spikes)
         units = np.where(exponents < _SMALLEST, 0.0, np.minimum(units, _LARGEST_UNIT))

@@ -19,13 +19,14 @@ how a machine rounds.
     byte     0       1..4         then
              kind    ANS words    classes' tables, tables, signs, large magnitudes, ANS words
 
-Where coding would gain nothing (noise of many bits) the integers are sent as int16.
+Where no integer is below zero, as behind a ReLU, the kind says so, and no signs are sent. Where
+coding would gain nothing (noise of many bits) the integers are sent as int16.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import constriction
@@ -37,7 +38,8 @@ __all__ = ["LARGEST", "decode", "encode", "max_bytes"]
 #: Magnitudes are at most this.
 LARGEST = 2**15 - 1
 
-_PLAIN, _CODED = 0, 2  # 1 was a coding without curves, which no longer is understood
+# 1 was a coding without curves, which no longer is understood.
+_PLAIN, _SIGNED, _UNSIGNED = 0, 2, 3
 _HEAD = struct.Struct("<BI")
 _ESCAPE = 255  # the symbol of magnitudes from here on, which follow by themselves
 _ABSENT = 255
@@ -82,9 +84,9 @@ def decode(data: NDArray[np.uint8], rows: int, columns: int) -> NDArray[np.int16
             raise _damaged(f"{len(raw)} bytes, expected {max_bytes(rows, columns)}")
         plain = np.frombuffer(raw, "<i2", offset=1).astype(np.int16)
         return np.maximum(plain, -LARGEST).reshape(rows, columns)
-    if raw[0] != _CODED:
+    if raw[0] not in (_SIGNED, _UNSIGNED):
         raise _damaged(f"kind {raw[0]}")
-    return _decoded(_Reader(raw), rows, columns)
+    return _decoded(_Reader(raw), rows, columns, signed=raw[0] == _SIGNED)
 
 
 # -- contexts --------------------------------------------------------------------------------------
@@ -111,8 +113,9 @@ class _Contexts:
     def of(cls, magnitudes: NDArray[np.uint8]) -> _Contexts:
         """The classes of magnitudes [rows, columns], of which some are not zero."""
         num_rows, num_columns = magnitudes.shape
-        by_row = magnitudes.sum(1, dtype=np.int64) / num_columns
-        by_column = magnitudes.sum(0, dtype=np.int64) / num_rows
+        numbers = magnitudes.astype(np.float64)  # in which sums of whole ones are exact
+        by_row = numbers @ np.ones(num_columns) / num_columns
+        by_column = np.ones(num_rows) @ numbers / num_rows
         mean = by_row.mean()
         # What is added keeps a row of zeros near one that has a single one.
         rows = _PER_OCTAVE * np.log2((by_row + 0.25 / num_columns) / mean)
@@ -191,17 +194,17 @@ class _Table:
     num_bytes: float = 0.0
 
     @classmethod
-    def of(cls, symbols: NDArray[np.uint8]) -> _Table:
-        """The table of these symbols that takes the fewest bytes."""
-        counts = np.bincount(symbols, minlength=1)
+    def of(cls, counts: NDArray[np.int64]) -> _Table:
+        """The table that takes the fewest bytes with symbols of which there are so many."""
+        num_symbols = int(counts.sum())
         last = len(counts) - 1
         first = int(np.argmax(counts > 0))
-        bits = len(symbols) * _CURVE_TOTALS[:, last] - _CURVE_BITS[:, : last + 1] @ counts
+        bits = num_symbols * _CURVE_TOTALS[:, last] - _CURVE_BITS[:, : last + 1] @ counts
         curve = int(np.argmin(bits))
         by_curve = 2 + float(bits[curve]) / 8
         counts = counts[first:]
         with np.errstate(divide="ignore", invalid="ignore"):
-            exact = np.minimum(np.rint(-8 * np.log2(counts / len(symbols))), _ABSENT - 1)
+            exact = np.minimum(np.rint(-8 * np.log2(counts / num_symbols)), _ABSENT - 1)
         costs = np.where(counts > 0, exact, _ABSENT).astype(np.uint8)
         explicit = 3 + len(costs) + float(counts @ costs.astype(np.int64)) / 64
         if by_curve < explicit:
@@ -228,31 +231,61 @@ class _Table:
 def _encoded(q: NDArray[np.int16]) -> bytes:
     absolute = np.abs(q)
     magnitudes = np.minimum(absolute, _ESCAPE).astype(np.uint8)
-    streams = _streams(magnitudes, _Contexts.one(*q.shape))
-    tables = [_Table.of(stream) for stream in streams]
+    contexts = _Contexts.one(*q.shape)
+    streams = [contexts.rows, contexts.columns, magnitudes.ravel()]
     if q.size >= _FEW and magnitudes.any():
         several = _streams(magnitudes, _Contexts.of(magnitudes))
-        of_several = [_Table.of(stream) for stream in several]
+        counts = [_counts(stream) for stream in several]
+        of_several = [_Table.of(of_stream) for of_stream in counts]
+        together = _sum(counts[2:])
+        tables = [_Table.of(of_stream) for of_stream in (*map(_counts, streams[:2]), together)]
         # Where little is not zero, its classes may cost more than they tell.
         if sum(t.num_bytes for t in of_several) < sum(t.num_bytes for t in tables):
             streams, tables = several, of_several
+    else:
+        tables = [_Table.of(_counts(stream)) for stream in streams]
     coder = constriction.stream.stack.AnsCoder()
     for table, stream in zip(reversed(tables), reversed(streams), strict=True):
         if len(table.costs) > 1:  # else all are alike
             coder.encode_reverse(stream.astype(np.int32) - table.first, table.model())
     words = coder.get_compressed().astype("<u4")
-    signs = np.packbits(np.compress((q != 0).ravel(), (q < 0).ravel()), bitorder="little")
-    large = absolute[absolute >= _ESCAPE].astype("<u2")
-    parts = [_HEAD.pack(_CODED, len(words))]
+    signed = q.min() < 0
+    parts = [_HEAD.pack(_SIGNED if signed else _UNSIGNED, len(words))]
     parts += [table.to_bytes() for table in tables]
-    parts += [signs.tobytes(), large.tobytes(), words.tobytes()]
+    if signed:
+        negative = np.compress((q != 0).ravel(), (q < 0).ravel())
+        parts.append(np.packbits(negative, bitorder="little").tobytes())
+    large = absolute[absolute >= _ESCAPE].astype("<u2")
+    parts += [large.tobytes(), words.tobytes()]
     return b"".join(parts)
+
+
+def _counts(symbols: NDArray[np.uint8]) -> NDArray[np.int64]:
+    """How often each symbol occurs, from 0 to the largest; two are counted at a time."""
+    pairs = symbols[: len(symbols) // 2 * 2].view("<u2")
+    of_pairs = np.bincount(pairs, minlength=1)
+    square = np.zeros((-(-len(of_pairs) // 256), 256), np.int64)  # by second and first of a pair
+    square.reshape(-1)[: len(of_pairs)] = of_pairs
+    counts: NDArray[np.int64] = square.sum(0)
+    counts[: len(square)] += square.sum(1)
+    if len(symbols) % 2:
+        counts[symbols[-1]] += 1
+    last = int(np.flatnonzero(counts)[-1]) if len(symbols) else 0
+    return counts[: last + 1]
+
+
+def _sum(counts: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+    """The counts of all streams together."""
+    total = np.zeros(max(map(len, counts)), np.int64)
+    for of_stream in counts:
+        total[: len(of_stream)] += of_stream
+    return total
 
 
 def _streams(magnitudes: NDArray[np.uint8], contexts: _Contexts) -> list[NDArray[np.uint8]]:
     """The classes of rows, of columns, and the magnitudes of each context."""
     by_row, by_column = contexts.orders()
-    ordered = magnitudes[by_row][:, by_column]
+    ordered = magnitudes.take(by_column, 1).take(by_row, 0)
     return [contexts.rows, contexts.columns] + [
         np.concatenate([ordered[block].ravel() for block in blocks])
         for _, blocks in contexts.blocks()
@@ -311,7 +344,7 @@ class _Reader:
             raise _damaged(f"{self._end - self._at} bytes too many")
 
 
-def _decoded(reader: _Reader, rows: int, columns: int) -> NDArray[np.int16]:
+def _decoded(reader: _Reader, rows: int, columns: int, *, signed: bool) -> NDArray[np.int16]:
     class_tables = reader.table(), reader.table()
     contexts = _Contexts(
         reader.symbols(class_tables[0], rows), reader.symbols(class_tables[1], columns)
@@ -329,7 +362,7 @@ def _decoded(reader: _Reader, rows: int, columns: int) -> NDArray[np.int16]:
     # Whole rows and columns, and places of the few: numpy is slow where it goes by masks.
     by_row, by_column = (np.argsort(order) for order in contexts.orders())
     values = ordered.take(by_row, 0).take(by_column, 1).astype(np.int16).reshape(-1)
-    present = np.flatnonzero(values)
+    present = np.flatnonzero(values != 0) if signed else values[:0]  # of bools it is far faster
     signs = reader.take(-(-len(present) // 8))
     escaped = np.flatnonzero(values == _ESCAPE)
     large = reader.take(2 * len(escaped)).view("<u2")

@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from mpcomp.compressors.entropy import LARGEST, decode, encode, max_bytes
+from mpcomp.compressors.entropy import LARGEST, _counts, decode, encode, max_bytes
 
 
 def assert_comes_back(q: NDArray[np.int16]) -> NDArray[np.uint8]:
@@ -49,6 +49,7 @@ CONTENTS = {
     "columns": lambda rng, shape: (
         rng.standard_normal(shape) * np.exp2(rng.uniform(-9, 9, shape[1]))
     ),
+    "behind a ReLU": lambda rng, shape: np.maximum(rng.standard_normal(shape) * 3, 0),
     "one": lambda rng, shape: np.arange(np.prod(shape)).reshape(shape) == 0,
     "edges": lambda rng, shape: (
         rng.choice([0, 1, 254, 255, 256, LARGEST], shape) * rng.choice([-1, 1], shape)
@@ -232,3 +233,22 @@ def test_errors_say_what_may_be_wrong():
 def test_integers_that_are_sent_as_they_are_have_magnitudes_up_to_the_largest():
     """-2^15 is none that an encoder sends."""
     assert_refused_or_integers(np.array([0, 0, 0x80], np.uint8), 1, 1)
+
+
+def test_no_signs_are_sent_where_none_is_negative():
+    rng = np.random.default_rng(0)
+    half = np.maximum(gaussian(rng, (512, 64), 2.0), 0)
+    assert 8 * len(assert_comes_back(half)) < 1.02 * entropy(half) + 8 * 200
+    one_negative = half.copy()
+    one_negative[3, 5] = -1
+    signs = np.count_nonzero(half) / 8
+    more = len(assert_comes_back(one_negative)) - len(assert_comes_back(half))
+    assert 0.95 * signs < more < 1.05 * signs
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, 8, 4097])
+@pytest.mark.parametrize("largest", [0, 1, 254, 255])
+def test_symbols_are_counted(length, largest):
+    rng = np.random.default_rng(length)
+    symbols = rng.integers(0, largest + 1, length).astype(np.uint8)
+    assert np.array_equal(_counts(symbols), np.bincount(symbols))
