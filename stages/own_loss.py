@@ -32,7 +32,9 @@ def target_of(model: nn.Module, graph: fx.Graph) -> str | None:
     if not isinstance(result, tuple | list) or len(result) != 2 or result[1] is not None:
         return None
     parameters = inspect.signature(model.forward).parameters
-    optional = [name for name in _TARGETS if name in parameters and parameters[name].default is None]
+    optional = [
+        name for name in _TARGETS if name in parameters and parameters[name].default is None
+    ]
     return optional[0] if optional else None
 
 

@@ -437,9 +437,7 @@ class Pipeline(OriginalNames):
         ]
         if self.engine.computes_loss:
             targets = [map_tensors(part, lambda t: t.to(self.mesh.device)) for part in targets]
-        loss = StepLoss(
-            self._loss_fn, terms, self.scaler, weight=weight, keeps_outputs=with_output
-        )
+        loss = StepLoss(self._loss_fn, terms, self.scaler, weight=weight, keeps_outputs=with_output)
         if self.scaler is not None and not self.engine.computes_loss:
             # A scaler is made by its first loss, but `unscale_` and `update` need it on all ranks.
             self.scaler.scale(torch.zeros((), device=self.mesh.device))

@@ -30,9 +30,7 @@ class OwnLoss(nn.Module):
         if targets is None:
             return self.head(x[:, [-1], :]), None
         logits = self.head(x)
-        loss = F.cross_entropy(
-            logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=-1
-        )
+        loss = F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=-1)
         return logits, loss
 
 
@@ -100,7 +98,7 @@ def test_a_model_with_a_loss_of_its_own_on_two_ranks(ranks):
 
 
 def test_it_is_compressed():
-    losses, logits, _ = pipeline_steps(act_comp="quant:4", grad_comp="quant:8")
+    losses, *_ = pipeline_steps(act_comp="quant:4", grad_comp="quant:8")
     assert losses != plain_steps()[0] and all(torch.tensor(losses).isfinite())
 
 
@@ -132,7 +130,7 @@ def test_output_and_loss_have_gradients_in_one_process():
     plain = copy.deepcopy(model)
     pipe = mpcomp.pipeline(model, 2, split=MLP_SPLIT, loss_fn=F.cross_entropy)
     x, y = rows(6)
-    output, loss = pipe(x, y)
+    _, loss = pipe(x, y)
     loss.backward()
     expected = F.cross_entropy(plain(x), y)
     expected.backward()

@@ -36,9 +36,7 @@ class OwnLoss(nn.Module):
         return self.head(x[:, [-1], :]), None
 
     def loss(self, logits, targets, x):
-        return F.cross_entropy(
-            logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=-1
-        )
+        return F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=-1)
 
 
 class OfAModule(OwnLoss):
@@ -121,7 +119,7 @@ def test_stages_give_the_models_output_and_loss(kind, where):
 
 
 def test_over_what_a_loss_is_the_mean():
-    x, y = batch()
+    _, y = batch()
     y[0, :4] = -1
     y[1, 0] = -1
     assert split(OwnLoss(), 2)[0].own_loss.num_terms(y) == 25
