@@ -10,7 +10,8 @@ the output, and what remains, from output and targets to the loss.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch.nn.functional as F
@@ -187,29 +188,25 @@ def _copied(
     return copy
 
 
+@dataclass(frozen=True)
 class _Entropy:
     """A cross-entropy: its node of classes, the class that is ignored, how it is reduced."""
 
-    def __init__(self, classes: fx.Node, ignored: int, reduction: str) -> None:
-        self.classes = classes
-        self.ignored = ignored
-        self.reduction = reduction
+    classes: fx.Node
+    ignored: int
+    reduction: str
 
 
 def _entropy_of(model: nn.Module, loss: fx.Node) -> _Entropy | None:
-    """What a loss is, if it is a cross-entropy without class weights, and nothing else."""
-    return next(_entropies(model, loss), None)
-
-
-def _entropies(model: nn.Module, loss: fx.Node) -> Iterator[_Entropy]:
+    """The cross-entropy that a loss is; None for another loss, or one with class weights."""
     if loss.op == "call_module":
         module = model.get_submodule(str(loss.target))
-        if isinstance(module, nn.CrossEntropyLoss | nn.NLLLoss) and module.weight is None:
-            yield _Entropy(loss.all_input_nodes[-1], module.ignore_index, module.reduction)
+        if isinstance(module, nn.CrossEntropyLoss | nn.NLLLoss):
+            return _Entropy(loss.all_input_nodes[-1], module.ignore_index, module.reduction)
     elif loss.target in (F.cross_entropy, F.nll_loss):
-        names = list(inspect.signature(F.cross_entropy).parameters)
+        names = inspect.signature(F.cross_entropy).parameters
         given = {**dict(zip(names, loss.args, strict=False)), **loss.kwargs}
         classes, ignored = given.get("target"), given.get("ignore_index", -100)
-        reduction = given.get("reduction", "mean")
         if given.get("weight") is None and isinstance(classes, fx.Node):
-            yield _Entropy(classes, int(str(ignored)), str(reduction))
+            return _Entropy(classes, int(str(ignored)), str(given.get("reduction", "mean")))
+    return None
