@@ -1,4 +1,4 @@
-"""A transformers `Trainer` whose model is a pipeline: in one process, or a stage a rank.
+"""A transformers `Trainer` and an `Accelerator` whose model is a pipeline, in one process or many.
 
 `Trainer` believes that each process trains a copy of the model on its own share of the data, and
 has accelerate wrap the model in DDP. Ranks of a pipeline are the parts of one model, which see the
@@ -28,10 +28,10 @@ from transformers.training_args import ParallelMode
 
 from mpcomp.api.grad_norm import clip_grad_norm_
 from mpcomp.api.pipeline import Pipeline
-from mpcomp.core.loss import LossFn, num_terms
+from mpcomp.core.loss import num_terms
 from mpcomp.core.microbatch import num_rows
 
-__all__ = ["PipelineTrainer"]
+__all__ = ["PipelineAccelerator", "PipelineTrainer"]
 
 #: Folder of `pipe.save` within a checkpoint of the trainer.
 _STATE = "pipeline"
@@ -93,8 +93,7 @@ class PipelineTrainer(Trainer):
                 "the pipeline has no loss: mpcomp.pipeline(..., loss_fn=F.cross_entropy); that of "
                 "a causal language model is known"
             )
-        self._share = loss_fn if isinstance(loss_fn, _ShareOfLoss) else _ShareOfLoss(loss_fn)
-        model._loss_fn = self._share
+        self._loss_fn = loss_fn
         whole: Any = model.cut_stages[0].original
         unwrapped = whole.get_base_model() if hasattr(whole, "get_base_model") else whole
         self._forward = inspect.signature(unwrapped.forward).parameters
@@ -128,7 +127,7 @@ class PipelineTrainer(Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         """Makes an accelerator to which the ranks of a pipeline are one process."""
         super().create_accelerator_and_postprocess()
-        self.accelerator = _OfOneModel(**self._accelerator_args)
+        self.accelerator = PipelineAccelerator(**self._accelerator_args)
         self.gather_function = functools.partial(
             self.accelerator.gather_for_metrics,
             use_gather_object=self.args.eval_use_gather_object,
@@ -170,25 +169,26 @@ class PipelineTrainer(Trainer):
         if callable(getattr(optimizer, "train", None)):
             optimizer.train()  # of optimizers that average weights
         batch, labels = self._with_labels(self._prepare_inputs(inputs))
-        self._share.share = self._share_of(labels, num_items_in_batch)
-        try:
-            with self.accelerator.autocast():
-                return pipe.forward_backward(batch, labels).to(self.args.device)
-        finally:
-            self._share.share = 1.0
+        share = self._share_of(labels, num_items_in_batch)
+        with self.accelerator.autocast():
+            loss = pipe.forward_backward(batch, labels, weight=share)
+        return loss.to(self.args.device) * share
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
         """Terms of the losses of all batches that are accumulated."""
         if self.pipe.cut_stages[0].is_causal_lm:
             return super()._get_num_items_in_batch(batch_samples, device)
         of_batches = [self._with_labels(inputs)[1] for inputs in batch_samples]
-        return sum(self._share.num_terms(labels) for labels in of_batches)
+        return sum(self._num_terms(labels) for labels in of_batches)
 
     def _share_of(self, labels: Any, all_terms: Any) -> float:
         """The share of a batch in a loss over ``all_terms``, as `Trainer` counts them."""
-        if self._share.reduction == "sum":
+        if getattr(self._loss_fn, "reduction", "mean") == "sum":
             return 1.0
-        return self._share.num_terms(labels) / max(int(all_terms), 1)
+        return self._num_terms(labels) / max(int(all_terms), 1)
+
+    def _num_terms(self, labels: Any) -> int:
+        return num_terms(self._loss_fn, labels, num_rows(labels))
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         """No part of this trainer: the loss is the pipeline's.
@@ -223,25 +223,20 @@ class PipelineTrainer(Trainer):
         inputs = self._prepare_inputs(inputs)
         batch: Any = inputs
         labels: Any = None
-        loss = None
+        share = 1.0
         if inputs.get(self._label_name) is not None:
             batch, labels = self._with_labels(inputs)
-            self._share.share = self._share_of(
-                labels, self._get_num_items_in_batch([inputs], self.args.device)
-            )
-        try:
-            with torch.no_grad(), self.accelerator.autocast():
-                if not prediction_loss_only:
-                    logits = self.pipe(batch).detach()
-                    if labels is not None:
-                        loss = self._share(logits, labels.to(logits.device)).detach()
-                    return loss, logits, labels
-                if labels is not None:
-                    mean = self.pipe.evaluate([(batch, labels)])
-                    loss = torch.tensor(mean, device=self.args.device)
-                return loss, None, None
-        finally:
-            self._share.share = 1.0
+            all_terms = self._get_num_items_in_batch([inputs], self.args.device)
+            share = self._share_of(labels, all_terms)
+        with torch.no_grad(), self.accelerator.autocast():
+            if not prediction_loss_only:
+                output = self.pipe(batch, labels)
+                logits, loss = (output, None) if labels is None else output
+                return loss if loss is None else loss * share, logits.detach(), labels
+            if labels is None:
+                return None, None, None
+            mean = self.pipe.evaluate([(batch, labels)])
+            return torch.tensor(mean * share, device=self.args.device), None, None
 
     def _with_labels(self, inputs: Any) -> tuple[dict[str, Any], Any]:
         """The batch without its labels, and the labels."""
@@ -294,31 +289,13 @@ class PipelineTrainer(Trainer):
         self.pipe.load(Path(str(self.state.best_model_checkpoint)) / _STATE)
 
 
-class _ShareOfLoss:
-    """A loss function times the share that a batch has of all that are accumulated.
+class PipelineAccelerator(Accelerator):  # type: ignore[misc]
+    """An `accelerate.Accelerator` to which all ranks are one process, as they hold one model.
 
-    Attributes:
-        share: 1 where nothing is accumulated.
+    ``prepare`` takes the pipeline with the rest and leaves it as it is; loaders give every rank
+    all rows, and a scheduler goes one step a step. ``forward_backward`` is in place of `backward`,
+    with ``weight=1 / n`` for n accumulated batches. `is_main_process` is true of the first rank.
     """
-
-    def __init__(self, loss_fn: LossFn) -> None:
-        self._loss_fn = loss_fn
-        self.share = 1.0
-        self.reduction = getattr(loss_fn, "reduction", "mean")
-        self.__qualname__ = getattr(loss_fn, "__qualname__", type(loss_fn).__name__)
-
-    def num_terms(self, target: Any) -> int:
-        """Number of terms that the loss is the mean over."""
-        return num_terms(self._loss_fn, target, num_rows(target))
-
-    def __call__(self, output: Tensor, target: Any) -> Tensor:
-        """The loss, 0-d."""
-        loss = self._loss_fn(output, target)
-        return loss if self.share == 1 else loss * self.share
-
-
-class _OfOneModel(Accelerator):  # type: ignore[misc]
-    """An accelerator to which all ranks are one process, since they hold the parts of one model."""
 
     @property
     def distributed_type(self) -> DistributedType:
@@ -337,6 +314,56 @@ class _OfOneModel(Accelerator):  # type: ignore[misc]
         if all(model is not known for known in self._models):
             self._models.append(model)
         return model
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """The scheduler, which goes one step a step however many ranks there are."""
+        prepared = super().prepare_scheduler(scheduler)
+        prepared.split_batches = True  # else it takes the ranks for so many batches
+        return prepared
+
+    def backward(self, loss: Any, **kwargs: Any) -> None:
+        """No part of this accelerator: `forward_backward` has gone backward already.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            "PipelineAccelerator.backward: pipe.forward_backward(batch, weight=1 / n) goes "
+            "backward too, n the batches that are accumulated; leave accelerator.backward out"
+        )
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: Any, norm_type: Any = 2) -> Any:
+        """No part of this accelerator, which knows the gradients of this rank alone.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            "PipelineAccelerator.clip_grad_norm_: the norm is one over the stages of all ranks; "
+            "use mpcomp.clip_grad_norm_(pipe, max_norm)"
+        )
+
+    def save_state(self, *args: Any, **kwargs: Any) -> Any:
+        """No part of this accelerator: it would write the state of one rank, and none of links.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            "PipelineAccelerator.save_state: each rank has its own part of the state; use "
+            "pipe.save(folder, optimizer=..., scheduler=...), on every rank"
+        )
+
+    def load_state(self, *args: Any, **kwargs: Any) -> Any:
+        """No part of this accelerator: see `save_state`.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            "PipelineAccelerator.load_state: each rank has its own part of the state; use "
+            "pipe.load(folder, optimizer=..., scheduler=...), on every rank"
+        )
 
     def gather(self, tensor: Any) -> Any:
         """Values that every rank has already."""

@@ -27,6 +27,7 @@ from torch.fx.node import Argument, map_arg
 
 from stages.chain import is_plain
 from stages.hints import listing, nearest
+from stages.own_loss import OwnLoss, part, target_of
 from stages.stage import Piece, Stage, ancestors
 
 #: The folder of the code that traces, in which no model's mistakes are.
@@ -38,6 +39,11 @@ class Trace:
 
     def __init__(self, model: nn.Module, names: Sequence[str] = ()) -> None:
         graph = _trace(model, names)
+        #: What the model computes its loss by, if it does so itself.
+        self.own_loss: OwnLoss | None = None
+        if (target := target_of(model, graph)) is not None:
+            graph = _trace(model, names, given=target)
+            self.own_loss = part(model, graph, target, Program)
         *self._nodes, self._output = graph.nodes
         self._order = {node: i for i, node in enumerate(graph.nodes)}
         self._arguments = _arguments(model)
@@ -219,9 +225,12 @@ def _is_assert(frame: FrameType) -> bool:
     return jump.opname.endswith("IF_TRUE") and following.opname == "LOAD_ASSERTION_ERROR"
 
 
-def _trace(model: nn.Module, names: Sequence[str]) -> fx.Graph:
-    """Trace the forward of `model`, in training and in evaluation; both must be the same code."""
-    graphs = [_trace_as(model, names, training) for training in (True, False)]
+def _trace(model: nn.Module, names: Sequence[str], given: str = "") -> fx.Graph:
+    """Trace the forward of `model`, in training and in evaluation; both must be the same code.
+
+    Optional arguments are left out, but the one that is `given`.
+    """
+    graphs = [_trace_as(model, names, given, training) for training in (True, False)]
     train, evaluation = (graph.python_code("self").src.splitlines() for graph in graphs)
     if train != evaluation:
         pairs = zip_longest(train, evaluation, fillvalue="")
@@ -235,10 +244,14 @@ def _trace(model: nn.Module, names: Sequence[str]) -> fx.Graph:
     return graphs[0]
 
 
-def _trace_as(model: nn.Module, names: Sequence[str], training: bool) -> fx.Graph:
+def _trace_as(model: nn.Module, names: Sequence[str], given: str, training: bool) -> fx.Graph:
     # An optional argument is held at its default: a traced stand-in is never None, so that
     # `if mask is not None` would always be taken. fx makes passing another value an error.
-    held = {name: default for name, default in _arguments(model).items() if _is_held(default)}
+    held = {
+        name: default
+        for name, default in _arguments(model).items()
+        if _is_held(default) and name != given
+    }
     try:
         with _put_back(model) as changed:
             for module in model.modules():

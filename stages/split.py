@@ -8,6 +8,7 @@ from torch import nn
 
 from stages.balance import check_num_stages, num_parameters, partition
 from stages.blocks import Line, blocks, line_of
+from stages.graph import Trace
 from stages.language_models import Decoder, is_causal_lm
 from stages.sharing import check_not_shared, same_parameters, with_tied_copies
 from stages.stage import Origin, Piece, Stage, Tie
@@ -44,7 +45,8 @@ def split(model: nn.Module, where: Where) -> list[Stage]:
     check_not_shared(model, pieces)
     pieces = _with_unused(model, pieces)
     same = tuple(same_parameters(model))
-    origin = Origin(model, len(pieces), same, tuple(_ties(same, pieces)))
+    own_loss = line.own_loss if isinstance(line, Trace) else None
+    origin = Origin(model, len(pieces), same, tuple(_ties(same, pieces)), own_loss)
     stages = [Stage(origin, index, piece) for index, piece in enumerate(pieces)]
     if isinstance(line, Decoder):
         line.check(stages)

@@ -69,6 +69,7 @@ class Origin:
     num_stages: int
     shared: tuple[tuple[str, ...], ...] = ()  # names of parameters that are one in the model
     ties: tuple[Tie, ...] = ()  # those of them that stages have copies of
+    own_loss: Callable[..., Any] | None = None  # of output and targets, if the model computes it
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Origin:
         return self  # a copied stage must not drag a copy of the whole model along
@@ -124,6 +125,11 @@ class Stage(nn.Module):
     def is_causal_lm(self) -> bool:
         """Whether the model is a language model: tokens [b, s] to logits [b, s, vocabulary]."""
         return hasattr(self._run, "check_batch")
+
+    @property
+    def own_loss(self) -> Callable[..., Any] | None:
+        """The loss of output and targets that the model computes itself, if it does so."""
+        return self._origin.own_loss
 
     def takes(self, batch: object) -> dict[str, Any]:
         """Inputs that this stage takes from a batch beside the activation, as keyword arguments.

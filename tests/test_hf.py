@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from accelerate import Accelerator
 from ranks import preload
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
 import mpcomp
-from mpcomp.hf import _CURES, PipelineTrainer
+from mpcomp.hf import _CURES, PipelineAccelerator, PipelineTrainer
 
 preload("transformers.models.gpt2.modeling_gpt2", "transformers.trainer", "mpcomp.hf", "test_hf")
 
@@ -263,3 +264,66 @@ def test_a_plain_model_is_refused(tmp_path):
         PipelineTrainer(
             mpcomp.pipeline(gpt2(), 2, split=2), arguments(tmp_path), compute_loss_func=print
         )
+
+
+def looped(folder: Path | None) -> list[float]:
+    """Losses and rates of a loop as `run_clm_no_trainer.py` has it; without a folder its own."""
+    accelerator = (Accelerator if folder is None else PipelineAccelerator)(
+        cpu=True, gradient_accumulation_steps=2
+    )
+    model = gpt2() if folder is None else mpcomp.pipeline(gpt2(), chunks=2, split=2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = transformers.get_scheduler("linear", optimizer, 0, 5)
+    torch.manual_seed(0)
+    loaders = [torch.utils.data.DataLoader(data(n), 4, shuffle=n > 10) for n in (20, 7)]
+    model, optimizer, train, test, scheduler = accelerator.prepare(
+        model, optimizer, *loaders, scheduler
+    )
+    numbers = []
+    for batch in train:
+        with accelerator.accumulate(model):
+            if folder is None:
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+            else:
+                loss = model.forward_backward(batch, weight=1 / 2)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        numbers += [loss.item(), scheduler.get_last_lr()[0]]
+    model.eval()
+    for batch in test:
+        with torch.no_grad():
+            loss = model(**batch).loss if folder is None else model(batch, batch["labels"])[1]
+        losses = accelerator.gather_for_metrics(loss.repeat(len(batch["labels"])))
+        numbers += losses.tolist()
+    if folder is not None:
+        kept = {"is_main_process": accelerator.is_main_process, "save_function": accelerator.save}
+        accelerator.unwrap_model(model).save_pretrained(folder, **kept)
+    return numbers
+
+
+def test_a_loop_with_an_accelerator(ranks, tmp_path):
+    """The rate goes down as fast on two ranks as on one."""
+    theirs = pytest.approx(looped(None), rel=2e-5)
+    assert looped(tmp_path / "one") == theirs
+    assert all(ours == theirs for ours in ranks(on_a_rank, 2, looped, tmp_path / "two"))
+    one, two = (
+        transformers.GPT2LMHeadModel.from_pretrained(tmp_path / name).state_dict()
+        for name in ("one", "two")
+    )
+    assert all(torch.allclose(two[name], value, atol=1e-5) for name, value in one.items())
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda a: a.backward(torch.zeros(())), "forward_backward"),
+        (lambda a: a.clip_grad_norm_([], 1.0), r"mpcomp\.clip_grad_norm_"),
+        (lambda a: a.save_state("state"), r"pipe\.save"),
+        (lambda a: a.load_state("state"), r"pipe\.load"),
+    ],
+)
+def test_what_an_accelerator_of_a_pipeline_leaves_to_it(call, says):
+    with pytest.raises(TypeError, match=says):
+        call(PipelineAccelerator(cpu=True))

@@ -108,8 +108,9 @@ def pipeline(
         in_flight_bytes: bound on what a rank keeps of all of them for backward; the first step
             measures what one microbatch keeps.
         loss_fn: ``loss_fn(output, target)``, the mean over its rows, or over what its
-            ``num_terms(target)`` counts (or a module with ``reduction="sum"``). For a causal
-            language model `CausalLMLoss` by default.
+            ``num_terms(target)`` counts (or a module with ``reduction="sum"``). By default
+            `CausalLMLoss` for a causal language model, and for a model that gives
+            ``(output, loss)`` when called with targets (``targets=None`` in its forward) its own.
         recompute: keep only stage inputs and recompute the rest in backward.
         seed: of all random choices of compressors and of dropout.
         engine: "local", "distributed", or None to choose: distributed under torchrun.

@@ -148,10 +148,10 @@ class PipelineConfig:
         }
 
     def loss_for(self, cut: Sequence[staging.Stage]) -> LossFn | None:
-        """The loss function: that of language models, where the model is one and none is given."""
-        if self.loss_fn is None and cut[0].is_causal_lm:
-            return CausalLMLoss()
-        return self.loss_fn
+        """The loss function: if none is given, that of language models, or the model's own."""
+        if self.loss_fn is not None:
+            return self.loss_fn
+        return CausalLMLoss() if cut[0].is_causal_lm else cut[0].own_loss
 
 
 def _positive(value: Any) -> bool:

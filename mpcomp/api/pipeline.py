@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import time
 import warnings
 from collections import deque
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -263,21 +264,38 @@ class Pipeline(OriginalNames):
 
     # -- training and inference ---------------------------------------------------------------
 
-    def forward(self, batch: Any, *, sample_ids: Any = None, everywhere: bool = True) -> Any:
-        """The model's output for ``batch`` on the last stage's device.
+    def forward(
+        self, batch: Any, target: Any = None, *, sample_ids: Any = None, everywhere: bool = True
+    ) -> Any:
+        """The model's output for ``batch`` on the last stage's device; with a target the loss too.
 
         Args:
             batch: tensor [b, ...], tuple of tensors, or mapping (arguments of the first stage).
+            target: second argument of the loss function; then ``(output, loss)`` is returned.
             sample_ids: for AQ-SGD in training; see `forward_backward`.
             everywhere: with several processes, give the output to all ranks; else it stays with
                 the last stage, and the other ranks get None.
 
         Raises:
-            ValueError: fewer rows than chunks in training, bad sample ids, or training with
-                several processes.
+            ValueError: fewer rows than chunks in training, bad sample ids, training with several
+                processes, or a target without a loss function.
             TypeError: a batch without tensors, or a stage whose output is not a tensor.
             FloatingPointError: NaN or Inf at a cut.
         """
+        if target is None:
+            return self._output(batch, sample_ids, everywhere)
+        if self._loss_fn is None:
+            raise ValueError(
+                "pipe(x, y) gives output and loss, and needs the loss for that: "
+                "pipeline(..., loss_fn=F.cross_entropy). Several inputs of a model are a tuple, "
+                "pipe((x, y))"
+            )
+        output = self._output(batch, sample_ids, everywhere)
+        if output is None:
+            return None, None
+        return output, self._loss_fn(output, map_tensors(target, lambda t: t.to(output.device)))
+
+    def _output(self, batch: Any, sample_ids: Any, everywhere: bool) -> Any:
         train = self.training and torch.is_grad_enabled()
         if self.cut_stages[0].is_causal_lm and isinstance(batch, Mapping):
             batch = {name: value for name, value in batch.items() if name != "labels"}
@@ -318,7 +336,37 @@ class Pipeline(OriginalNames):
             outputs = self.engine.forward(scatter(batch, sizes), step, (same,))
         return outputs, [] if target is None else scatter(target, sizes)
 
-    def forward_backward(self, batch: Any, target: Any = None, *, sample_ids: Any = None) -> Tensor:
+    @overload
+    def forward_backward(
+        self,
+        batch: Any,
+        target: Any = ...,
+        *,
+        sample_ids: Any = ...,
+        weight: float = ...,
+        with_output: Literal[False] = ...,
+    ) -> Tensor: ...
+
+    @overload
+    def forward_backward(
+        self,
+        batch: Any,
+        target: Any = ...,
+        *,
+        sample_ids: Any = ...,
+        weight: float = ...,
+        with_output: Literal[True],
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def forward_backward(
+        self,
+        batch: Any,
+        target: Any = None,
+        *,
+        sample_ids: Any = None,
+        weight: float = 1.0,
+        with_output: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Runs all microbatches forward and backward; gradients add up in ``.grad``.
 
         Each microbatch's loss is weighted by its share of the terms that it is the mean over, rows
@@ -332,13 +380,18 @@ class Pipeline(OriginalNames):
                 default the ``labels`` of a batch that is a mapping.
             sample_ids: what AQ-SGD finds its buffers by: [b] ids; [b, 2] (id, augmentation
                 seed); or a whole number, the index of a batch of fixed composition.
+            weight: on the gradients, and not on the loss that is returned: 1 / n makes those of n
+                accumulated batches their mean, as ``(loss / n).backward()`` does.
+            with_output: return ``(output, loss)``, for figures of training such as an accuracy.
+                With several processes the output then goes to every rank, uncompressed.
 
         Returns:
             The loss of the batch, detached, unscaled; 0-d; the same on every rank. With replicas,
             that of their batches together.
 
         Raises:
-            ValueError: no loss function, evaluation mode, fewer rows than chunks, or bad ids.
+            ValueError: no loss function, evaluation mode, fewer rows than chunks, bad ids, or a
+                weight that is no number.
             TypeError: a batch without tensors, or a stage whose output is not a tensor.
             FloatingPointError: NaN or Inf at a cut or in the loss (in a gradient, and in the loss,
                 only without a loss scaler). Links are then as before the step; gradients of the
@@ -361,6 +414,8 @@ class Pipeline(OriginalNames):
                 "BatchNorm would do what they do in evaluation. A model that transformers' "
                 "from_pretrained gives is in that mode, and so is its pipeline"
             )
+        if not math.isfinite(weight):
+            raise ValueError(f"weight={weight!r}: expected a finite number, such as 1 / n")
         self._finish_step()
         batch, target = with_target(batch, target)
         sizes = self._microbatch_rows(batch, True)
@@ -377,7 +432,7 @@ class Pipeline(OriginalNames):
         ]
         if self.engine.computes_loss:
             targets = [map_tensors(part, lambda t: t.to(self.mesh.device)) for part in targets]
-        loss = StepLoss(self._loss_fn, terms, self.scaler)
+        loss = StepLoss(self._loss_fn, terms, self.scaler, weight=weight, keeps_outputs=with_output)
         if self.scaler is not None and not self.engine.computes_loss:
             # A scaler is made by its first loss, but `unscale_` and `update` need it on all ranks.
             self.scaler.scale(torch.zeros((), device=self.mesh.device))
@@ -402,7 +457,10 @@ class Pipeline(OriginalNames):
         self.trained_s += seconds
         for log in self._step_logs:
             log.step(self.num_steps - 1, total)
-        return total
+        if not with_output:
+            return total
+        outputs = [output for _, output in sorted(loss.outputs.items())]
+        return self._output_on_all(gather(outputs) if outputs else None), total
 
     def evaluate(self, loader: Iterable[Any], metric: Metric | None = None) -> Any:
         """The mean of ``metric`` over a loader, in evaluation mode, without gradients.

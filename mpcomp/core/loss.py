@@ -113,20 +113,32 @@ class StepLoss:
         loss_fn: ``loss_fn(output, target)``.
         terms: of each microbatch, see `num_terms`.
         scaler: loss scaler, if there is one.
+        weight: on what is differentiated; not on ``total``.
+        keeps_outputs: whether outputs are kept.
 
     Attributes:
         total: sum of the weighted losses so far, detached and unscaled.
+        outputs: those of microbatches, detached, by number, if they are kept.
         terms: number of terms of this replica.
         factor: on every loss. Replicas average their gradients, so one that has more terms than
             another, or a sum, must weigh more for the average to be right.
     """
 
     def __init__(
-        self, loss_fn: LossFn, terms: Sequence[int], scaler: torch.amp.GradScaler | None
+        self,
+        loss_fn: LossFn,
+        terms: Sequence[int],
+        scaler: torch.amp.GradScaler | None,
+        *,
+        weight: float = 1.0,
+        keeps_outputs: bool = False,
     ) -> None:
         self._loss_fn = loss_fn
         self._terms = terms
         self._scaler = scaler
+        self._weight = weight
+        self._keeps_outputs = keeps_outputs
+        self.outputs: dict[int, Tensor] = {}
         self._summed = getattr(loss_fn, "reduction", "mean") == "sum"
         self.terms = sum(terms)
         self.total: Tensor | None = None
@@ -145,6 +157,8 @@ class StepLoss:
             ValueError: more than one number, or one without a gradient.
         """
         terms = self._terms[microbatch]
+        if self._keeps_outputs:
+            self.outputs[microbatch] = output.detach()
         if self._summed:
             loss = _one_number(self._loss_fn(output, target))
         elif terms:
@@ -154,6 +168,8 @@ class StepLoss:
         if self.factor != 1:
             loss = loss * self.factor
         self.total = loss.detach() if self.total is None else self.total + loss.detach()
+        if self._weight != 1:
+            loss = loss * self._weight
         return self._scaler.scale(loss) if self._scaler is not None else loss
 
 

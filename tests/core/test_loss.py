@@ -164,3 +164,13 @@ def test_labels_may_come_with_the_batch():
 def test_a_missing_target_is_an_error(batch):
     with pytest.raises(ValueError, match="no target: pass one, or a mapping with 'labels'"):
         with_target(batch, None)
+
+
+def test_a_weight_is_on_what_is_differentiated_and_not_on_the_total():
+    x, y = torch.randn(4, 3, requires_grad=True), torch.tensor([0, 1, 2, 0])
+    plain = StepLoss(F.cross_entropy, [4], None)
+    halved = StepLoss(F.cross_entropy, [4], None, weight=0.5, keeps_outputs=True)
+    assert same_bits(halved(x, y, 0), plain(x, y, 0) * 0.5)
+    assert same_bits(halved.total, plain.total)
+    assert same_bits(halved.outputs[0], x.detach()) and not halved.outputs[0].requires_grad
+    assert plain.outputs == {}
