@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import mpcomp
+from mpcomp.core.sent import Sent
 
 T = TypeVar("T")
 
@@ -35,13 +36,12 @@ class ReplicaLog:
         """Whether gradients between replicas are compressed by mpcomp."""
         return self._exchange is not None
 
-    def traffic(self) -> tuple[int, int]:
-        """Bytes of all replicas' messages so far, and of what they were made from; of all ranks."""
+    def sent(self) -> Sent:
+        """All that replicas have sent each other so far; of all ranks."""
         if self._exchange is None:
-            return 0, 0
-        totals = self._exchange.totals
-        said = self._pipe.collect((totals.wire_bytes, totals.dense_bytes))
-        return sum(wire for wire, _ in said), sum(dense for _, dense in said)
+            return Sent()
+        said = self._pipe.collect(self._exchange.totals.sent.to_dict())
+        return sum(map(Sent.from_dict, said), Sent())
 
     def timed(self, batches: Iterable[T]) -> Iterator[T]:
         """The batches; the time that they take to come is counted."""

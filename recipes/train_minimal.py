@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> float:
         off: float = pipe.evaluate(tests, accuracy)
     if speaks:
         print(f"test accuracy {100 * on:.2f} % with compression, {100 * off:.2f} % without")
-    pipe.report(show=True)  # per cut and direction: bytes, ratio, fidelity, time
+    pipe.report(show=True)  # per cut and direction: bytes, times below bf16, fidelity, time
     return on
 
 

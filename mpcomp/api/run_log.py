@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from mpcomp.api.pipeline import Pipeline
+from mpcomp.core.sent import Sent
 from mpcomp.core.traffic import Traffic
 from mpcomp.view.files import RunFiles
 from mpcomp.view.json_files import append_json_lines, read_json_lines, replace_text, write_json
@@ -78,7 +79,7 @@ class RunLog:
             before = self._forget_later()
             write_json(self._files.about, _about(pipe, total_steps, samples))
         self._start = time.perf_counter() - before
-        self._bytes = (pipe.wire_bytes, pipe.dense_bytes)
+        self._sent = pipe.sent
         self._begin_window()
 
     def step(self, loss: Tensor | float, *, num_samples: int = 0, lr: float | None = None) -> None:
@@ -90,21 +91,20 @@ class RunLog:
             lr: learning rate.
         """
         pipe = self._pipe
-        wire, dense = pipe.wire_bytes, pipe.dense_bytes
+        before, self._sent = self._sent, pipe.sent
+        sent = self._sent - before
         self._rows.append(
             {
                 "step": self._steps,
                 "time": round(time.perf_counter() - self._start, 4),
                 "lr": lr,
                 "samples": num_samples,
-                "wire_bytes": wire - self._bytes[0],
-                "dense_bytes": dense - self._bytes[1],
+                **sent.to_dict(),
                 "skipped": pipe.step_skipped,
             }
         )
         self._losses.append(loss.detach() if isinstance(loss, Tensor) else loss)
         self._steps += 1
-        self._bytes = (wire, dense)
         if len(self._rows) >= self._wait_for:
             self.flush()
 
@@ -149,8 +149,7 @@ class RunLog:
             "wait": pipe.engine.waited_s,
             "coding": sum(each.seconds for each in traffic),
             "exchange": between,
-            "wire_bytes": [t.wire_bytes for t in traffic] + _of(totals, "wire_bytes"),
-            "dense_bytes": [t.dense_bytes for t in traffic] + _of(totals, "dense_bytes"),
+            "sent": [each.sent for each in traffic] + ([] if totals is None else [totals.sent]),
             # Sums are replaced and never changed, so these are those of now.
             "energies": [t.energies for t in traffic],
         }
@@ -170,10 +169,7 @@ class RunLog:
             "wait": mean["wait"],
             "exchange": mean["exchange"],
             "other": max(0.0, mean["seconds"] - mean["training"]),
-            **{
-                name: [b - a for a, b in zip(before[name], now[name], strict=True)]
-                for name in ("wire_bytes", "dense_bytes")
-            },
+            "sent": [list(b - a) for a, b in zip(before["sent"], now["sent"], strict=True)],
             "energies": _differences(before["energies"], now["energies"]),
         }
 
@@ -185,10 +181,6 @@ class RunLog:
             replace_text(self._files.steps, "")
             append_json_lines(self._files.steps, kept)
         return float(kept[-1]["time"]) if kept else 0.0
-
-
-def _of(totals: Traffic | None, name: str) -> list[int]:
-    return [] if totals is None else [getattr(totals, name)]
 
 
 def _differences(before: Sequence[Any], now: Sequence[Any]) -> list[list[float] | None]:
@@ -213,9 +205,12 @@ def _numbers(losses: Sequence[Tensor | float]) -> list[float | None]:
 def _figures(ranks: Sequence[dict[str, Any]], num_steps: int) -> dict[str, Any]:
     """Figures of a window: seconds of a step by rank; bytes of a step and fidelity by link."""
     parts = ("seconds", "compute", "coding", "wait", "exchange", "other")
+    sent = [
+        (1 / num_steps) * sum((Sent(*own) for own in of_link), Sent())
+        for of_link in zip(*(rank["sent"] for rank in ranks), strict=True)
+    ]
     links: dict[str, list[Any]] = {
-        name: [sum(values) / num_steps for values in zip(*(r[name] for r in ranks), strict=True)]
-        for name in ("wire_bytes", "dense_bytes")
+        name: [each.to_dict()[name] for each in sent] for name in Sent().to_dict()
     }
     # Replicas' exchange, the last one where there is one, has no fidelity.
     merged = [
@@ -223,7 +218,7 @@ def _figures(ranks: Sequence[dict[str, Any]], num_steps: int) -> dict[str, Any]:
         for of_link in zip(*(rank["energies"] for rank in ranks), strict=True)
     ]
     known = [traffic.energies is not None for traffic in merged]
-    rest: list[None] = [None] * (len(links["wire_bytes"]) - len(merged))
+    rest: list[None] = [None] * (len(sent) - len(merged))
     for name in ("relative_error", "cosine"):
         values = [getattr(t, name) if ok else None for t, ok in zip(merged, known, strict=True)]
         links[name] = [

@@ -88,11 +88,13 @@ class StepLog:
                 name = f"cut {link.boundary} {link.direction}"
                 figures[f"{name}/bytes"] = traffic.wire_bytes / self._steps
                 figures[f"{name}/ratio"] = traffic.ratio
+                figures |= _below(f"{name}/", traffic)
                 figures[f"{name}/relative error"] = traffic.relative_error
                 figures[f"{name}/cosine"] = traffic.cosine
         if total.messages:
             figures["bytes"] = total.wire_bytes / self._steps
             figures["ratio"] = total.ratio
+            figures |= _below("", total)
         self._steps, self._before, self._began = 0, own, now
         if self._mesh.rank == 0:
             self._write(figures, number)
@@ -112,11 +114,17 @@ class StepLog:
         return [link.meter.train.to_state() for link in self._links]
 
 
+def _below(name: str, traffic: Traffic) -> dict[str, float]:
+    """The factor below bf16 under its tag, where it is known."""
+    factor = traffic.below_bf16
+    return {} if factor is None else {f"{name}below bf16": factor}
+
+
 def _since(new: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
     """The traffic between two `Traffic.to_state`s; all of it where counting began anew."""
     if new["messages"] < old["messages"]:
         return dict(new)  # a checkpoint was loaded
-    difference = {name: new[name] - old[name] for name in new if name != "energies"}
+    difference = {n: new[n] - old[n] for n in new if n != "energies" and n in old}
     energies = new["energies"]
     if energies is not None and old["energies"] is not None:
         energies = [a - b for a, b in zip(energies, old["energies"], strict=True)]
