@@ -29,6 +29,7 @@ from mpcomp.api.report import print_report, report_of
 from mpcomp.api.scaling import check_without_gradients, gradients_overflowed, overflow_gradients
 from mpcomp.api.step_log import ScalarWriter, StepLog
 from mpcomp.api.step_sync import finish_step, raise_if_nonfinite, sent_by
+from mpcomp.api.step_window import Clock, StepWindow
 from mpcomp.api.tracing import Tracing
 from mpcomp.api.weights import whole_again
 from mpcomp.core.loss import LossFn, StepLoss, num_terms, with_target
@@ -198,9 +199,9 @@ class Pipeline(OriginalNames):
     def log_to(self, writer: ScalarWriter | Callable[..., Any] | None, *, every: int = 1) -> None:
         """Writes figures of `forward_backward`'s steps from now on; every rank calls it.
 
-        They are the loss, seconds and bytes of a step, and per cut and direction the bytes, how
-        many times below bf16 they are, their ratio to dense ones, and the fidelity. The first rank
-        writes; that of the others may be None.
+        They are the loss, seconds (without evaluation) and bytes of a step, and per cut and
+        direction the bytes, how many times below bf16 they are, their ratio to dense ones, and the
+        fidelity. The first rank writes; that of the others may be None.
 
         Args:
             writer: has ``add_scalar(tag, value, step)``, as TensorBoard's SummaryWriter, or is
@@ -211,7 +212,18 @@ class Pipeline(OriginalNames):
             TypeError: a writer that is neither.
             ValueError: ``every`` is no positive whole number.
         """
-        self._step_logs.append(StepLog(writer, every, self.mesh, self.links))
+        window = self.step_window()
+        self._step_logs.append(StepLog(writer, every, window, self.links, writes=self.rank == 0))
+
+    def step_window(self) -> StepWindow:
+        """A window over the steps to come, from which all ranks gather figures; see there."""
+
+        def clock() -> Clock:
+            # An evaluation is part of no step.
+            seconds = time.perf_counter() - self.evaluated_s
+            return Clock(seconds, self.trained_s, self.engine.waited_s)
+
+        return StepWindow(self.mesh, self.links, self.exchange, clock)
 
     # -- messages -----------------------------------------------------------------------------
 

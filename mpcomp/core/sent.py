@@ -1,4 +1,4 @@
-"""What messages took and what they were made from, and the one factor that all figures are in.
+"""Totals of what was sent and what it was made from, and the one factor that all figures are in.
 
 Tensors of one run have several dtypes, so the bytes of the uncompressed tensors are no common unit.
 Elements are: *below bf16* is how many times fewer bytes were sent than 2 for each element.
@@ -15,7 +15,7 @@ __all__ = ["Sent", "below_bf16", "below_bf16_text"]
 
 
 def below_bf16(wire_bytes: float, num_elements: float) -> float | None:
-    """How many times fewer bytes were sent than the elements have in bf16: higher is better.
+    """The factor by which fewer bytes were sent than the elements have in bf16: higher is better.
 
     Args:
         wire_bytes: of whole messages.
@@ -37,7 +37,7 @@ def below_bf16_text(factor: float | None) -> str:
 
 @dataclass(frozen=True)
 class Sent:
-    """What messages took, and what they were made from.
+    """Totals of messages, and of the tensors that they were made from.
 
     Attributes:
         wire_bytes: of the messages, headers included.

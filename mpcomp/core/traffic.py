@@ -11,13 +11,15 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from mpcomp.core.sent import Sent
+
+T = TypeVar("T", bound="Traffic")
 
 __all__ = ["Meter", "ReplicaTraffic", "Traffic"]
 
@@ -147,6 +149,16 @@ class Traffic:
         if other._energies is not None:
             self._add_energies(other._energies)
 
+    def since(self: T, before: T) -> T:
+        """The traffic after ``before``, a copy of this; all of it where counting began anew.
+
+        That is where a checkpoint was loaded.
+        """
+        if self.messages < before.messages:
+            return replace(self)
+        counts = {name: getattr(self, name) - getattr(before, name) for name in self.counts()}
+        return type(self)(**counts, _energies=_added(before._energies, self._energies))
+
     @classmethod
     def merged(cls, states: Iterable[dict[str, Any]]) -> Traffic:
         """The traffic of several `to_state`s together: the two ends of a link, or replicas."""
@@ -235,6 +247,17 @@ _OF_GRADIENTS = (
     "wait_s",
     "decode_s",
 )
+
+
+def _added(before: Tensor | None, now: Tensor | None) -> Tensor | None:
+    """The energies that came to others; None where nothing was compared since."""
+    if now is None or now is before:
+        return None
+    if before is None:
+        return now
+    # What was added last may be less than rounding takes away; of these <x, y> may be negative.
+    xx, xy, yy, dd = (now - before.to(now.device)).unbind()
+    return torch.stack([xx.clamp(min=0), xy, yy.clamp(min=0), dd.clamp(min=0)])
 
 
 def _known(counts: Mapping[str, Any]) -> dict[str, Any]:

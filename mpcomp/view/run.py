@@ -120,7 +120,7 @@ class Run:
         return [(row, row["figures"]) for row in self.steps if "figures" in row]
 
     def sent(self) -> list[Sent]:
-        """What was sent up to each step."""
+        """Totals of what was sent up to each step."""
         links = [link["direction"] for link in self.about["links"]]
         between = links.index("replicas") if "replicas" in links else None
         found: list[Sent] = []
@@ -183,7 +183,7 @@ class Run:
 
 
 def sent_by_link(figures: Mapping[str, Any]) -> list[Sent]:
-    """What each link has sent in a step, by the figures of a window."""
+    """Totals of each link in a step, by the figures of a window."""
     links = figures["links"]
     columns = {name: links[name] for name in Sent().to_dict() if name in links}
     return [

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -95,6 +96,23 @@ def test_counts_of_a_time_before_elements_were_counted_say_so():
     del of_replicas["num_elements"]
     resumed = ReplicaTraffic.from_gradients(of_replicas)
     assert math.isnan(resumed.num_elements) and "num_elements" not in resumed.of_gradients()
+
+
+def test_what_came_since_a_copy():
+    traffic, last = Traffic(), Traffic()
+    for part in range(2):
+        before = replace(traffic)
+        last = Traffic()
+        for each in (traffic, last):
+            each.count(10 + part, 40, 10)
+            x = torch.arange(10.0) + part
+            each.compare(x, -x)  # whose inner product is negative, and is to stay so
+    since = traffic.since(before)
+    assert (since.messages, since.wire_bytes, since.num_elements) == (1, 11, 10)
+    assert since.relative_error == pytest.approx(last.relative_error)
+    assert since.cosine == pytest.approx(last.cosine) == pytest.approx(-1)
+    assert traffic.since(traffic).energies is None
+    assert Traffic().since(traffic) == Traffic()  # a checkpoint of an earlier time was loaded
 
 
 def test_training_and_evaluation_are_metered_apart():
