@@ -35,11 +35,11 @@ def losses_of_steps(folder: RunFolder, steps_per_epoch: int) -> History:
     return [
         {
             "epoch": (row["step"] + 1) / steps_per_epoch,
-            "wire_bytes": sent,
+            "wire_bytes": sent.wire_bytes,
             "seconds": row["time"],
             "loss": math.nan if row["loss"] is None else row["loss"],
         }
-        for row, sent in zip(run.steps, run.sent()[0], strict=True)
+        for row, sent in zip(run.steps, run.sent(), strict=True)
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Reversible, Sequence
 from itertools import takewhile
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import mpcomp
+from mpcomp.core.sent import Sent, below_bf16
 
 T = TypeVar("T")
 
@@ -35,13 +37,12 @@ class ReplicaLog:
         """Whether gradients between replicas are compressed by mpcomp."""
         return self._exchange is not None
 
-    def traffic(self) -> tuple[int, int]:
-        """Bytes of all replicas' messages so far, and of what they were made from; of all ranks."""
+    def sent(self) -> Sent:
+        """All that replicas have sent each other so far; of all ranks."""
         if self._exchange is None:
-            return 0, 0
-        totals = self._exchange.totals
-        said = self._pipe.collect((totals.wire_bytes, totals.dense_bytes))
-        return sum(wire for wire, _ in said), sum(dense for _, dense in said)
+            return Sent()
+        said = self._pipe.collect(self._exchange.totals.sent.to_dict())
+        return sum(map(Sent.from_dict, said), Sent())
 
     def timed(self, batches: Iterable[T]) -> Iterator[T]:
         """The batches; the time that they take to come is counted."""
@@ -151,13 +152,14 @@ def plot_steps(steps: Sequence[Mapping[str, Any]], path: Path, method: str) -> N
     axes = figure.subplots(2 if gains else 1, 1, sharex=True, squeeze=False)[:, 0]
     numbers = [step["step"] for step in steps]
     by_floats = [step["dense_bytes"] / 4 / max(1.0, step["floats"]) for step in steps]
-    by_bytes = [step["dense_bytes"] / step["wire_bytes"] for step in steps]
+    factors = [below_bf16(step["wire_bytes"], step["num_elements"]) for step in steps]
+    by_bytes = [math.nan if factor is None else factor for factor in factors]
     axes[0].plot(
-        numbers, by_floats, color="#0072b2", linewidth=1, label="in floats, as papers count"
+        numbers, by_floats, color="#0072b2", linewidth=1, label="floats ×, as papers count"
     )
-    axes[0].plot(numbers, by_bytes, color="#d55e00", linewidth=1, label="in bytes")
+    axes[0].plot(numbers, by_bytes, color="#d55e00", linewidth=1, label="bytes, below bf16")
     axes[0].set_yscale("log")
-    axes[0].set_ylabel("dense / sent")
+    axes[0].set_ylabel("times less")
     axes[0].legend(frameon=False)
     axes[0].set_title(f"compression between replicas: {method}", fontsize=10)
     axes[0].yaxis.set_major_formatter("{x:g}")
@@ -175,10 +177,11 @@ def plot_steps(steps: Sequence[Mapping[str, Any]], path: Path, method: str) -> N
 def _messages(steps: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The steps that have sent something, each with what all since the last would send dense."""
     found: list[Mapping[str, Any]] = []
-    dense_bytes = 0
+    waiting = Sent()
     for step in steps:
-        dense_bytes += step["dense_bytes"]
+        waiting += Sent.from_dict(step)
         if step["wire_bytes"]:
-            found.append({**step, "dense_bytes": dense_bytes})
-            dense_bytes = 0
+            meant = {"dense_bytes": waiting.dense_bytes, "num_elements": waiting.num_elements}
+            found.append({**step, **meant})
+            waiting = Sent()
     return found

@@ -9,6 +9,7 @@ from typing import Any
 
 from tabulate import tabulate
 
+from mpcomp.core.sent import Sent, below_bf16_text
 from recipes.config import RunConfig
 from recipes.metric import Metric
 
@@ -27,7 +28,9 @@ class Summary:
     loss: float  # of training, mean of the last epoch
     wire_bytes: int
     dense_bytes: int  # what the same messages are as plain tensors
+    num_elements: float | None  # of those; not known of runs that began before they were counted
     wire_ratio: float  # wire / dense: lower is better
+    below_bf16: float | None  # times fewer bytes than 2 for each element: higher is better
     skipped_steps: int
     steps: int  # of the optimizer
     epochs: int
@@ -53,6 +56,7 @@ class Summary:
     def of(cls, config: RunConfig, metric: Metric, history: History, *, steps: int) -> Summary:
         """The summary of the epochs so far; the last of them must be an evaluated one."""
         last = history[-1]
+        sent = Sent.from_dict(last)
         evaluated = [row for row in history if row[metric.on] is not None]
         return cls(
             metric=metric,
@@ -63,7 +67,9 @@ class Summary:
             loss=last["loss"],
             wire_bytes=last["wire_bytes"],
             dense_bytes=last["dense_bytes"],
-            wire_ratio=last["wire_bytes"] / last["dense_bytes"] if last["dense_bytes"] else 1.0,
+            num_elements=sent.to_dict()["num_elements"],
+            wire_ratio=sent.wire_ratio if sent.dense_bytes else 1.0,
+            below_bf16=sent.below_bf16,
             skipped_steps=sum(row["skipped_steps"] for row in history),
             steps=steps,
             epochs=last["epoch"],
@@ -89,8 +95,7 @@ def table(runs: Mapping[str, Summary], *, per_step: bool = False) -> str:
             metric.scale * one.on,
             metric.scale * one.off,
             one.wire_bytes / 1e6,
-            one.dense_bytes / 1e6,
-            one.wire_ratio,
+            below_bf16_text(one.below_bf16),
             *((one.wire_bytes / 1e6 / one.steps,) if per_step else ()),
             one.epochs,
             one.seconds,
@@ -99,8 +104,8 @@ def table(runs: Mapping[str, Summary], *, per_step: bool = False) -> str:
     ]
     headers = (
         *("compression", metric.title("on"), metric.title("off")),
-        *("MB sent", "MB dense", "sent/dense", *(("MB a step",) if per_step else ())),
+        *("MB sent", "below bf16", *(("MB a step",) if per_step else ())),
         *("epochs", "seconds"),
     )
-    formats = ("", ".2f", ".2f", ".1f", ".1f", ".3f", *((".3f",) if per_step else ()), "d", ".0f")
+    formats = ("", ".2f", ".2f", ".1f", ".1f", *((".3f",) if per_step else ()), "d", ".0f")
     return tabulate(rows, headers, floatfmt=formats)

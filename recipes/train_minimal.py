@@ -66,11 +66,11 @@ def main(argv: Sequence[str] | None = None) -> float:
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
-        sent, dense = pipe.wire_bytes, pipe.dense_bytes  # of all ranks, so every rank asks
+        sent = pipe.sent  # by all ranks so far
         if speaks:
             print(
                 f"epoch {epoch + 1}: loss {torch.stack(losses).mean():.3f}, "
-                f"{sent / 1e3:.0f} kB sent, dense {dense / 1e3:.0f} kB, "
+                f"{sent.wire_bytes / 1e3:.0f} kB sent, {sent.below_bf16:.1f} times below bf16, "
                 f"{time.perf_counter() - start:.0f} s",
                 flush=True,
             )
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> float:
         off: float = pipe.evaluate(tests, accuracy)
     if speaks:
         print(f"test accuracy {100 * on:.2f} % with compression, {100 * off:.2f} % without")
-    pipe.report(show=True)  # per cut and direction: bytes, ratio, fidelity, time
+    pipe.report(show=True)  # per cut and direction: bytes, times below bf16, fidelity, time
     return on
 
 

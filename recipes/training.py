@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 import mpcomp
+from mpcomp.core.sent import Sent
 from recipes import adaptive_log, plots, replica_log
 from recipes.adaptive_log import AdaptiveLog
 from recipes.config import AnyConfig
@@ -292,9 +293,8 @@ class Trainer(ABC, Generic[AnyConfig]):
         begun = within["step"] if within is not None else 0
         start = time.perf_counter() - (within["seconds"] if within is not None else 0.0)
         # Counted since the first epoch, also where the meters begin anew after a resumption.
-        between = self.replica_log.traffic()
-        wire_before = previous.get("wire_bytes", 0) - self.pipe.wire_bytes - between[0]
-        dense_before = previous.get("dense_bytes", 0) - self.pipe.dense_bytes - between[1]
+        sent_before = (Sent.from_dict(previous) if previous else Sent()) - self._sent()
+        wire_shown = previous.get("wire_bytes", 0) - self.pipe.wire_bytes
         lr, skipped_steps = self.scheduler.get_last_lr()[0], 0
         loss_sum = torch.zeros((), device=self.device)
         self.start_epoch()
@@ -311,7 +311,6 @@ class Trainer(ABC, Generic[AnyConfig]):
                 self._write_steps(folder)
             if self._run_log is not None:
                 self._run_log.flush()
-            between = self.replica_log.traffic()
             return {
                 "history": self.history,
                 "within": {
@@ -319,8 +318,7 @@ class Trainer(ABC, Generic[AnyConfig]):
                     "lr": lr,
                     "loss_sum": loss_sum.item(),
                     "skipped_steps": skipped_steps,
-                    "wire_bytes": wire_before + self.pipe.wire_bytes + between[0],
-                    "dense_bytes": dense_before + self.pipe.dense_bytes + between[1],
+                    **(sent_before + self._sent()).to_dict(),
                     "seconds": self.pipe.collect(time.perf_counter() - start)[0],
                     "counted": self.counted(),
                 },
@@ -350,11 +348,11 @@ class Trainer(ABC, Generic[AnyConfig]):
                 seen = min(step * self.accumulate, self.num_batches)
                 shown = {
                     "loss": f"{loss_sum.item() / seen:.3f}",
-                    "MB": f"{(wire_before + between[0] + self.pipe.wire_bytes) / 1e6:.1f}",
+                    "MB": f"{(wire_shown + self.pipe.wire_bytes) / 1e6:.1f}",
                 }
                 bar.set_postfix({**shown, **self.shown()}, refresh=False)
         more = {**self.end_epoch(), **self.replica_log.end_epoch()}
-        between = self.replica_log.traffic()
+        sent = sent_before + self._sent()
         on: float | None = None
         off: float | None = None
         if evaluate_after or (epoch + 1) % self.config.eval_every == 0:
@@ -368,12 +366,15 @@ class Trainer(ABC, Generic[AnyConfig]):
                 **more,
                 self.metric.on: on,
                 self.metric.off: off,
-                "wire_bytes": wire_before + self.pipe.wire_bytes + between[0],
-                "dense_bytes": dense_before + self.pipe.dense_bytes + between[1],
+                **sent.to_dict(),
                 "skipped_steps": skipped_steps,
                 "seconds": before.get("seconds", 0.0) + seconds,
             }
         )
+
+    def _sent(self) -> Sent:
+        """All that this process has counted, at cuts and between replicas; every rank calls it."""
+        return self.pipe.sent + self.replica_log.sent()
 
     def evaluate(self) -> tuple[float, float]:
         """The metric on all evaluation data with compression on, and off."""

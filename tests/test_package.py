@@ -44,6 +44,8 @@ def test_the_wheel_is_whole(tmp_path):
         modules = {str(file.relative_to(ROOT)) for file in (ROOT / package).rglob("*.py")}
         assert modules <= names
     assert "mpcomp/__init__.pyi" in names
+    pages = [file for end in ("html", "css", "js") for file in ROOT.glob(f"mpcomp/*/*.{end}")]
+    assert pages and {str(file.relative_to(ROOT)) for file in pages} <= names
     assert not any(name.startswith(("recipes/", "tests/")) for name in names)
     assert metadata["License-Expression"] == "Apache-2.0" and metadata["Keywords"]
     required = metadata.get_all("Requires-Dist")

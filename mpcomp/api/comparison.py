@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from tabulate import tabulate
 
+from mpcomp.core.sent import below_bf16, below_bf16_text
 from mpcomp.plan.curve import rate_text, time_text
 from mpcomp.plan.outcome import RECOMMENDED
 from mpcomp.plan.planner import BASELINE, DENSE, Pair
@@ -35,6 +36,7 @@ class Trial:
         gradient_error: of the parameters' gradients of all batches, against those without
             compression, as a share of their norm; None where an optimizer has moved the weights.
         wire_bytes: of a step at all cuts, both ways.
+        num_elements: of the tensors that cross them in a step.
         coding_s: of a step, all that encodes and decodes.
         step_s: of a step on links as asked for, predicted; None if none were.
         failure: in words, if it was not finite.
@@ -46,9 +48,15 @@ class Trial:
     losses: tuple[float, ...]
     gradient_error: float | None
     wire_bytes: float
+    num_elements: float
     coding_s: float
     step_s: float | None
     failure: str = ""
+
+    @property
+    def below_bf16(self) -> float | None:
+        """Times fewer bytes than bf16 has."""
+        return below_bf16(self.wire_bytes, self.num_elements)
 
     @property
     def name(self) -> str:
@@ -113,7 +121,6 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """All figures under their names, as JSON can hold them: what is not known is None."""
-        baseline = self.trial(BASELINE)
         rows = []
         for trial in self.trials:
             change, half = self.loss_change(trial)
@@ -122,7 +129,7 @@ class Comparison:
                 "pair": list(trial.pair),
                 "loss_change_percent": change,
                 "loss_change_half_width": half,
-                "below_bf16": baseline.wire_bytes / trial.wire_bytes if trial.wire_bytes else None,
+                "below_bf16": trial.below_bf16,
                 "good": self.is_good(trial),
             }
             rows.append({name: _json(value) for name, value in row.items()})
@@ -141,10 +148,9 @@ class Comparison:
         """The table of all methods."""
         headers = ["activations / gradients", "error act", "error grad"]
         headers += [] if self.trained else ["error of weights' gradient"]
-        headers += ["loss, change in %", "MB a step", "below bf16", "below fp32", "coding a step"]
+        headers += ["loss, change in %", "MB a step", "below bf16", "coding a step"]
         headers += [] if self.mbps is None else [f"a step at {rate_text(self.mbps)}"]
-        best, baseline = self.best, self.trial(BASELINE)
-        rows = []
+        best, rows = self.best, []
         for trial in self.trials:
             change, half = self.loss_change(trial)
             row = [
@@ -156,8 +162,7 @@ class Comparison:
             elif not self.trained:
                 row.append("")
             row.append(trial.failure or f"{change:+.2f} ± {half:.2f}")
-            fewer = baseline.wire_bytes / trial.wire_bytes if trial.wire_bytes else math.nan
-            row += [f"{trial.wire_bytes / 1e6:.3f}", f"{fewer:.1f}", f"{2 * fewer:.1f}"]
+            row += [f"{trial.wire_bytes / 1e6:.3f}", below_bf16_text(trial.below_bf16)]
             row.append(time_text(trial.coding_s))
             if self.mbps is not None:
                 row.append("" if trial.step_s is None else time_text(trial.step_s))
@@ -176,7 +181,7 @@ class Comparison:
                 f"errors within {MOST_WRONG:g} of their norm, nothing {what} than to send {name}"
             ]
         change, half = self.loss_change(best)
-        gain = f"{baseline.wire_bytes / best.wire_bytes:.1f} times fewer bytes than bf16"
+        gain = f"{below_bf16_text(best.below_bf16)} times fewer bytes than bf16"
         if best.step_s is not None and baseline.step_s is not None and self.mbps is not None:
             gain += (
                 f"; at {rate_text(self.mbps)} a step takes {time_text(best.step_s)}, "

@@ -346,6 +346,7 @@ def _trial(
         losses=run.losses,
         gradient_error=gradient_error,
         wire_bytes=sum(traffic.wire_bytes for traffic in run.traffic) / steps,
+        num_elements=sum(traffic.num_elements for traffic in run.traffic) / steps,
         coding_s=sum(traffic.seconds for traffic in run.traffic) / steps,
         step_s=step_s,
         failure=run.failure,

@@ -29,7 +29,8 @@ from mpcomp.api.pilot import MethodPair, Pilot, compare
 from mpcomp.api.report import print_report, report_of
 from mpcomp.api.scaling import check_without_gradients, gradients_overflowed, overflow_gradients
 from mpcomp.api.step_log import ScalarWriter, StepLog
-from mpcomp.api.step_sync import bytes_sent, finish_step, raise_if_nonfinite
+from mpcomp.api.step_sync import finish_step, raise_if_nonfinite, sent_by
+from mpcomp.api.step_window import Clock, StepWindow
 from mpcomp.api.tracing import Tracing
 from mpcomp.api.weights import whole_again
 from mpcomp.api.wrapping import WRAPPED, refuse_within_ddp
@@ -37,6 +38,7 @@ from mpcomp.core.loss import LossFn, StepLoss, num_terms, with_target
 from mpcomp.core.microbatch import gather, map_tensors, num_rows, rows_of_chunks, scatter
 from mpcomp.core.padding import valid_positions
 from mpcomp.core.sample_ids import ids_of_batch, split_sample_ids
+from mpcomp.core.sent import Sent
 from mpcomp.core.step import Step
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.data_parallel.exchange import Exchange
@@ -53,7 +55,7 @@ __all__ = ["LossFn", "Metric", "Pipeline"]
 
 #: Attributes in which steps leave something, beside links, weights and generators.
 _LEFT_BY_STEPS = (
-    *("adaptation", "_copies", "step_times", "num_steps", "step_skipped", "_bytes_of_all"),
+    *("adaptation", "_copies", "step_times", "num_steps", "step_skipped", "_sent_by_all"),
     *("_open", "_began", "_warmup_steps"),
 )
 
@@ -113,7 +115,7 @@ class Pipeline(OriginalNames):
         self.replica_sync = replica_sync
         # In a tuple, so that torch does not register it.
         self._plain_model = (plain_model,)
-        self._bytes_of_all = (0, 0)
+        self._sent_by_all = Sent()
         self.chunks = chunks
         self.num_steps = 0
         self.step_skipped = False
@@ -192,9 +194,9 @@ class Pipeline(OriginalNames):
     def log_to(self, writer: ScalarWriter | Callable[..., Any] | None, *, every: int = 1) -> None:
         """Writes figures of `forward_backward`'s steps from now on; every rank calls it.
 
-        They are the loss, seconds and bytes of a step, and per cut and direction the bytes, the
-        ratio of them to dense ones, and the fidelity. The first rank writes; that of the others
-        may be None.
+        They are the loss, seconds (without evaluation) and bytes of a step, and per cut and
+        direction the bytes, how many times below bf16 they are, their ratio to dense ones, and the
+        fidelity. The first rank writes; that of the others may be None.
 
         Args:
             writer: has ``add_scalar(tag, value, step)``, as TensorBoard's SummaryWriter, or is
@@ -205,7 +207,18 @@ class Pipeline(OriginalNames):
             TypeError: a writer that is neither.
             ValueError: ``every`` is no positive whole number.
         """
-        self._step_logs.append(StepLog(writer, every, self.mesh, self.links))
+        window = self.step_window()
+        self._step_logs.append(StepLog(writer, every, window, self.links, writes=self.rank == 0))
+
+    def step_window(self) -> StepWindow:
+        """A window over the steps to come, from which all ranks gather figures; see there."""
+
+        def clock() -> Clock:
+            # An evaluation is part of no step.
+            seconds = time.perf_counter() - self.evaluated_s
+            return Clock(seconds, self.trained_s, self.engine.waited_s)
+
+        return StepWindow(self.mesh, self.links, self.exchange, clock)
 
     # -- messages -----------------------------------------------------------------------------
 
@@ -222,15 +235,17 @@ class Pipeline(OriginalNames):
     @property
     def wire_bytes(self) -> int:
         """Bytes of all messages of training so far, headers included; of all ranks."""
-        return self._bytes_sent()[0]
+        return int(self.sent.wire_bytes)
 
     @property
     def dense_bytes(self) -> int:
         """Bytes that training so far would have sent uncompressed, in the tensors' own dtypes."""
-        return self._bytes_sent()[1]
+        return int(self.sent.dense_bytes)
 
-    def _bytes_sent(self) -> tuple[int, int]:
-        return self._bytes_of_all if self.mesh.num_ranks > 1 else bytes_sent(self.links)
+    @property
+    def sent(self) -> Sent:
+        """All that training so far has sent, of all ranks: bytes, elements, times below bf16."""
+        return self._sent_by_all if self.mesh.num_ranks > 1 else sent_by(self.links)
 
     def gather_scalars(self, values: Mapping[str, Tensor]) -> Tensor:
         """One number for a parameter, from all ranks of a replica, in the model's order: [n].
@@ -727,7 +742,7 @@ class Pipeline(OriginalNames):
     # -- figures of the run ------------------------------------------------------------------------
 
     def report(self, *, show: bool = True) -> dict[str, Any]:
-        """Bytes, ratio, fidelity, time and non-finite counts, per boundary and direction.
+        """Bytes, times below bf16, fidelity, time, non-finite counts, per boundary and direction.
 
         With several processes every rank calls it; the figures are those of all ranks together,
         links are measured, and it says whether compression pays (`mpcomp.api.cost_model`).
@@ -752,7 +767,7 @@ class Pipeline(OriginalNames):
             exchange=self.exchange,
             step_times=self.step_times,
             num_steps=self.num_steps,
-            bytes_sent=(self.wire_bytes, self.dense_bytes),
+            sent=self.sent,
         )
         if show and self.rank == 0:
             print_report(report)
@@ -921,8 +936,7 @@ class Pipeline(OriginalNames):
             each.finish_step(finite=False)
         for link in self.links:
             link.found_nonfinite(train=True)  # counts and clears
-        wire_bytes, dense_bytes = self.mesh.all_reduce_sum(bytes_sent(self.links))
-        self._bytes_of_all = (int(wire_bytes), int(dense_bytes))
+        self._sent_by_all = Sent.of(self.mesh.all_reduce_sum([*sent_by(self.links)]))
         return extra
 
     # -- inside -------------------------------------------------------------------------------
@@ -1027,7 +1041,7 @@ class Pipeline(OriginalNames):
             if not result.finite:
                 overflow_gradients(self.parameters())
             check_without_gradients(self.scaler, skipped=not result.finite)
-        self._bytes_of_all = result.wire_bytes, result.dense_bytes
+        self._sent_by_all = result.sent
         self.step_skipped = not result.finite
         self.num_steps += 1
         return result.loss

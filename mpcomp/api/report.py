@@ -1,4 +1,8 @@
-"""The report of a pipeline: one row per boundary and direction, as a dict and as a table."""
+"""The report of a pipeline: one row per boundary and direction, as a dict and as a table.
+
+The table compares with bf16, whatever dtypes a run has; the dict has the ratio to the tensors' own
+dtype as well.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from tabulate import tabulate
 
 from mpcomp.api.payoff import PayOff
 from mpcomp.api.step_costs import chunks_of, cut_times, stage_times
+from mpcomp.core.sent import Sent, below_bf16_text
 from mpcomp.core.traffic import Traffic
 from mpcomp.data_parallel.exchange import Exchange
 from mpcomp.engines.base import Engine
@@ -19,7 +24,14 @@ from mpcomp.links.link import Link
 
 __all__ = ["print_report", "report_of"]
 
-_SUMMED = ("wire_bytes", "dense_bytes", "floats", "traffic_bytes", "dense_traffic_bytes")
+_SUMMED = (
+    "wire_bytes",
+    "dense_bytes",
+    "num_elements",
+    "floats",
+    "traffic_bytes",
+    "dense_traffic_bytes",
+)
 _PHASES = {"train": "train", "eval": "eval", "eval_off": "eval, off"}
 _DIRECTIONS = {
     "act": "activation ->",
@@ -38,7 +50,7 @@ def report_of(
     exchange: Exchange | None,
     step_times: Sequence[tuple[float, float]],
     num_steps: int,
-    bytes_sent: tuple[int, int],
+    sent: Sent,
 ) -> dict[str, Any]:
     """All figures under their names; training and evaluation apart. Every rank calls it.
 
@@ -50,7 +62,7 @@ def report_of(
         exchange: of the replicas' gradients, if they are compressed.
         step_times: of the last steps on this rank: seconds, and of these waiting for messages.
         num_steps: training steps so far.
-        bytes_sent: of all ranks, and what they would have been uncompressed.
+        sent: in training so far, by all ranks.
     """
     mesh = engine.mesh
     own = {
@@ -60,7 +72,6 @@ def report_of(
         "shares": engine.stage_shares(),
     }
     found = mesh.all_gather_object(own)
-    wire_bytes, dense_bytes = bytes_sent
     boundaries: list[dict[str, Any]] = []
     for i, link in enumerate(links):
         states = [rank["links"][i] for rank in found]
@@ -81,9 +92,9 @@ def report_of(
         "ranks": mesh.num_ranks,
         "in_flight": engine.in_flight,
         "steps": num_steps,
-        "wire_bytes": wire_bytes,
-        "dense_bytes": dense_bytes,
-        "wire_ratio": wire_bytes / dense_bytes if dense_bytes else None,
+        **sent.to_dict(),
+        "wire_ratio": sent.wire_ratio if sent.dense_bytes else None,
+        "below_bf16": sent.below_bf16,
         "boundaries": boundaries,
         "replicas": _replicas([rank["replicas"] for rank in found]),
         "payoff": _payoff(engine, boundaries, found, num_steps),
@@ -91,10 +102,10 @@ def report_of(
 
 
 def _replicas_of(exchange: Exchange | None) -> dict[str, Any] | None:
-    """This rank's totals of the exchange with its replicas, and how many elements it is about."""
+    """This rank's totals of the exchange with its replicas; elements of what may be compressed."""
     if exchange is None:
         return None
-    return {"elements": exchange.num_compressible, **exchange.report()}
+    return {"num_compressible": exchange.num_compressible, **exchange.report()}
 
 
 def _replicas(ranks: list[dict[str, Any] | None]) -> dict[str, Any] | None:
@@ -103,19 +114,27 @@ def _replicas(ranks: list[dict[str, Any] | None]) -> dict[str, Any] | None:
     if not known:
         return None
     # The method's own figures are the same on all ranks, or are those of a rank's stages.
-    figures = {k: v for k, v in known[0].items() if k not in ("elements", "ratio")}
+    derived = ("num_compressible", "ratio", "below_bf16")
+    figures = {k: v for k, v in known[0].items() if k not in derived}
     for name in _SUMMED:
         figures[name] = sum(rank[name] for rank in known)
     for name in ("encode_s", "wait_s", "decode_s"):
         figures[name] = max(rank[name] for rank in known)
     num_replicas = figures["replicas"]
     figures["traffic_bytes_per_replica"] = figures["traffic_bytes"] / num_replicas
-    figures["ratio"] = figures["wire_bytes"] / figures["dense_bytes"] if figures["steps"] else None
+    sent = Sent.from_dict(figures)
+    figures["ratio"] = sent.wire_ratio if figures["steps"] else None
+    figures["below_bf16"] = sent.below_bf16
+    figures["num_elements"] = sent.to_dict()["num_elements"]
     for name in ("density", "critical"):  # of each rank's elements
-        weighed = [(r[name], r["elements"]) for r in known if math.isfinite(r.get(name, math.nan))]
-        elements = sum(count for _, count in weighed)
-        if elements:
-            figures[name] = sum(value * count for value, count in weighed) / elements
+        weighed = [
+            (rank[name], rank["num_compressible"])
+            for rank in known
+            if math.isfinite(rank.get(name, math.nan))
+        ]
+        total = sum(count for _, count in weighed)
+        if total:
+            figures[name] = sum(value * count for value, count in weighed) / total
     if not math.isfinite(figures["density"]):
         figures["density"] = None  # nothing has been looked at yet
     if "parameters" in figures:
@@ -193,9 +212,8 @@ def print_report(report: dict[str, Any]) -> None:
         "method",
         "phase",
         "messages",
-        "wire MB",
-        "dense MB",
-        "ratio",
+        "MB sent",
+        "below bf16",
         "rel. error",
         "cosine",
         "coding s",
@@ -215,8 +233,7 @@ def print_report(report: dict[str, Any]) -> None:
                         shown,
                         traffic["messages"],
                         f"{traffic['wire_bytes'] / 1e6:.2f}",
-                        f"{traffic['dense_bytes'] / 1e6:.2f}",
-                        f"{traffic['ratio']:.4f}",
+                        below_bf16_text(traffic["below_bf16"]),
                         f"{traffic['relative_error']:.4f}",
                         f"{traffic['cosine']:.4f}",
                         f"{traffic['seconds']:.2f}",
@@ -228,13 +245,20 @@ def print_report(report: dict[str, Any]) -> None:
     if report["wire_ratio"] is not None:
         print(
             f"training sent {report['wire_bytes'] / 1e6:.2f} MB in {report['steps']} steps, "
-            f"{report['wire_ratio']:.4f} of the {report['dense_bytes'] / 1e6:.2f} MB dense"
+            f"{report['dense_bytes'] / 1e6:.2f} MB uncompressed"
+            + _in_bf16(report["num_elements"], report["below_bf16"])
         )
     _print_adaptive(report["boundaries"])
     if report["replicas"] is not None:
         _print_replicas(report["replicas"])
     for sentence in (report["payoff"] or {}).get("says", []):
         print(sentence)
+
+
+def _in_bf16(num_elements: float | None, below: float | None) -> str:
+    if num_elements is None or below is None:
+        return ""
+    return f", {2 * num_elements / 1e6:.2f} MB in bf16: {below_bf16_text(below)} times below bf16"
 
 
 def _print_adaptive(boundaries: list[dict[str, Any]]) -> None:
@@ -266,9 +290,8 @@ def _print_replicas(figures: dict[str, Any]) -> None:
         "replicas": figures["replicas"],
         "method": figures["method"],
         "steps": figures["steps"],
-        "wire MB": f"{figures['wire_bytes'] / 1e6:.2f}",
-        "dense MB": f"{figures['dense_bytes'] / 1e6:.2f}",
-        "ratio": f"{figures['ratio']:.4f}",
+        "MB sent": f"{figures['wire_bytes'] / 1e6:.2f}",
+        "below bf16": below_bf16_text(figures["below_bf16"]),
         "traffic MB a replica": f"{figures['traffic_bytes_per_replica'] / 1e6:.2f}",
         "density": "" if figures["density"] is None else f"{figures['density']:.4f}",
         "paths": ", ".join(f"{count} {path}" for path, count in figures["paths"].items()),
@@ -284,9 +307,8 @@ def _print_replicas(figures: dict[str, Any]) -> None:
     if gathered and gathered["dense_bytes"]:
         shown = {
             "parameters gathered": gathered["gathers"],
-            "wire MB": f"{gathered['wire_bytes'] / 1e6:.2f}",
-            "dense MB": f"{gathered['dense_bytes'] / 1e6:.2f}",
-            "ratio": f"{gathered['wire_bytes'] / gathered['dense_bytes']:.4f}",
+            "MB sent": f"{gathered['wire_bytes'] / 1e6:.2f}",
+            "below bf16": below_bf16_text(Sent.from_dict(gathered).below_bf16),
             "traffic MB a replica": f"{gathered['traffic_bytes'] / figures['replicas'] / 1e6:.2f}",
             "s": f"{gathered['seconds']:.2f}",
         }

@@ -25,6 +25,8 @@ import torch
 from torch import Tensor
 
 from mpcomp.api.pipeline import Pipeline
+from mpcomp.api.step_window import StepFigures
+from mpcomp.core.sent import Sent
 from mpcomp.core.traffic import Traffic
 from mpcomp.view.files import RunFiles
 from mpcomp.view.json_files import append_json_lines, read_json_lines, replace_text, write_json
@@ -71,15 +73,14 @@ class RunLog:
         self._rows: list[dict[str, Any]] = []
         self._losses: list[Tensor | float] = []
         self._wait_for = 1  # steps until the next gathering
-        self._gathering_s = 0.0  # that the last one took here
         before = 0.0
         if pipe.rank == 0:
             self._files.path.mkdir(parents=True, exist_ok=True)
             before = self._forget_later()
             write_json(self._files.about, _about(pipe, total_steps, samples))
         self._start = time.perf_counter() - before
-        self._bytes = (pipe.wire_bytes, pipe.dense_bytes)
-        self._begin_window()
+        self._sent = pipe.sent
+        self._window = pipe.step_window()
 
     def step(self, loss: Tensor | float, *, num_samples: int = 0, lr: float | None = None) -> None:
         """Takes down a step of the optimizer.
@@ -90,21 +91,20 @@ class RunLog:
             lr: learning rate.
         """
         pipe = self._pipe
-        wire, dense = pipe.wire_bytes, pipe.dense_bytes
+        before, self._sent = self._sent, pipe.sent
+        sent = self._sent - before
         self._rows.append(
             {
                 "step": self._steps,
                 "time": round(time.perf_counter() - self._start, 4),
                 "lr": lr,
                 "samples": num_samples,
-                "wire_bytes": wire - self._bytes[0],
-                "dense_bytes": dense - self._bytes[1],
+                **sent.to_dict(),
                 "skipped": pipe.step_skipped,
             }
         )
         self._losses.append(loss.detach() if isinstance(loss, Tensor) else loss)
         self._steps += 1
-        self._bytes = (wire, dense)
         if len(self._rows) >= self._wait_for:
             self.flush()
 
@@ -112,70 +112,22 @@ class RunLog:
         """Writes what there is; every rank calls it."""
         if not self._rows:
             return
-        begin = time.perf_counter()
-        window = self._window(len(self._rows))
-        ranks = self._pipe.collect({**window, "gathering_s": self._gathering_s})
+        figures = self._window.gathered(len(self._rows))
         if self._pipe.rank == 0:
             for row, loss in zip(self._rows, _numbers(self._losses), strict=True):
                 row["loss"] = loss
-            self._rows[-1]["figures"] = _figures(ranks, len(self._rows))
+            self._rows[-1]["figures"] = _figures(figures)
             append_json_lines(self._files.steps, self._rows)
         # From what all ranks have been told, so that all gather again after the same step.
-        interval = max(EVERY_S, max(rank["gathering_s"] for rank in ranks) / SHARE)
-        step_s = max(rank["seconds"] for rank in ranks)
+        interval = max(EVERY_S, figures.gathering_s / SHARE)
+        step_s = max(rank["seconds"] for rank in figures.ranks)
         self._wait_for = min(MOST_STEPS, max(1, round(interval / max(step_s, 1e-6))))
         self._rows, self._losses = [], []
-        self._begin_window()
-        self._gathering_s = time.perf_counter() - begin
+        self._window.begin()
 
     def close(self) -> None:
         """Writes what there is left; every rank calls it."""
         self.flush()
-
-    # -- a window of steps --------------------------------------------------------------------
-
-    def _begin_window(self) -> None:
-        self._before = self._counts()
-
-    def _counts(self) -> dict[str, Any]:
-        """Totals on this rank so far."""
-        pipe, exchange = self._pipe, self._pipe.exchange
-        traffic = [link.meter.train for link in pipe.links]
-        totals = None if exchange is None else exchange.totals
-        between = 0.0 if totals is None else totals.encode_s + totals.wait_s + totals.decode_s
-        return {
-            "seconds": time.perf_counter() - pipe.evaluated_s,  # an evaluation is part of no step
-            "training": pipe.trained_s,
-            "wait": pipe.engine.waited_s,
-            "coding": sum(each.seconds for each in traffic),
-            "exchange": between,
-            "wire_bytes": [t.wire_bytes for t in traffic] + _of(totals, "wire_bytes"),
-            "dense_bytes": [t.dense_bytes for t in traffic] + _of(totals, "dense_bytes"),
-            # Sums are replaced and never changed, so these are those of now.
-            "energies": [t.energies for t in traffic],
-        }
-
-    def _window(self, num_steps: int) -> dict[str, Any]:
-        """Means over the steps of the window, on this rank; of links sums."""
-        now, before = self._counts(), self._before
-        mean = {
-            name: (now[name] - before[name]) / num_steps
-            for name in ("seconds", "training", "wait", "coding", "exchange")
-        }
-        compute = mean["training"] - mean["wait"] - mean["coding"] - mean["exchange"]
-        return {
-            "seconds": mean["seconds"],
-            "compute": max(0.0, compute),
-            "coding": mean["coding"],
-            "wait": mean["wait"],
-            "exchange": mean["exchange"],
-            "other": max(0.0, mean["seconds"] - mean["training"]),
-            **{
-                name: [b - a for a, b in zip(before[name], now[name], strict=True)]
-                for name in ("wire_bytes", "dense_bytes")
-            },
-            "energies": _differences(before["energies"], now["energies"]),
-        }
 
     def _forget_later(self) -> float:
         """Drops lines of steps to come; seconds that those before have taken."""
@@ -187,21 +139,6 @@ class RunLog:
         return float(kept[-1]["time"]) if kept else 0.0
 
 
-def _of(totals: Traffic | None, name: str) -> list[int]:
-    return [] if totals is None else [getattr(totals, name)]
-
-
-def _differences(before: Sequence[Any], now: Sequence[Any]) -> list[list[float] | None]:
-    """Energies that were added to each link's; None of those to which nothing was."""
-    found: list[list[float] | None] = []
-    for first, last in zip(before, now, strict=True):
-        if last is None or last is first:
-            found.append(None)
-        else:
-            found.append((last if first is None else last - first.to(last.device)).tolist())
-    return found
-
-
 def _numbers(losses: Sequence[Tensor | float]) -> list[float | None]:
     """Losses as JSON has them: what is not finite is null."""
     # One transfer for all.
@@ -210,30 +147,36 @@ def _numbers(losses: Sequence[Tensor | float]) -> list[float | None]:
     return [value if math.isfinite(value) else None for value in values]
 
 
-def _figures(ranks: Sequence[dict[str, Any]], num_steps: int) -> dict[str, Any]:
-    """Figures of a window: seconds of a step by rank; bytes of a step and fidelity by link."""
-    parts = ("seconds", "compute", "coding", "wait", "exchange", "other")
+def _figures(window: StepFigures) -> dict[str, Any]:
+    """Figures of a window as a line has them: of ranks and links, means over its steps."""
+    sent = [traffic.sent for traffic in window.links]
+    fidelity = [_fidelity(traffic) for traffic in window.links]
+    if window.exchange is not None:  # which has no fidelity
+        sent.append(window.exchange)
+        fidelity.append((None, None))
+    means = [((1 / window.num_steps) * each).to_dict() for each in sent]
     links: dict[str, list[Any]] = {
-        name: [sum(values) / num_steps for values in zip(*(r[name] for r in ranks), strict=True)]
-        for name in ("wire_bytes", "dense_bytes")
+        name: [mean[name] for mean in means] for name in Sent().to_dict()
     }
-    # Replicas' exchange, the last one where there is one, has no fidelity.
-    merged = [
-        Traffic.merged({"messages": 1, "energies": own} for own in of_link if own is not None)
-        for of_link in zip(*(rank["energies"] for rank in ranks), strict=True)
-    ]
-    known = [traffic.energies is not None for traffic in merged]
-    rest: list[None] = [None] * (len(links["wire_bytes"]) - len(merged))
-    for name in ("relative_error", "cosine"):
-        values = [getattr(t, name) if ok else None for t, ok in zip(merged, known, strict=True)]
-        links[name] = [
-            None if v is None or not math.isfinite(v) else round(v, 6) for v in values
-        ] + rest
+    errors, cosines = ([each[i] for each in fidelity] for i in range(2))
     return {
-        "steps": num_steps,
-        "ranks": {name: [round(rank[name], 6) for rank in ranks] for name in parts},
-        "links": links,
+        "steps": window.num_steps,
+        "ranks": {
+            name: [round(rank[name], 6) for rank in window.ranks] for name in window.ranks[0]
+        },
+        "links": {**links, "relative_error": errors, "cosine": cosines},
     }
+
+
+def _fidelity(traffic: Traffic) -> tuple[float | None, float | None]:
+    """Relative error and cosine; None where nothing was compared, or there is no such number."""
+    if traffic.energies is None:
+        return None, None
+    return _rounded(traffic.relative_error), _rounded(traffic.cosine)
+
+
+def _rounded(value: float) -> float | None:
+    return round(value, 6) if math.isfinite(value) else None
 
 
 def _about(pipe: Pipeline, total_steps: int | None, samples: str) -> dict[str, Any]:

@@ -1,18 +1,17 @@
 """Figures of each step for TensorBoard, Weights & Biases or any function that takes them.
 
-Ends of a cut are on two ranks, so figures are collected from all of them, every ``every`` steps,
-and written on the first rank; bytes and seconds are those of the steps since the last time.
+They are those of a window of steps (`mpcomp.api.step_window`), gathered from all ranks every
+``every`` steps and written on the first one.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from mpcomp.comm.mesh import Mesh
+from mpcomp.api.step_window import StepWindow
 from mpcomp.core.traffic import Traffic
 from mpcomp.links.link import Link
 
@@ -32,8 +31,9 @@ class StepLog:
         writer: has ``add_scalar(tag, value, step)``, or is called with a mapping of tags to
             numbers and ``step=``, as ``wandb.log`` is; None on ranks that write nothing.
         every: steps from one entry to the next.
-        mesh: the ranks.
+        window: of the pipeline's steps.
         links: all links.
+        writes: whether this is the rank that writes.
 
     Raises:
         TypeError: a writer that is neither.
@@ -44,8 +44,10 @@ class StepLog:
         self,
         writer: ScalarWriter | Callable[..., Any] | None,
         every: int,
-        mesh: Mesh,
+        window: StepWindow,
         links: Sequence[Link],
+        *,
+        writes: bool,
     ) -> None:
         if not (writer is None or callable(writer) or hasattr(writer, "add_scalar")):
             raise TypeError(
@@ -57,11 +59,10 @@ class StepLog:
             raise ValueError(f"every={every!r}: expected a whole number of steps, 1 or more")
         self._writer = writer
         self._every = every
-        self._mesh = mesh
-        self._links = list(links)
+        self._window = window
+        self._names = [f"cut {link.boundary} {link.direction}" for link in links]
+        self._writes = writes
         self._steps = 0
-        self._began = time.perf_counter()
-        self._before = self._states()
 
     def step(self, number: int, loss: Tensor) -> None:
         """Writes the figures of the steps since the last entry, if one is due; on every rank.
@@ -73,28 +74,24 @@ class StepLog:
         self._steps += 1
         if self._steps < self._every:
             return
-        own = self._states()
-        found = self._mesh.all_gather_object(
-            [_since(new, old) for new, old in zip(own, self._before, strict=True)],
-            "figures of the step",
-        )
-        now = time.perf_counter()
-        figures = {"loss": float(loss), "seconds": (now - self._began) / self._steps}
+        found = self._window.gathered(self._steps)
+        figures = {"loss": float(loss), "seconds": found.ranks[0]["seconds"]}
         total = Traffic()
-        for i, link in enumerate(self._links):
-            traffic = Traffic.merged(states[i] for states in found)
+        for name, traffic in zip(self._names, found.links, strict=True):
             total.add(traffic)
             if traffic.messages:
-                name = f"cut {link.boundary} {link.direction}"
                 figures[f"{name}/bytes"] = traffic.wire_bytes / self._steps
                 figures[f"{name}/ratio"] = traffic.ratio
+                figures |= _below(f"{name}/", traffic)
                 figures[f"{name}/relative error"] = traffic.relative_error
                 figures[f"{name}/cosine"] = traffic.cosine
         if total.messages:
             figures["bytes"] = total.wire_bytes / self._steps
             figures["ratio"] = total.ratio
-        self._steps, self._before, self._began = 0, own, now
-        if self._mesh.rank == 0:
+            figures |= _below("", total)
+        self._steps = 0
+        self._window.begin()
+        if self._writes:
             self._write(figures, number)
 
     def _write(self, figures: Mapping[str, float], number: int) -> None:
@@ -108,20 +105,11 @@ class StepLog:
         for tag, value in figures.items():
             add_scalar(tag, value, number)
 
-    def _states(self) -> list[dict[str, Any]]:
-        return [link.meter.train.to_state() for link in self._links]
 
-
-def _since(new: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
-    """The traffic between two `Traffic.to_state`s; all of it where counting began anew."""
-    if new["messages"] < old["messages"]:
-        return dict(new)  # a checkpoint was loaded
-    difference = {name: new[name] - old[name] for name in new if name != "energies"}
-    energies = new["energies"]
-    if energies is not None and old["energies"] is not None:
-        energies = [a - b for a, b in zip(energies, old["energies"], strict=True)]
-    # Sums in floating point: what was added last may be less than what rounding takes away.
-    return {**difference, "energies": None if energies is None else [max(e, 0) for e in energies]}
+def _below(name: str, traffic: Traffic) -> dict[str, float]:
+    """The factor below bf16 under its tag, where it is known."""
+    factor = traffic.below_bf16
+    return {} if factor is None else {f"{name}below bf16": factor}
 
 
 def tensorboard_writer(folder: Any) -> Any:

@@ -4,8 +4,8 @@ What links noted in a step is stored if the step was finite everywhere, and else
 everywhere. Ranks find out in one sum, which also takes the loss to all of them, and the counts of
 bytes::
 
-    [stopped, loss, its dtype, wire bytes, dense bytes, a flag for each link that saw NaN or Inf,
-     what adaptive links have measured, sums over copies that must be equal]
+    [stopped, loss, its dtype, wire bytes, dense bytes, elements, a flag for each link that saw NaN
+     or Inf, what adaptive links have measured, sums over copies that must be equal]
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from mpcomp.api.equal_copies import EqualCopies
 from mpcomp.comm.mesh import Mesh
 from mpcomp.core.checks import nonfinite_error, nonfinite_loss_error
 from mpcomp.core.loss import StepLoss
+from mpcomp.core.sent import Sent
 from mpcomp.core.step import Step
 from mpcomp.links.adaptation import Adaptation
 from mpcomp.links.boundary import Boundary
 from mpcomp.links.link import Link
 from mpcomp.links.tied_weights import TiedWeights
 
-__all__ = ["StepResult", "bytes_sent", "finish_step", "raise_if_nonfinite"]
+__all__ = ["StepResult", "finish_step", "raise_if_nonfinite", "sent_by"]
 
 #: Dtypes of a loss, by the number that ranks exchange.
 _LOSS_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -41,14 +42,12 @@ class StepResult:
     Attributes:
         finite: whether its updates were stored.
         loss: the step's, over all replicas, 0-d; None if there was none to ask for.
-        wire_bytes: of all messages of training so far, of all ranks.
-        dense_bytes: what they would have been uncompressed.
+        sent: in training so far, by all ranks.
     """
 
     finite: bool
     loss: Tensor | None
-    wire_bytes: int
-    dense_bytes: int
+    sent: Sent
 
 
 def finish_step(
@@ -89,9 +88,9 @@ def finish_step(
     measured = adaptation.figures(time.perf_counter() - began)
     compared = copies.figures(step)
     sums = mesh.all_reduce_sum(
-        [float(failed or overflowed), *own_loss, *bytes_sent(links), *broken, *compared, *measured]
+        [float(failed or overflowed), *own_loss, *sent_by(links), *broken, *compared, *measured]
     )
-    stopped, value, dtype, wire_bytes, dense_bytes, *rest = sums
+    stopped, value, dtype, wire_bytes, dense_bytes, elements, *rest = sums
     flags, rest = rest[: len(links)], rest[len(links) :]
     compared, measured = rest[: len(compared)], rest[len(compared) :]
     copies.check(step, compared)
@@ -113,7 +112,7 @@ def finish_step(
         replicas = mesh.num_replicas
         of_dtype = _LOSS_DTYPES[int(dtype) // replicas]
         total = torch.tensor(value / replicas, dtype=of_dtype, device=mesh.device)
-    return StepResult(finite, total, int(wire_bytes), int(dense_bytes))
+    return StepResult(finite, total, Sent.of((wire_bytes, dense_bytes, elements)))
 
 
 def raise_if_nonfinite(mesh: Mesh, links: Sequence[Link], step: int) -> None:
@@ -128,10 +127,9 @@ def raise_if_nonfinite(mesh: Mesh, links: Sequence[Link], step: int) -> None:
         link.warn_of_error(link.meter.eval)
 
 
-def bytes_sent(links: Sequence[Link]) -> tuple[int, int]:
-    """Bytes that this rank has sent in training, and what they would have been uncompressed."""
-    traffic = [link.meter.train for link in links]
-    return sum(t.wire_bytes for t in traffic), sum(t.dense_bytes for t in traffic)
+def sent_by(links: Sequence[Link]) -> Sent:
+    """All that this rank has sent in training."""
+    return sum((link.meter.train.sent for link in links), Sent())
 
 
 def _is_finite(loss: Tensor | float | None) -> bool:

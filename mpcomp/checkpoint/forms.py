@@ -29,8 +29,10 @@ class Only(dict[str, Any]):
 
 ANY = object()
 COUNT, NUMBER = Whole(), (int, float)
+# Old ones do not count elements.
 _TRAFFIC = Only(
-    dict.fromkeys(Traffic.counts(), COUNT) | {"seconds": NUMBER, "energies": (None, [NUMBER])}
+    {("num_elements?" if name == "num_elements" else name): COUNT for name in Traffic.counts()}
+    | {"seconds": NUMBER, "energies": (None, [NUMBER])}
 )
 _PHASES = Only({f"{phase}?": _TRAFFIC for phase in Meter().phases})
 _CUT = {"chunks": Whole(1), "stages": [[str]]}

@@ -11,11 +11,15 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+from mpcomp.core.sent import Sent
+
+T = TypeVar("T", bound="Traffic")
 
 __all__ = ["Meter", "ReplicaTraffic", "Traffic"]
 
@@ -28,6 +32,8 @@ class Traffic:
         messages: number of messages.
         wire_bytes: bytes of the messages as their sender made them, headers included.
         dense_bytes: bytes of the tensors in their own dtype.
+        num_elements: of the tensors; NaN where a checkpoint of a time before they were counted is
+            part of the sum.
         seconds: host time spent encoding and decoding.
         nonfinite: messages whose tensor had NaN or Inf.
     """
@@ -35,16 +41,18 @@ class Traffic:
     messages: int = 0
     wire_bytes: int = 0
     dense_bytes: int = 0
+    num_elements: float = 0
     seconds: float = 0.0
     nonfinite: int = 0
     # ||x||^2, <x, y>, ||y||^2, ||x - y||^2 over all messages
     _energies: Tensor | None = field(default=None, repr=False)
 
-    def count(self, wire_bytes: int, dense_bytes: int) -> None:
-        """Counts one message handed to the transport."""
+    def count(self, wire_bytes: int, dense_bytes: int, num_elements: int) -> None:
+        """Counts one message handed to the transport, and the tensor that it was made from."""
         self.messages += 1
         self.wire_bytes += wire_bytes
         self.dense_bytes += dense_bytes
+        self.num_elements += num_elements
 
     def compare(self, x: Tensor, y: Tensor) -> None:
         """Adds the fidelity of ``y``, which arrived for ``x``; nothing if one is not finite."""
@@ -81,9 +89,19 @@ class Traffic:
         return self._energies
 
     @property
+    def sent(self) -> Sent:
+        """The bytes of messages, and what they were made from."""
+        return Sent(self.wire_bytes, self.dense_bytes, self.num_elements)
+
+    @property
     def ratio(self) -> float:
         """Wire bytes over dense bytes; NaN before the first message."""
-        return self.wire_bytes / self.dense_bytes if self.dense_bytes else math.nan
+        return self.sent.wire_ratio
+
+    @property
+    def below_bf16(self) -> float | None:
+        """Times fewer bytes than bf16 has; None before the first message, or where unknown."""
+        return self.sent.below_bf16
 
     @property
     def relative_error(self) -> float:
@@ -105,9 +123,9 @@ class Traffic:
         """All figures under their names."""
         return {
             "messages": self.messages,
-            "wire_bytes": self.wire_bytes,
-            "dense_bytes": self.dense_bytes,
+            **self.sent.to_dict(),
             "ratio": self.ratio,
+            "below_bf16": self.below_bf16,
             "relative_error": self.relative_error,
             "cosine": self.cosine,
             "seconds": self.seconds,
@@ -115,9 +133,9 @@ class Traffic:
         }
 
     def to_state(self) -> dict[str, Any]:
-        """State for a checkpoint, so that a resumed run counts on."""
+        """State for a checkpoint, so that a resumed run counts on; without what is not known."""
         energies = None if self._energies is None else self._energies.tolist()
-        return {**{name: getattr(self, name) for name in self.counts()}, "energies": energies}
+        return {**_known({n: getattr(self, n) for n in self.counts()}), "energies": energies}
 
     @classmethod
     def counts(cls) -> list[str]:
@@ -131,6 +149,16 @@ class Traffic:
         if other._energies is not None:
             self._add_energies(other._energies)
 
+    def since(self: T, before: T) -> T:
+        """The traffic after ``before``, a copy of this; all of it where counting began anew.
+
+        That is where a checkpoint was loaded.
+        """
+        if self.messages < before.messages:
+            return replace(self)
+        counts = {name: getattr(self, name) - getattr(before, name) for name in self.counts()}
+        return type(self)(**counts, _energies=_added(before._energies, self._energies))
+
     @classmethod
     def merged(cls, states: Iterable[dict[str, Any]]) -> Traffic:
         """The traffic of several `to_state`s together: the two ends of a link, or replicas."""
@@ -143,6 +171,7 @@ class Traffic:
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Restores `to_state`."""
+        self.num_elements = _elements_of(state, state["messages"])
         for name, value in state.items():
             if name == "energies":
                 self._energies = None if value is None else torch.tensor(value, dtype=torch.float64)
@@ -186,13 +215,14 @@ class ReplicaTraffic(Traffic):
 
     def of_gradients(self) -> dict[str, Any]:
         """Figures of exchanged gradients, under the names of reports and checkpoints."""
-        return {"steps": self.steps, **{name: getattr(self, name) for name in _OF_GRADIENTS}}
+        return {"steps": self.steps, **_known({n: getattr(self, n) for n in _OF_GRADIENTS})}
 
     @classmethod
     def from_gradients(cls, figures: Mapping[str, Any]) -> ReplicaTraffic:
         """Traffic that goes on from `of_gradients`."""
         counts = dict(figures)
-        return cls(messages=counts.pop("steps"), **counts)
+        steps = counts.pop("steps")
+        return cls(messages=steps, **{**counts, "num_elements": _elements_of(figures, steps)})
 
     def of_parameters(self) -> dict[str, Any]:
         """Figures of gathered parameters, under the names of reports."""
@@ -200,6 +230,7 @@ class ReplicaTraffic(Traffic):
             "gathers": self.messages,
             "wire_bytes": self.wire_bytes,
             "dense_bytes": self.dense_bytes,
+            "num_elements": self.num_elements,
             "traffic_bytes": int(self.traffic_bytes),
             "seconds": self.seconds,
         }
@@ -208,6 +239,7 @@ class ReplicaTraffic(Traffic):
 _OF_GRADIENTS = (
     "wire_bytes",
     "dense_bytes",
+    "num_elements",
     "floats",
     "traffic_bytes",
     "dense_traffic_bytes",
@@ -215,6 +247,28 @@ _OF_GRADIENTS = (
     "wait_s",
     "decode_s",
 )
+
+
+def _added(before: Tensor | None, now: Tensor | None) -> Tensor | None:
+    """The energies that came to others; None where nothing was compared since."""
+    if now is None or now is before:
+        return None
+    if before is None:
+        return now
+    # What was added last may be less than rounding takes away; of these <x, y> may be negative.
+    xx, xy, yy, dd = (now - before.to(now.device)).unbind()
+    return torch.stack([xx.clamp(min=0), xy, yy.clamp(min=0), dd.clamp(min=0)])
+
+
+def _known(counts: Mapping[str, Any]) -> dict[str, Any]:
+    """Counts without those that are not known, as JSON has no NaN."""
+    return {name: value for name, value in counts.items() if not math.isnan(value)}
+
+
+def _elements_of(counts: Mapping[str, Any], num_messages: int) -> float:
+    """The number of elements among saved counts, of which older ones have none."""
+    known: int | None = counts.get("num_elements")
+    return known if known is not None else math.nan if num_messages else 0
 
 
 class Meter:

@@ -129,6 +129,7 @@ class Averaging:
         may = self._compress and name in run.compressible
         small = run.network.small if self._compress and not may else None
         self.context.traffic.dense_bytes += gradient.nbytes
+        self.context.traffic.num_elements += gradient.numel()
         return Item(
             name,
             gradient,
@@ -195,6 +196,7 @@ class Averaging:
             "step": self._step,
             "wire_bytes": traffic.wire_bytes,
             "dense_bytes": traffic.dense_bytes,
+            "num_elements": traffic.num_elements,
             "floats": traffic.floats,
             "traffic_bytes": self.mean_traffic_bytes,
             "skipped": not finite,

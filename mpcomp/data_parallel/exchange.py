@@ -259,7 +259,9 @@ class Exchange:
             "method": str(self.method),
             "replicas": self.num_replicas,
             **self.totals.of_gradients(),
+            "num_elements": self.totals.num_elements,  # also where it is not known
             "ratio": self.totals.ratio,
+            "below_bf16": self.totals.below_bf16,
             "density": self.density,
             "memory_bytes": self._state.num_bytes,
             "paths": dict(sorted(self._routed.items())),

@@ -67,6 +67,7 @@ class LocalExchange(Exchange):
         self._rhythm = method.rhythm
         self._trained = dict(parameters)
         self._dense_bytes = sum(p.nbytes for p in parameters.values())
+        self._num_elements = sum(p.numel() for p in parameters.values())
         shares = self._rhythm.shares({name: p.numel() for name, p in (whole or parameters).items()})
         #: Copies of a tied weight have the turn of the first one, on whatever rank.
         self._part_of = {name: shares[self._copy_of.get(name, name)] for name in shares}
@@ -176,8 +177,7 @@ class LocalExchange(Exchange):
         named = ((name, parameter.detach()) for name, parameter in due.items())
         for group in in_groups(named, alone=self._copy_of):
             super().add(group)
-        # Compared with gradients, all of which would be sent.
-        self._under_way.context.traffic.dense_bytes = self._dense_bytes
+        self._count_all(self._under_way)
         super().finish()
         super().finish_step(finite=not self.nonfinite)
         if self.nonfinite:
@@ -191,10 +191,15 @@ class LocalExchange(Exchange):
         """Counts a step in which nothing is sent."""
         averaging = Averaging(self._run(), self.step, 1.0, compress=True)
         averaging.context.traffic.messages = 1
-        averaging.context.traffic.dense_bytes = self._dense_bytes
+        self._count_all(averaging)
         self._count(averaging.context.traffic)
         self.history.append(averaging.entry(finite=True))
         self.step += 1
+
+    def _count_all(self, averaging: Averaging) -> None:
+        """Compares a step with gradients, all of which would be sent."""
+        averaging.context.traffic.dense_bytes = self._dense_bytes
+        averaging.context.traffic.num_elements = self._num_elements
 
 
 def _flat(parameter: Tensor) -> Tensor:

@@ -240,7 +240,7 @@ class ShardedExchange(Exchange):
                 row[start : start + coding.meta.numel] = coding.decompress(payload).reshape(-1)
                 start += coding.meta.numel
         wire_bytes = sum(wire.nbytes for payload in sent for wire in payload)
-        self.gathered.count(wire_bytes, own.nbytes)
+        self.gathered.count(wire_bytes, own.nbytes, own.numel())
         self.gathered.traffic_bytes += (out.shape[0] - 1) * message.numel()
 
     @staticmethod

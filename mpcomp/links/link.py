@@ -255,7 +255,7 @@ class Link:
             self.adaptive.note_message(message.numel(), meta)
         traffic = self._traffic(step)
         if self.on_wire:
-            traffic.count(message.numel(), meta.dense_bytes)
+            traffic.count(message.numel(), meta.dense_bytes, meta.numel)
         traffic.seconds += time.perf_counter() - begin
         return message
 

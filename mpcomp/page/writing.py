@@ -1,8 +1,8 @@
 """A page from its template, the parts that all pages share, and its data.
 
 A template (an HTML file of the room that it is about) has its texts, its pictures and their code.
-Three places in it are filled: `style.css`, the look; `elements.js`, what pages draw with; and JSON
-of what it shows.
+Three places in it are filled: `head.html`, how a page begins, with the look of all, `style.css`;
+`elements.js`, what pages draw with; and JSON of what it shows.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, Final
 
 __all__ = ["write_page"]
 
+HEAD: Final = "<!-- the head of all pages -->"
 STYLE: Final = "/* the style of all pages */"
 ELEMENTS: Final = "/* the parts of all pages */"
 DATA: Final = '"the data"'
@@ -35,6 +36,7 @@ def write_page(path: Path, room: str, data: Mapping[str, Any]) -> None:
     text = _text(room, "page.html")
     # The data last: they may hold anything, and the other places as well.
     for place, part in (
+        (HEAD, _text(__package__, "head.html")),
         (STYLE, _text(__package__, "style.css")),
         (ELEMENTS, _text(__package__, "elements.js")),
         (DATA, _embedded(data)),

@@ -8,9 +8,9 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
+from mpcomp.core.sent import below_bf16
 from mpcomp.core.spec import SpecValue, parse, registered
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.core.wire import message_bytes
@@ -52,7 +52,7 @@ class Figures:
 
     Attributes:
         wire_bytes: of a message, header included.
-        below_bf16: bytes of a bf16 message over those.
+        below_bf16: times fewer bytes than bf16 has; None of a message without bytes.
         below_own: bytes of an uncompressed message over those.
         relative_error: ||x - y|| / ||x|| of what arrives.
         encode_melems_s: million elements a second, a median.
@@ -61,7 +61,7 @@ class Figures:
     """
 
     wire_bytes: int
-    below_bf16: float
+    below_bf16: float | None
     below_own: float
     relative_error: float
     encode_melems_s: float
@@ -119,7 +119,7 @@ def figures_of(entry: Entry, x: Tensor, *, repeats: int) -> Figures:
     wire_bytes = int(cost.messages[way])
     return Figures(
         wire_bytes=wire_bytes,
-        below_bf16=message_bytes((meta.with_dtype(torch.bfloat16),)) / wire_bytes,
+        below_bf16=below_bf16(wire_bytes, meta.numel),
         below_own=message_bytes((meta,)) / wire_bytes,
         relative_error=errors[way],
         encode_melems_s=x.numel() / encode_s / 1e6,

@@ -9,6 +9,7 @@ from typing import Any
 
 from tabulate import tabulate
 
+from mpcomp.core.sent import below_bf16_text
 from mpcomp.plan.curve import LONGEST, RATES, break_even_mbps, rate_text, step_times, time_text
 from mpcomp.plan.known_quality import UNITS
 from mpcomp.plan.planner import BASELINE, DENSE, Pair, PlannedStep, Planner
@@ -74,7 +75,7 @@ class Outcome:
             "steps": [self._row(step) for step in self.steps],
             "rates_mbps": list(RATES),
             "timelines": [self._spans(step) for step in self.steps],
-            "replicas": [asdict(one) for one in self.replicas],
+            "replicas": [{**asdict(one), "below_bf16": one.below_bf16} for one in self.replicas],
         }
 
     def _row(self, step: PlannedStep) -> dict[str, Any]:
@@ -93,6 +94,7 @@ class Outcome:
             "tie_bytes": step.tie_bytes,
             "tie_s": step.tie_s,
             "dense_bytes": step.dense_bytes,
+            "below_bf16": step.below_bf16,
             "times_faster_than_bf16": self.baseline.step_s / step.step_s,
             "coding_s": [sum(cut.coding) for cut in step.cuts],
             "state_bytes": step.state_bytes,
@@ -135,7 +137,7 @@ class Outcome:
                     f"{self.baseline.step_s / step.step_s:.2f}",
                     f"{dense.step_s / step.step_s:.2f}",
                     f"{step.wire_bytes / 1e6:.2f}",
-                    f"{self.baseline.wire_bytes / step.wire_bytes:.1f}" if step.wire_bytes else "",
+                    below_bf16_text(step.below_bf16),
                     f"{step.tie_bytes / 1e6:.2f}",
                     f"{step.prediction.timeline.bubble:.0%}",
                     "by samples" if step.state_bytes is None else f"{step.state_bytes / 1e6:.1f}",
@@ -155,12 +157,12 @@ class Outcome:
 
     def replica_table(self) -> str:
         """The table of methods between replicas."""
-        headers = ("between replicas", "MB a step", "times less", "coding", "on the links")
+        headers = ("between replicas", "MB a step", "below bf16", "coding", "on the links")
         rows = [
             [
                 one.method,
                 f"{one.wire_bytes / 1e6:.2f}",
-                f"{one.dense_bytes / one.wire_bytes:.1f}",
+                below_bf16_text(one.below_bf16),
                 time_text(one.coding_s),
                 time_text(one.link_s),
             ]

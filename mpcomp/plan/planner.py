@@ -18,6 +18,7 @@ from typing import Final
 
 import torch
 
+from mpcomp.core.sent import below_bf16
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.links.build import boundaries_of
 from mpcomp.links.state_size import state_of_link
@@ -54,7 +55,8 @@ class PlannedStep:
         counts: blocks of each stage.
         cuts: what each cut takes for a microbatch.
         dense_bytes: of a step at all cuts, both ways, uncompressed.
-        wire_bytes: what is sent instead.
+        num_elements: of a step at all cuts, both ways.
+        wire_bytes: what is sent.
         tie_comp: method of tied weights' gradients.
         ties: what each tied weight takes that two stages have: its first stage, its last one, and
             the cost of its messages, one each way.
@@ -70,6 +72,7 @@ class PlannedStep:
     counts: tuple[int, ...]
     cuts: tuple[CutCost, ...]
     dense_bytes: float
+    num_elements: int
     wire_bytes: float
     tie_comp: str
     ties: tuple[tuple[int, int, CutCost], ...]
@@ -83,6 +86,11 @@ class PlannedStep:
     def step_s(self) -> float:
         """Seconds of an optimizer's step."""
         return self.prediction.step_s + self.tie_s + self.exchange_s
+
+    @property
+    def below_bf16(self) -> float | None:
+        """Times fewer bytes than bf16 has at the cuts."""
+        return below_bf16(self.wire_bytes, self.num_elements)
 
     @property
     def tie_bytes(self) -> float:
@@ -165,7 +173,8 @@ class Planner:
             pair=pair,
             counts=counts,
             cuts=cuts,
-            dense_bytes=2 * self.chunks * sum(meta.numel * meta.dtype.itemsize for meta in metas),
+            dense_bytes=2 * self.chunks * sum(meta.dense_bytes for meta in metas),
+            num_elements=2 * self.chunks * sum(meta.numel for meta in metas),
             wire_bytes=self.chunks * sum(sum(cut.messages) for cut in cuts),
             tie_comp=tie_comp,
             ties=ties,

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from mpcomp.core.sent import below_bf16
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.core.traffic import ReplicaTraffic
 from mpcomp.data_parallel.base import ReplicaMethod
@@ -39,6 +40,7 @@ class ReplicaCost:
         method: its spec.
         wire_bytes: of a replica's messages.
         dense_bytes: of its gradients.
+        num_elements: of its gradients.
         coding_s: encoding, and decoding of all messages.
         link_s: on the network.
     """
@@ -46,8 +48,14 @@ class ReplicaCost:
     method: str
     wire_bytes: float
     dense_bytes: float
+    num_elements: int
     coding_s: float
     link_s: float
+
+    @property
+    def below_bf16(self) -> float | None:
+        """Times fewer bytes than bf16 has."""
+        return below_bf16(self.wire_bytes, self.num_elements)
 
     @property
     def seconds(self) -> float:
@@ -79,12 +87,13 @@ def replica_cost(
         # Changes of parameters, sent once a period, code like gradients.
         period, chosen = chosen.rhythm.period, chosen.deltas
     own_bytes: dict[str, float] = {}
-    dense = coding = 0.0
+    dense, num_elements, coding = 0, 0, 0.0
     with _alone() as group:
         for meta, count in Counter(parameters.values()).items():
             sent = _sent(chosen, meta, network, group)
             own_bytes[sent.path] = own_bytes.get(sent.path, 0.0) + count * sent.wire_bytes
-            dense += count * meta.numel * meta.dtype.itemsize
+            dense += count * meta.dense_bytes
+            num_elements += count * meta.numel
             # Each replica decodes what all have gathered.
             messages = num_replicas if sent.path == "gather" else 1
             coding += count * (sent.encode_s + messages * sent.decode_s)
@@ -95,7 +104,9 @@ def replica_cost(
     )
     link = max(latencies) + sum(transfers)
     wire = sum(own_bytes.values())
-    return ReplicaCost(str(method), wire / period, dense, coding / period, link / period)
+    return ReplicaCost(
+        str(method), wire / period, dense, num_elements, coding / period, link / period
+    )
 
 
 def _link_s(

@@ -12,6 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from mpcomp.core.sent import below_bf16_text
 from mpcomp.view.run import PARTS, Run
 
 __all__ = ["frame"]
@@ -85,10 +86,10 @@ def _progress(run: Run) -> RenderableType:
     pace = [f"{_seconds(seconds)} a step"] if seconds else []
     if rate := run.samples_per_second(LAST):
         pace.append(f"{rate:,.4g} {run.about['samples']}/s")
-    wire, dense = run.sent()
-    pace.append(f"{_bytes(wire[-1])} sent")
-    if wire[-1] and dense[-1]:
-        pace.append(f"{dense[-1] / wire[-1]:.1f} times less than dense")
+    sent = run.sent()[-1]
+    pace.append(f"{_bytes(sent.wire_bytes)} sent")
+    if sent.below_bf16 is not None:
+        pace.append(f"{below_bf16_text(sent.below_bf16)} times below bf16")
     known = [row["loss"] for row in run.steps if row["loss"] is not None]
     loss = Text("loss " + (f"{known[-1]:.4f}" if known else "not finite") + "  ")
     loss.append(_spark(known), style="cyan")
@@ -158,7 +159,13 @@ def _links(run: Run, windows: list[dict[str, Any]]) -> Table:
     table.add_column("link", min_width=13, no_wrap=True)
     table.add_column("after", overflow="fold")
     table.add_column("method", min_width=8, overflow="fold")
-    for name, width in (("a step", 9), ("Mbit/s", 6), ("ratio", 6), ("error", 6), ("cosine", 6)):
+    for name, width in (
+        ("a step", 9),
+        ("Mbit/s", 6),
+        ("below bf16", 10),
+        ("error", 6),
+        ("cosine", 6),
+    ):
         table.add_column(name, justify="right", min_width=width, no_wrap=True)
     slowest = max(sum(times.values()) for times in run.rank_times(windows))
     for i, figures in enumerate(run.link_figures(windows)):
@@ -170,7 +177,8 @@ def _links(run: Run, windows: list[dict[str, Any]]) -> Table:
             link["method"],
             _bytes(wire),
             f"{8e-6 * wire / slowest:.3g}" if slowest else "",
-            *(_number(figures[name]) for name in ("ratio", "relative_error", "cosine")),
+            below_bf16_text(figures["below_bf16"]),
+            *(_number(figures[name]) for name in ("relative_error", "cosine")),
         )
     return table
 

@@ -9,9 +9,10 @@ from typing import Any, Final
 
 from tabulate import tabulate
 
+from mpcomp.core.sent import Sent, below_bf16_text
 from mpcomp.page import write_page
 from mpcomp.view.json_files import read_json
-from mpcomp.view.run import OFF, ON, Run
+from mpcomp.view.run import OFF, ON, Run, sent_by_link
 
 __all__ = ["table", "write_report"]
 
@@ -26,7 +27,7 @@ def table(runs: Sequence[Run]) -> str:
     metrics = sorted({run.metric for run in runs if run.metric is not None})
     rows = []
     for run in runs:
-        wire, dense = run.sent()
+        sent = run.sent()[-1] if run.steps else Sent()
         last = run.epochs[-1] if run.epochs else {}
         rate = run.samples_per_second()
         rows.append(
@@ -36,15 +37,15 @@ def table(runs: Sequence[Run]) -> str:
                 len(run.steps),
                 _number(last_loss(run), ".4f"),
                 *(_number(last.get(name + end), ".4g") for name in metrics for end in (ON, OFF)),
-                _number(wire[-1] / 1e6 if wire else None, ".2f"),
-                _number(wire[-1] / dense[-1] if wire and dense[-1] else None, ".4f"),
+                _number(sent.wire_bytes / 1e6 if run.steps else None, ".2f"),
+                below_bf16_text(sent.below_bf16),
                 _number(run.steps[-1]["time"] if run.steps else None, ".1f"),
                 "" if rate is None else f"{rate:.4g} {run.about['samples']}",
             ]
         )
     headers = ["run", "compression", "steps", "loss"]
     headers += [f"{name} {word}" for name in metrics for word in ("on", "off")]
-    headers += ["MB sent", "sent/dense", "seconds", "a second"]
+    headers += ["MB sent", "below bf16", "seconds", "a second"]
     return tabulate(rows, headers, disable_numparse=True)
 
 
@@ -82,18 +83,19 @@ def last_loss(run: Run) -> float | None:
 
 def _of_run(run: Run, name: str) -> dict[str, Any]:
     """All that the page shows of one run."""
-    wire, dense = run.sent()
+    sent = run.sent()
     places = [
-        {"step": row["step"] + 1, "time": row["time"], "bytes": sent}
-        for row, sent in zip(run.steps, wire, strict=True)
+        {"step": row["step"] + 1, "time": row["time"], "bytes": so_far.wire_bytes}
+        for row, so_far in zip(run.steps, sent, strict=True)
     ]
     losses = [{**place, "loss": row["loss"]} for row, place in zip(run.steps, places, strict=True)]
     fidelity = [
-        {**place, **_of_links(row["figures"]["links"])}
+        {**place, **_of_links(row["figures"])}
         for row, place in zip(run.steps, places, strict=True)
         if "figures" in row
     ]
     figures = [window for _, window in run.windows]
+    whole = sent[-1] if sent else Sent()
     return {
         "name": name,
         "folder": str(run.files.path),
@@ -103,8 +105,8 @@ def _of_run(run: Run, name: str) -> dict[str, Any]:
         "config": run.config,
         "samples_per_second": run.samples_per_second(),
         "last_loss": last_loss(run),
-        "wire_bytes": wire[-1] if wire else 0.0,
-        "dense_bytes": dense[-1] if dense else 0.0,
+        "wire_bytes": whole.wire_bytes,
+        "below_bf16": whole.below_bf16,
         "seconds": run.steps[-1]["time"] if run.steps else 0.0,
         "steps": len(run.steps),
         "losses": _thinned(losses),
@@ -122,11 +124,11 @@ def _of_run(run: Run, name: str) -> dict[str, Any]:
 
 def _of_links(figures: Mapping[str, Any]) -> dict[str, Any]:
     """Curves of each link."""
-    both = zip(figures["wire_bytes"], figures["dense_bytes"], strict=True)
+    links = figures["links"]
     return {
-        "relative_error": figures["relative_error"],
-        "cosine": figures["cosine"],
-        "ratio": [wire / dense if dense else None for wire, dense in both],
+        "relative_error": links["relative_error"],
+        "cosine": links["cosine"],
+        "below_bf16": [sent.below_bf16 for sent in sent_by_link(figures)],
     }
 
 

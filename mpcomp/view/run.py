@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from mpcomp.core.sent import Sent
 from mpcomp.view.files import RunFiles
 from mpcomp.view.json_files import JsonLinesTail, read_json, read_json_lines
 
-__all__ = ["PARTS", "Run"]
+__all__ = ["PARTS", "Run", "sent_by_link"]
 
 #: Parts of a step's time on a rank, which add up to it.
 PARTS: Final = ("compute", "coding", "wait", "exchange", "other")
@@ -118,24 +119,21 @@ class Run:
         """The steps that have figures, and these."""
         return [(row, row["figures"]) for row in self.steps if "figures" in row]
 
-    def sent(self) -> tuple[list[float], list[float]]:
-        """Bytes sent up to each step, and what they would have been uncompressed."""
+    def sent(self) -> list[Sent]:
+        """Totals of what was sent up to each step."""
         links = [link["direction"] for link in self.about["links"]]
         between = links.index("replicas") if "replicas" in links else None
-        wire, dense = [], []
+        found: list[Sent] = []
         begun = 0
         for i, row in enumerate(self.steps):
-            wire.append(float(row["wire_bytes"]))
-            dense.append(float(row["dense_bytes"]))
+            found.append(Sent.from_dict(row))
             if "figures" in row:
                 # Steps know what crosses cuts; what replicas exchange is a window's.
                 if between is not None:
-                    own = row["figures"]["links"]
-                    for j in range(begun, i + 1):
-                        wire[j] += own["wire_bytes"][between]
-                        dense[j] += own["dense_bytes"][between]
+                    own = sent_by_link(row["figures"])[between]
+                    found[begun:] = [each + own for each in found[begun:]]
                 begun = i + 1
-        return list(itertools.accumulate(wire)), list(itertools.accumulate(dense))
+        return list(itertools.accumulate(found))
 
     def rank_times(self, windows: Sequence[dict[str, Any]]) -> list[dict[str, float]]:
         """Mean seconds of a step by part, of each rank, over windows of steps."""
@@ -149,18 +147,17 @@ class Run:
         ]
 
     def link_figures(self, windows: Sequence[dict[str, Any]]) -> list[dict[str, float | None]]:
-        """Of each link, over windows of steps: bytes of a step, ratio, and mean fidelity."""
+        """Of each link, over windows of steps: bytes of a step, below bf16, and mean fidelity."""
         total = sum(window["steps"] for window in windows)
         found: list[dict[str, float | None]] = []
         for i in range(len(self.about["links"]) if windows else 0):
-            wire, dense = (
-                sum(w["links"][name][i] * w["steps"] for w in windows) / total
-                for name in ("wire_bytes", "dense_bytes")
-            )
+            sums = [w["steps"] * sent_by_link(w)[i] for w in windows]
+            mean = (1 / total) * sum(sums, Sent())
             figures: dict[str, float | None] = {
-                "wire_bytes": wire,
-                "dense_bytes": dense,
-                "ratio": wire / dense if dense else None,
+                "wire_bytes": mean.wire_bytes,
+                "dense_bytes": mean.dense_bytes,
+                "ratio": mean.wire_ratio if mean.dense_bytes else None,
+                "below_bf16": mean.below_bf16,
             }
             for name in ("relative_error", "cosine"):
                 known = [w["links"][name][i] for w in windows if w["links"][name][i] is not None]
@@ -183,3 +180,13 @@ class Run:
             return None
         of_steps = [row["samples"] for row in self.steps[-(last or 0) :]]
         return float(statistics.median(of_steps)) / seconds
+
+
+def sent_by_link(figures: Mapping[str, Any]) -> list[Sent]:
+    """Totals of each link in a step, by the figures of a window."""
+    links = figures["links"]
+    columns = {name: links[name] for name in Sent().to_dict() if name in links}
+    return [
+        Sent.from_dict(dict(zip(columns, values, strict=True)))
+        for values in zip(*columns.values(), strict=True)
+    ]

@@ -107,9 +107,12 @@ def check_logged(seen, called, losses, report) -> None:
         name, train = f"cut {entry['boundary']} {entry['direction']}", entry["train"]
         assert sum(value for _, value in seen[f"{name}/bytes"]) == train["wire_bytes"]
         assert all(v == pytest.approx(train["ratio"]) for _, v in seen[f"{name}/ratio"])
+        below = seen[f"{name}/below bf16"]
+        assert all(v == pytest.approx(train["below_bf16"]) for _, v in below)
         assert all(0 < value < 1 for _, value in seen[f"{name}/relative error"])
         assert all(0.3 < value < 1 for _, value in seen[f"{name}/cosine"])
     assert sum(value for _, value in seen["bytes"]) == report["wire_bytes"]
+    assert seen["below bf16"][0][1] == pytest.approx(report["below_bf16"])
     assert [step for step, _ in called] == [1, 3]
     assert sum(2 * figures["bytes"] for _, figures in called) == report["wire_bytes"]
 

@@ -35,9 +35,12 @@ def test_figures_are_those_of_the_messages(pipe):
     assert report["wire_bytes"] == sum(e["train"]["wire_bytes"] for e in entries)
     assert report["dense_bytes"] == 3 * 6 * 2 * (19 + 17) * 4
     assert report["wire_ratio"] == report["wire_bytes"] / report["dense_bytes"] < 1
+    assert report["num_elements"] == report["dense_bytes"] / 4
+    assert report["below_bf16"] == pytest.approx(0.5 / report["wire_ratio"])
     dense = entries[1]["train"]
     assert dense["messages"] == 6 and dense["wire_bytes"] == 3 * 6 * 19 * 4 + 6 * HEADER_BYTES
     assert dense["relative_error"] == 0 and dense["cosine"] == 1
+    assert dense["below_bf16"] == pytest.approx(0.5, rel=0.1)  # fp32, and a header
     selected = entries[0]["train"]
     assert selected["ratio"] < 0.6 and 0.1 < selected["relative_error"] < 1
     # A selection is orthogonal to what it leaves: cos² = 1 − error².
@@ -53,9 +56,10 @@ def test_the_report_is_plain_data_and_prints(pipe, capsys):
     report = pipe.report()
     table = capsys.readouterr().out
     assert json.loads(json.dumps(report)).keys() == report.keys()
-    for word in ("topk:0.2", "quant:4", "activation ->", "gradient <-", "tanh", "cosine"):
+    for word in ("topk:0.2", "quant:4", "activation ->", "gradient <-", "tanh", "below bf16"):
         assert word in table
     assert f"training sent {report['wire_bytes'] / 1e6:.2f} MB in 1 steps" in table
+    assert f"{report['below_bf16']:.1f} times below bf16" in table
     pipe.report(show=False)
     assert not capsys.readouterr().out
 

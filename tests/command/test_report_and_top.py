@@ -12,6 +12,7 @@ from models import MLP_SPLIT, mlp, rows
 
 import mpcomp
 from mpcomp.command import main
+from mpcomp.view.run import Run
 
 
 def run_in(folder: Path, method: str, *, steps: int = 3, total: int | None = 8) -> None:
@@ -33,9 +34,9 @@ def test_top_prints_a_run_that_trains(tmp_path: Path, capsys: pytest.CaptureFixt
     run_in(tmp_path, "topk:0.25")
     main(["top", str(tmp_path), "--once"])
     shown = capsys.readouterr().out
-    for words in ("training", "step 3 of 8", " left", "rows/s", "loss", "times less than dense"):
+    for words in ("training", "step 3 of 8", " left", "rows/s", "loss", "below bf16"):
         assert words in shown
-    for words in ("compute", "coding", "wait", "Mbit/s", "ratio", "error", "cosine"):
+    for words in ("compute", "coding", "wait", "Mbit/s", "below bf16", "error", "cosine"):
         assert words in shown
     assert shown.count("topk:0.25") >= 2 * len(MLP_SPLIT)  # a row for each link
     assert "finished" not in shown
@@ -80,6 +81,27 @@ def test_report_compares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     start = text.index('type="application/json">') + len('type="application/json">')
     data = json.JSONDecoder().raw_decode(text[start:])[0]
     assert [run["label"] for run in data["runs"]] == ["topk:0.25", "uncompressed"]
+
+
+def test_logs_of_a_time_before_elements_were_counted_show_no_factor(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_in(tmp_path, "topk:0.25")
+    steps = tmp_path / "steps.jsonl"
+    lines = [json.loads(line) for line in steps.read_text().splitlines()]
+    for line in lines:
+        assert line.pop("num_elements") > 0
+        if "figures" in line:
+            del line["figures"]["links"]["num_elements"]
+    steps.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = Run.read(tmp_path)
+    assert run.sent()[-1].below_bf16 is None and run.sent()[-1].wire_ratio < 1
+    figures = run.link_figures([window for _, window in run.windows])
+    assert all(one["below_bf16"] is None and one["ratio"] < 1 for one in figures)
+    main(["top", str(tmp_path), "--once"])
+    assert "times" not in capsys.readouterr().out
+    main(["report", str(tmp_path), "--html", str(tmp_path / "page.html")])
+    assert '"below_bf16": null' in (tmp_path / "page.html").read_text()
 
 
 def test_curves_of_long_runs_are_thinned(tmp_path: Path) -> None:

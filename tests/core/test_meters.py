@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,9 +14,10 @@ def test_fidelity_is_over_all_messages():
     traffic = Traffic()
     xs, ys = torch.randn(3, 2, 40), torch.randn(3, 2, 40)
     for x, y in zip(xs, ys, strict=True):
-        traffic.count(100, 320)
+        traffic.count(100, 320, 80)
         traffic.compare(x, y)
     assert traffic.ratio == 300 / 960 and traffic.messages == 3
+    assert traffic.below_bf16 == 2 * 240 / 300
     assert traffic.relative_error == pytest.approx(float((xs - ys).norm() / xs.norm()), rel=1e-5)
     cosine = float((xs * ys).sum() / (xs.norm() * ys.norm()))
     assert traffic.cosine == pytest.approx(cosine, rel=1e-4)
@@ -25,11 +27,12 @@ def test_before_the_first_message_there_are_no_figures():
     traffic = Traffic()
     for value in (traffic.ratio, traffic.relative_error, traffic.cosine):
         assert math.isnan(value)
+    assert traffic.below_bf16 is None
 
 
 def test_zeros_that_arrive_as_zeros_are_no_error():
     traffic = Traffic()
-    traffic.count(10, 40)
+    traffic.count(10, 40, 10)
     traffic.compare(torch.zeros(10), torch.zeros(10))
     assert traffic.relative_error == 0
 
@@ -40,13 +43,13 @@ def test_a_skipped_message_does_not_spoil_the_figures(bad):
     clean, spoilt = Traffic(), Traffic()
     x, y = torch.randn(2, 50)
     for traffic in (clean, spoilt):
-        traffic.count(10, 200)
+        traffic.count(10, 200, 50)
         traffic.compare(x, y)
     spoilt.compare(torch.full((50,), bad), torch.full((50,), torch.nan))
     assert spoilt.relative_error == clean.relative_error and spoilt.cosine == clean.cosine
     first = Traffic()
     first.compare(torch.full((50,), bad), torch.full((50,), torch.nan))
-    first.count(10, 200)
+    first.count(10, 200, 50)
     first.compare(x, y)
     assert first.relative_error == clean.relative_error
 
@@ -54,14 +57,14 @@ def test_a_skipped_message_does_not_spoil_the_figures(bad):
 def test_half_precision_is_metered_in_full():
     traffic = Traffic()
     x = torch.full((1000,), 300.0, dtype=torch.float16)  # whose squares overflow fp16
-    traffic.count(1, 2000)
+    traffic.count(1, 2000, 1000)
     traffic.compare(x, x / 2)
     assert traffic.relative_error == pytest.approx(0.5)
 
 
 def test_state_goes_through_json():
     traffic = Traffic()
-    traffic.count(10, 40)
+    traffic.count(10, 40, 10)
     traffic.compare(torch.randn(10), torch.randn(10))
     traffic.nonfinite = 2
     again = Traffic()
@@ -75,9 +78,46 @@ def test_state_goes_through_json():
     assert empty.messages == 0 and math.isnan(empty.ratio)
 
 
+def test_counts_of_a_time_before_elements_were_counted_say_so():
+    """Whatever is added to what is not known, is not known."""
+    new = Traffic()
+    new.count(10, 40, 10)
+    old = {name: value for name, value in new.to_state().items() if name != "num_elements"}
+    total = Traffic.merged([old, new.to_state()])
+    assert total.ratio == 20 / 80 and total.below_bf16 is None
+    assert "num_elements" not in total.to_state() and total.to_dict()["num_elements"] is None
+    total.count(10, 40, 10)
+    assert total.below_bf16 is None
+    assert new.below_bf16 == 2
+    empty = {name: value for name, value in Traffic().to_state().items() if name != "num_elements"}
+    assert Traffic.merged([empty, new.to_state()]).below_bf16 == 2  # nothing was missed
+    of_replicas = ReplicaTraffic(messages=1, dense_bytes=40, num_elements=10).of_gradients()
+    assert ReplicaTraffic.from_gradients(of_replicas).num_elements == 10
+    del of_replicas["num_elements"]
+    resumed = ReplicaTraffic.from_gradients(of_replicas)
+    assert math.isnan(resumed.num_elements) and "num_elements" not in resumed.of_gradients()
+
+
+def test_what_came_since_a_copy():
+    traffic, last = Traffic(), Traffic()
+    for part in range(2):
+        before = replace(traffic)
+        last = Traffic()
+        for each in (traffic, last):
+            each.count(10 + part, 40, 10)
+            x = torch.arange(10.0) + part
+            each.compare(x, -x)  # whose inner product is negative, and is to stay so
+    since = traffic.since(before)
+    assert (since.messages, since.wire_bytes, since.num_elements) == (1, 11, 10)
+    assert since.relative_error == pytest.approx(last.relative_error)
+    assert since.cosine == pytest.approx(last.cosine) == pytest.approx(-1)
+    assert traffic.since(traffic).energies is None
+    assert Traffic().since(traffic) == Traffic()  # a checkpoint of an earlier time was loaded
+
+
 def test_training_and_evaluation_are_metered_apart():
     meter = Meter()
-    meter.of(True).count(1, 2)
+    meter.of(True).count(1, 2, 1)
     assert meter.train.messages == 1 and meter.eval.messages == 0
 
 

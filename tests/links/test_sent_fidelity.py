@@ -344,7 +344,7 @@ def test_phases_tell_nonfinite_values_apart():
 def traffic_of(*pairs, nonfinite=0, seconds=0.0):
     traffic = Traffic(seconds=seconds, nonfinite=nonfinite)
     for x, y in pairs:
-        traffic.count(10, 4 * x.numel())
+        traffic.count(10, 4 * x.numel(), x.numel())
         traffic.compare(x, y)
     return traffic
 

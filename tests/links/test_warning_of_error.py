@@ -61,7 +61,7 @@ def test_what_is_better_than_zeros_or_made_good_is_not_spoken_of(act, grad):
 def test_a_gradient_that_nothing_makes_good():
     link = pipe_of(None, "sign").boundaries[0].grad
     traffic = link.meter.train
-    traffic.count(1, 1)
+    traffic.count(1, 1, 1)
     traffic.compare(torch.full((100,), 0.1), torch.full((100,), -0.2))
     found = messages_of(lambda: [link.warn_of_error(traffic) for _ in range(2)])
     assert len(found) == 1 and found[0].startswith("boundary 0 grad: with sign what arrives is wro")

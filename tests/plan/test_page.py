@@ -54,6 +54,7 @@ def plan_data(mbps: float = MBPS) -> dict[str, Any]:
             "tie_bytes": 1000.0,
             "tie_s": tie_s,
             "dense_bytes": 1.6e7,
+            "below_bf16": 5e5 / num_bytes,
             "times_faster_than_bf16": lines[1].step_s / line.step_s,
             "coding_s": [0.0, 0.0],
             "state_bytes": None if loss is None else 4096,
@@ -90,6 +91,7 @@ def plan_data(mbps: float = MBPS) -> dict[str, Any]:
                 "method": "powersgd:4",
                 "wire_bytes": 1e4,
                 "dense_bytes": 1e6,
+                "below_bf16": 50.0,
                 "coding_s": 0.01,
                 "link_s": 0.04,
             }

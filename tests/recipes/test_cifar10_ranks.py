@@ -96,7 +96,8 @@ def test_orders_of_microbatches(ranks, tmp_path):
     cifar10.main([*two, "--out", str(tmp_path / "alone")])
     check_same_run(tmp_path / "alone", tmp_path / "auto")
     cifar10.main([*one_epoch, "--out", str(tmp_path / "four")])
-    local = ("seconds", "wire_bytes", "dense_bytes")  # one cut of a V lies within a process
+    # One cut of a V lies within a process.
+    local = ("seconds", "wire_bytes", "dense_bytes", "num_elements")
     assert history(tmp_path / "four", local) == history(tmp_path / "v", local)
 
 

@@ -34,8 +34,7 @@ def test_a_run_keeps_steps_a_trace_and_a_page(tmp_path: Path) -> None:
         assert sum(step["loss"] for step in own) / STEPS == pytest.approx(row["loss"])
         assert {step["samples"] for step in own} == {16}
         assert {step["lr"] for step in own} == {row["lr"]}
-    assert run.sent()[0][-1] == epochs[-1]["wire_bytes"]
-    assert run.sent()[1][-1] == epochs[-1]["dense_bytes"]
+    assert run.sent()[-1].to_dict().items() <= epochs[-1].items()
     events = json.loads(run.files.trace.read_text())["traceEvents"]
     steps = {event["args"]["step"] for event in events if event["ph"] == "X"}
     assert steps == {2, 3}  # the first two take longer than others

@@ -31,8 +31,9 @@ def test_two_processes_train_the_same(ranks):
     assert second.out == ""
     epoch, accuracy, *report = alone.out.splitlines()
     assert epoch.startswith("epoch 1: loss ")
-    _, sent, dense, _ = epoch.split(", ")
-    assert float(sent.removesuffix(" kB sent")) < 0.6 * float(dense.split()[1])
+    _, sent, fewer, _ = epoch.split(", ")
+    assert float(sent.removesuffix(" kB sent")) > 0
+    assert float(fewer.removesuffix(" times below bf16")) > 0.5 / 0.6  # uncompressed fp32 has 0.5
     assert accuracy.startswith("test accuracy ") and "topk:0.1" in "\n".join(report)
     # all but the seconds
     told, *_ = first.out.splitlines()

@@ -152,9 +152,9 @@ def test_a_switch_of_what_is_shown_of_links(browser: Any, page: Path) -> None:
     shown = Shown(browser, page)
     error = shown.curves("fidelity")
     assert len(error) == 2 * len(MLP_SPLIT)
-    shown.click("what-ratio")
+    shown.click("what-below_bf16")
     assert shown.curves("fidelity") != error
-    assert "lower is better" in shown.text("fidelity-note")
+    assert "higher is better" in shown.text("fidelity-note")
     assert not shown.errors()
 
 

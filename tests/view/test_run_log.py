@@ -44,13 +44,15 @@ def train(folder: str, steps: int = STEPS, begin: int = 0) -> dict[str, Any]:
 def check(run: Run, report: dict[str, Any]) -> None:
     """The log says what the report does."""
     assert [row["step"] for row in run.steps] == list(range(STEPS))
-    wire, dense = run.sent()
-    assert (wire[-1], dense[-1]) == (report["wire_bytes"], report["dense_bytes"])
+    assert run.sent()[-1].to_dict() == {
+        name: report[name] for name in ("wire_bytes", "dense_bytes", "num_elements")
+    }
     windows = [window for _, window in run.windows]
     assert sum(window["steps"] for window in windows) == STEPS
     for figures, entry in zip(run.link_figures(windows), report["boundaries"], strict=True):
         assert figures["wire_bytes"] == pytest.approx(entry["train"]["wire_bytes"] / STEPS)
         assert figures["ratio"] == pytest.approx(entry["train"]["ratio"])
+        assert figures["below_bf16"] == pytest.approx(entry["train"]["below_bf16"])
         assert 0 < figures["relative_error"] < 1
     for times in run.rank_times(windows):
         assert set(times) == set(PARTS)
