@@ -261,7 +261,7 @@ def _encoded(q: NDArray[np.int16]) -> bytes:
 
 
 def _counts(symbols: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """How often each symbol occurs, from 0 to the largest; two are counted at a time."""
+    """Number of each symbol, from 0 to the largest that occurs; two are counted at a time."""
     pairs = symbols[: len(symbols) // 2 * 2].view("<u2")
     of_pairs = np.bincount(pairs, minlength=1)
     square = np.zeros((-(-len(of_pairs) // 256), 256), np.int64)  # by second and first of a pair
