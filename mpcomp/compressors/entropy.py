@@ -113,9 +113,9 @@ class _Contexts:
     def of(cls, magnitudes: NDArray[np.uint8]) -> _Contexts:
         """The classes of magnitudes [rows, columns], of which some are not zero."""
         num_rows, num_columns = magnitudes.shape
-        numbers = magnitudes.astype(np.float64)  # in which sums of whole ones are exact
-        by_row = numbers @ np.ones(num_columns) / num_columns
-        by_column = np.ones(num_rows) @ numbers / num_rows
+        # Sums, not products with ones: those go to BLAS, whose threads are in the way of torch's.
+        by_row = magnitudes.sum(1, dtype=np.int64) / num_columns
+        by_column = magnitudes.sum(0, dtype=np.int64) / num_rows
         mean = by_row.mean()
         # What is added keeps a row of zeros near one that has a single one.
         rows = _PER_OCTAVE * np.log2((by_row + 0.25 / num_columns) / mean)
