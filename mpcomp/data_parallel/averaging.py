@@ -63,6 +63,20 @@ class Run:
     device: torch.device
 
 
+def _draws(run: Run, step: int) -> Callable[[str, int], Draw]:
+    """The generators of a step, by the name of a parameter and the number of its piece."""
+
+    def draw_of(name: str, piece: int) -> Draw:
+        def draw(alike: bool) -> torch.Generator:
+            who = -1 if alike else run.connections.everyone.rank
+            drawn = run.copy_of.get(name, name)
+            return generator_for("replicas", run.seed, drawn, piece, step, who)
+
+        return draw
+
+    return draw_of
+
+
 class Averaging:
     """A step under way. The calls, in this order::
 
@@ -100,6 +114,9 @@ class Averaging:
         self.sums: list[float] | None = None
         self.mean_traffic_bytes = 0.0
         connections = run.connections
+        # A function of its own: a method would hold this step, which holds the context that has
+        # it, and gradients would stay until somebody collects such circles.
+        self._draw = _draws(run, step)
         self.context = Context(
             connections.between or connections.everyone,
             run.controller,
@@ -281,16 +298,6 @@ class Averaging:
                 with totals.timed("decode_s"):
                     going.append((path, next(path, None)))
             self._paths = going
-
-    def _draw(self, name: str, piece: int) -> Draw:
-        run = self._run
-
-        def draw(alike: bool) -> torch.Generator:
-            who = -1 if alike else run.connections.everyone.rank
-            drawn = run.copy_of.get(name, name)
-            return generator_for("replicas", run.seed, drawn, piece, self._step, who)
-
-        return draw
 
     def _leave_alone(self, unused: set[str]) -> None:
         """Takes back what was sent for parameters that no replica had a gradient for.
