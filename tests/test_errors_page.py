@@ -35,7 +35,7 @@ def _texts(tree: ast.Module) -> Iterator[str]:
 
 
 def _text(node: ast.AST) -> str:
-    """What a node says; of what is no text a hole."""
+    """The text of a node; a hole where it is none."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):

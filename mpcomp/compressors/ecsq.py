@@ -46,6 +46,9 @@ _PER_OCTAVE = 4  # scales: finer ones would cost bits and change little
 _SMALLEST, _LARGEST = -4 * 126, 4 * 128
 _NONE = _SMALLEST - 1  # of tokens that are zero, and stay zero under dither
 _MANTISSAS = (1.0, 1.189207115002721, 1.4142135623730951, 1.681792830507429)  # 2^(i/4)
+_EVERY = np.arange(_SMALLEST, _LARGEST + 1)
+# 2^(k/4) of every exponent k: few occur in a tensor, and many times.
+_POWERS = np.ldexp(np.array(_MANTISSAS)[_EVERY % _PER_OCTAVE], _EVERY // _PER_OCTAVE)
 _LARGEST_UNIT = float(torch.finfo(torch.float32).max) / 4
 _SPIKE = 3 * _PER_OCTAVE  # a token this far above the median one stands out
 _FRACTIONS = 4  # of a step, in which means are sent
@@ -217,12 +220,8 @@ class ECSQ(Compressor):
 
     def _units(self, exponents: NDArray[np.int16], device: torch.device) -> Tensor:
         """u of each token: fp32 [T, 1], or [1, 1]; zero for tokens that are."""
-        # Few exponents occur, and many times: those of all that there are.
-        every = np.arange(_SMALLEST, _LARGEST + 1)
-        of_every = np.ldexp(np.array(_MANTISSAS)[every % _PER_OCTAVE], every // _PER_OCTAVE)
-        of_every *= self.step
-        places = np.maximum(exponents, _SMALLEST).astype(np.intp) - _SMALLEST
-        units = of_every.take(places, mode="clip")
+        places = exponents.astype(np.intp) - _SMALLEST
+        units = self.step * _POWERS.take(places, mode="clip")
         if self.spikes > 1:
             units = np.where(_ordinary(exponents), units, units / self.spikes)
         units = np.where(exponents < _SMALLEST, 0.0, np.minimum(units, _LARGEST_UNIT))

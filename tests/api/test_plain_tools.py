@@ -66,7 +66,7 @@ class Holder(nn.Module):
 
 
 def wrapped_within():
-    """What DDP, here round alike stages, whose weights it would average, is told in training."""
+    """The refusal of DDP round alike stages, whose weights it would average, in training."""
     ddp = DistributedDataParallel(Holder())
     try:
         ddp(*batch())

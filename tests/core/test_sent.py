@@ -1,4 +1,4 @@
-"""What was sent: the one factor, and what is said where something was not counted."""
+"""Totals of what was sent: the one factor, and its absence where something was not counted."""
 
 import json
 import math

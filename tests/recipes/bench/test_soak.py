@@ -77,7 +77,7 @@ def test_a_soak_that_is_asked_to_end_leaves_no_process(tmp_path):
 
 
 def wait_for(found, timeout_s=60.0):
-    """What is found, as soon as it is anything."""
+    """The first thing found that is anything."""
     until = time.monotonic() + timeout_s
     while not (value := found()):
         assert time.monotonic() < until, "nothing came"
