@@ -16,10 +16,16 @@ ENDING: Final = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 
 @contextlib.contextmanager
-def ending_on_signals() -> Iterator[None]:
-    """A context in which SIGTERM and SIGHUP end this process as Ctrl-C does: by an exception."""
+def ending_on_signals(saying: str = "") -> Iterator[None]:
+    """A context in which SIGTERM and SIGHUP end this process as Ctrl-C does: by an exception.
+
+    Args:
+        saying: what the process then says on the screen.
+    """
 
     def leave(number: int, frame: FrameType | None) -> None:
+        if saying:
+            print(saying, file=sys.stderr)
         sys.exit(128 + number)
 
     before = [signal.getsignal(number) for number in ENDING]

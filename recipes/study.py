@@ -15,11 +15,10 @@ import multiprocessing
 import os
 import platform
 import signal
-import sys
 import threading
 from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -32,6 +31,7 @@ from recipes.config import PRECISIONS, AnyConfig, RunConfig, check_at_least
 from recipes.metric import ACCURACY, PERPLEXITY
 from recipes.ranks import Ranks, joined
 from recipes.run_folder import append_json_line, read_json_lines
+from recipes.signals import ending_on_signals
 
 AnyData = TypeVar("AnyData")
 
@@ -148,12 +148,12 @@ def _run_missing(study: Study[AnyConfig], options: argparse.Namespace, ranks: Ra
     )
     if not missing:
         return
-    if ranks.size == 1:
-        # A request to end takes the same way out as Ctrl-C: no worker stays behind.
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped; the same command continues"))
     workers = getattr(options, "workers", 0)
     lines = _in_workers(study, missing, workers) if workers else _here(study, missing, ranks)
+    # Ranks are ended by torchrun, which asks them all at once.
+    ending = ending_on_signals if ranks.size == 1 else nullcontext
     with (
+        ending("stopped; the same command continues"),  # with no worker left behind
         closing(lines),  # which ends the workers
         tqdm(total=len(missing), unit="run", disable=not ranks.speaks) as bar,
     ):

@@ -16,7 +16,7 @@ from tabulate import tabulate
 from mpcomp.api.payoff import PayOff
 from mpcomp.api.step_costs import chunks_of, cut_times, stage_times
 from mpcomp.core.sent import Sent, below_bf16_text
-from mpcomp.core.traffic import Traffic
+from mpcomp.core.traffic import AMOUNTS, SECONDS, Traffic
 from mpcomp.data_parallel.exchange import Exchange
 from mpcomp.engines.base import Engine
 from mpcomp.links.adaptation import Adaptation
@@ -24,14 +24,6 @@ from mpcomp.links.link import Link
 
 __all__ = ["print_report", "report_of"]
 
-_SUMMED = (
-    "wire_bytes",
-    "dense_bytes",
-    "num_elements",
-    "floats",
-    "traffic_bytes",
-    "dense_traffic_bytes",
-)
 _PHASES = {"train": "train", "eval": "eval", "eval_off": "eval, off"}
 _DIRECTIONS = {
     "act": "activation ->",
@@ -116,9 +108,9 @@ def _replicas(ranks: list[dict[str, Any] | None]) -> dict[str, Any] | None:
     # The method's own figures are the same on all ranks, or are those of a rank's stages.
     derived = ("num_compressible", "ratio", "below_bf16")
     figures = {k: v for k, v in known[0].items() if k not in derived}
-    for name in _SUMMED:
+    for name in AMOUNTS:
         figures[name] = sum(rank[name] for rank in known)
-    for name in ("encode_s", "wait_s", "decode_s"):
+    for name in SECONDS:
         figures[name] = max(rank[name] for rank in known)
     num_replicas = figures["replicas"]
     figures["traffic_bytes_per_replica"] = figures["traffic_bytes"] / num_replicas

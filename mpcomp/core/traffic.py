@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,7 +21,19 @@ from mpcomp.core.sent import Sent
 
 T = TypeVar("T", bound="Traffic")
 
-__all__ = ["Meter", "ReplicaTraffic", "Traffic"]
+__all__ = ["AMOUNTS", "SECONDS", "Meter", "ReplicaTraffic", "Traffic"]
+
+#: Figures of gradients between replicas that ranks add up.
+AMOUNTS: Final = (
+    "wire_bytes",
+    "dense_bytes",
+    "num_elements",
+    "floats",
+    "traffic_bytes",
+    "dense_traffic_bytes",
+)
+#: Figures of gradients between replicas of which the slowest rank's counts.
+SECONDS: Final = ("encode_s", "wait_s", "decode_s")
 
 
 @dataclass
@@ -215,7 +227,8 @@ class ReplicaTraffic(Traffic):
 
     def of_gradients(self) -> dict[str, Any]:
         """Figures of exchanged gradients, under the names of reports and checkpoints."""
-        return {"steps": self.steps, **_known({n: getattr(self, n) for n in _OF_GRADIENTS})}
+        figures = {name: getattr(self, name) for name in (*AMOUNTS, *SECONDS)}
+        return {"steps": self.steps, **_known(figures)}
 
     @classmethod
     def from_gradients(cls, figures: Mapping[str, Any]) -> ReplicaTraffic:
@@ -234,19 +247,6 @@ class ReplicaTraffic(Traffic):
             "traffic_bytes": int(self.traffic_bytes),
             "seconds": self.seconds,
         }
-
-
-_OF_GRADIENTS = (
-    "wire_bytes",
-    "dense_bytes",
-    "num_elements",
-    "floats",
-    "traffic_bytes",
-    "dense_traffic_bytes",
-    "encode_s",
-    "wait_s",
-    "decode_s",
-)
 
 
 def _added(before: Tensor | None, now: Tensor | None) -> Tensor | None:
