@@ -12,6 +12,7 @@ goes on with those that are missing. With --table it prints that file, and evalu
 
 from __future__ import annotations
 
+import operator
 import os
 import platform
 import time
@@ -31,10 +32,18 @@ from recipes.command import Parser
 from recipes.placement import devices_of, parse_split
 from recipes.ranks import Ranks, joined
 from recipes.run_folder import append_json_line, read_json_lines
+from recipes.study_table import PERCENT, half_interval
 from recipes.text import load_text
 from recipes.text_config import EVAL_SPLITS, TextConfig
 from recipes.text_model import make_model, model_config, split_of
-from recipes.tokens import BPE, Blocks, TokenLoader, blocks_of, check_vocabulary, tokenizer_of
+from recipes.tokens import (
+    BPE,
+    TokenLoader,
+    blocks_of,
+    check_vocabulary,
+    num_predicted,
+    tokenizer_of,
+)
 
 METHODS: Final = (
     "bf16", "fp8", "quant:8", "quant:4", "quant:4:scale=128", "quant:2:scale=128", "sign",
@@ -63,9 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         out = options.get("out")
         rows = {} if out is None else _finished(out, settings_of(config))
         if missing := [method for method in methods if str(method) not in rows]:
-            first = rows.get(str(UNCOMPRESSED))
-            uncompressed = None if first is None else first["perplexity"]
-            for row in evaluate(config, missing, uncompressed=uncompressed):
+            for row in evaluate(config, missing, plain=rows.get(str(UNCOMPRESSED))):
                 rows[row["method"]] = row
                 if out is not None:
                     append_json_line(out, row)
@@ -173,7 +180,7 @@ def evaluate(
     config: TextConfig,
     methods: Sequence[mpcomp.Compressor],
     *,
-    uncompressed: float | None = None,
+    plain: Mapping[str, Any] | None = None,
     progress: bool = True,
 ) -> Iterator[dict[str, Any]]:
     """One row of the results for each method.
@@ -181,13 +188,13 @@ def evaluate(
     Args:
         config: model, text, cut, and place; what is for training does not matter.
         methods: what is done to activations at all cuts, one after another.
-        uncompressed: perplexity without compression; None if the first method is `Identity`.
+        plain: the row without compression; None if the first method is `Identity`.
         progress: show a progress bar.
 
     Raises:
         ValueError: there is no such model, text or device, or they do not fit.
     """
-    assert uncompressed is not None or methods[0] == UNCOMPRESSED
+    assert plain is not None or methods[0] == UNCOMPRESSED
     loaded = _load(config)
     blocks = loaded.loader.blocks
     num_batches = -(-len(blocks) // config.batch_size)
@@ -206,10 +213,10 @@ def evaluate(
                 devices=loaded.devices if len(loaded.devices) > 1 else loaded.devices[0],
                 seed=config.seed,
             )
-            row = _row(pipe, method, pipe.evaluate(_counted(loaded.loader, bar)), blocks)
-            if uncompressed is None:
-                uncompressed = row["perplexity"]
-            row["times_uncompressed"] = row["perplexity"] / uncompressed
+            losses = [pipe.evaluate([batch]) for batch in _counted(loaded.loader, bar)]
+            row = _row(pipe, method, losses, loaded.loader)
+            plain = row if plain is None else plain
+            row |= _cost(row, plain)
             row["seconds"] = time.perf_counter() - begin
             if method == UNCOMPRESSED:
                 with torch.no_grad():
@@ -267,9 +274,12 @@ def _counted(loader: TokenLoader, bar: tqdm[Any]) -> Iterator[dict[str, Tensor]]
 
 
 def _row(
-    pipe: mpcomp.Pipeline, method: mpcomp.Compressor, loss: float, blocks: Blocks
+    pipe: mpcomp.Pipeline, method: mpcomp.Compressor, losses: Sequence[float], loader: TokenLoader
 ) -> dict[str, Any]:
-    """The line of a method, without what relates it to others; an evaluation has just ended."""
+    """The line of a method, without what relates it to others, from its losses of batches."""
+    blocks = loader.blocks
+    predicted = [num_predicted(batch["labels"]) for batch in loader]
+    loss = sum(map(operator.mul, losses, predicted)) / sum(predicted)
     cuts = [
         {"after": link["after"], **link["eval"]}
         for link in pipe.report(show=False)["boundaries"]
@@ -280,6 +290,7 @@ def _row(
         "method": str(method),
         "perplexity": float(torch.tensor(loss, dtype=torch.float64).exp()),  # math.exp would raise
         "loss": loss,
+        "losses": losses,
         "bytes_per_token_and_cut": wire_bytes / len(cuts) / blocks.input_ids.numel(),
         "wire_ratio": wire_bytes / sum(cut["dense_bytes"] for cut in cuts),
         "relative_error": sum(cut["relative_error"] for cut in cuts) / len(cuts),
@@ -289,24 +300,35 @@ def _row(
     }
 
 
+def _cost(row: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str, Any]:
+    """The perplexity over that of the row without compression, and half of its interval."""
+    times = row["perplexity"] / plain["perplexity"]
+    # Rows of a time before losses of batches were kept have no interval.
+    differences = list(map(operator.sub, row["losses"], plain.get("losses", ())))
+    half = times * half_interval(differences, PERCENT) if len(differences) > 2 else None
+    return {"times_uncompressed": times, "times_half_interval": half}
+
+
 def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """One row for each method."""
-    headers = (
-        *("method", "perplexity", "x uncompressed", "bytes a token and cut", "sent/fp32"),
-        *("x below bf16", "relative error"),
-    )
-    keys = (
-        *("method", "perplexity", "times_uncompressed", "bytes_per_token_and_cut", "wire_ratio"),
-        *("below_bf16", "relative_error"),
-    )
-    formats = ("", ".2f", ".3f", ".1f", ".4f", ".1f", ".4f")
-    # Evaluation is in fp32.
-    full = [{**row, "below_bf16": 0.5 / row["wire_ratio"]} for row in rows]
-    return tabulate([[row[key] for key in keys] for row in full], headers, floatfmt=formats)
+    columns = {
+        "method": [row["method"] for row in rows],
+        "perplexity": [f"{row['perplexity']:.2f}" for row in rows],
+        "x uncompressed": [
+            f"{row['times_uncompressed']:.3f}"
+            + (f" ± {half:.3f}" if (half := row.get("times_half_interval")) else "")
+            for row in rows
+        ],
+        "bytes a token and cut": [f"{row['bytes_per_token_and_cut']:.1f}" for row in rows],
+        "sent/fp32": [f"{row['wire_ratio']:.4f}" for row in rows],
+        "x below bf16": [f"{0.5 / row['wire_ratio']:.1f}" for row in rows],  # evaluated in fp32
+        "relative error": [f"{row['relative_error']:.4f}" for row in rows],
+    }
+    return tabulate(columns, headers="keys", disable_numparse=True)
 
 
 def notes(rows: Sequence[Mapping[str, Any]]) -> str:

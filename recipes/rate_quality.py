@@ -51,6 +51,9 @@ class Run(NamedTuple):
         last_bits: the same of the last epoch; None where the file does not tell.
         seed: of the run.
         base: the uncompressed method that it is held to.
+        half_width: of the interval of its own cost, over the batches of the text; None where the
+            file does not tell.
+        num_batches: of the text, where it does.
     """
 
     method: str
@@ -61,6 +64,8 @@ class Run(NamedTuple):
     last_bits: float | None = None
     seed: int = 0
     base: str = UNCOMPRESSED
+    half_width: float | None = None
+    num_batches: int = 1
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,8 @@ class Point:
         bits: an element.
         cost: mean of its runs; below 0 where they did better than uncompressed.
         half_width: of the cost's interval (`PERCENT`) by t; None of fewer than three runs.
-        num_runs: with a seed that an uncompressed run has too.
+        num_runs: with a seed that an uncompressed run has too; at inference the batches of the
+            text, each held to the same one uncompressed.
         last_bits: an element of the last epoch; None where that is not known.
         base: the uncompressed method that it is held to.
     """
@@ -168,6 +174,8 @@ def _of_inference(row: Mapping[str, Any], dense_bits: int) -> Run:
         metric=PERPLEXITY,
         quality=row[PERPLEXITY.name],
         bits=dense_bits * row["wire_ratio"],
+        half_width=None if (half := row.get("times_half_interval")) is None else 100 * half,
+        num_batches=len(row.get("losses", [0])),
     )
 
 
@@ -224,8 +232,8 @@ def _point(pairs: Sequence[tuple[Run, Run]]) -> Point:
         first.family,
         statistics.mean(run.bits for run, _ in pairs),
         statistics.mean(costs),
-        half_interval(costs, PERCENT) if len(costs) > 2 else None,
-        len(costs),
+        half_interval(costs, PERCENT) if len(costs) > 2 else first.half_width,
+        max(len(costs), first.num_batches),
         statistics.mean(last_bits) if last_bits else None,
         first.base,
     )

@@ -109,6 +109,11 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Non
         )
 
 
+def num_predicted(labels: Tensor) -> int:
+    """Tokens of [n, s] labels that a loss counts: a block's first has nothing before it."""
+    return int((labels[:, 1:] != IGNORED).sum())
+
+
 @dataclass(frozen=True)
 class Blocks:
     """Token blocks of one length, all tensors [n, s] int64.
@@ -126,8 +131,8 @@ class Blocks:
 
     @property
     def num_predicted(self) -> int:
-        """Tokens that a loss counts: a block's first one has nothing before it."""
-        return int((self.labels[:, 1:] != IGNORED).sum())
+        """Tokens that a loss counts."""
+        return num_predicted(self.labels)
 
     def to(self, device: torch.device) -> Blocks:
         """The same blocks on another device."""

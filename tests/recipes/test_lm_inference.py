@@ -6,6 +6,7 @@ import math
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -111,7 +112,12 @@ def test_rows_say_what_each_method_costs(tmp_path, command, model, text, capsys)
     assert bf16["wire_ratio"] == pytest.approx(0.5, abs=0.01)
     assert 0.25 < quant["wire_ratio"] < 0.3 and topk["wire_ratio"] < 0.15  # compressed indeed
     assert topk["loss"] != off["loss"]
+    quantile = 4.303  # of Student's t, 0.975, two degrees of freedom: batches of 2, 2 and 1 blocks
     for row in rows:
+        assert row["loss"] == pytest.approx(np.average(row["losses"], weights=[2, 2, 1]))
+        differences = np.subtract(row["losses"], off["losses"])
+        half = row["times_uncompressed"] * quantile * differences.std(ddof=1) / 3**0.5
+        assert row["times_half_interval"] == pytest.approx(half)
         assert math.isclose(row["perplexity"], math.exp(row["loss"]))
         assert math.isclose(row["times_uncompressed"], row["perplexity"] / off["perplexity"])
         assert [cut["after"] for cut in row["cuts"]] == ["model.layers.0", "model.layers.1"]

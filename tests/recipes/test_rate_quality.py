@@ -30,6 +30,15 @@ def test_rates_and_costs_of_inference():
     assert point == Point("step:0.3", "step", 3.0, pytest.approx(2.0), None, 1)
 
 
+def test_the_interval_of_inference_is_over_batches_of_the_text():
+    rows = [of_inference("none", 1.0, 1.0), of_inference("step:0.3", 3 / 32, 1.02)]
+    for row in rows:
+        row |= {"losses": [3.0, 3.1, 2.9, 3.2], "times_half_interval": 0.004}
+    _, [point] = points_of(rows)
+    assert point.half_width == pytest.approx(0.4)
+    assert point.num_runs == 4
+
+
 def test_costs_of_a_study_are_taken_seed_by_seed():
     rows = [of_study("none", seed, 1.0, 0.5 + seed / 10) for seed in range(3)]
     rows += [of_study("top 10 %", seed, 0.125, 0.48 + seed / 10) for seed in (2, 1, 0)]
