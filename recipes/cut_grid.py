@@ -16,13 +16,10 @@ from recipes.ranks import Ranks
 from recipes.study import Line, Runs, Study, given, run_study, study_parser
 
 # What may differ between the runs of one results file: the row and the seed, and what does not
-# change what is trained; and what only several processes have.
+# change what is trained.
 FREE_OPTIONS: Final = (
-    *("act", "grad", "warmup_epochs", "seed", "data", "device", "threads"),
-    *("replicas", "schedule", "in_flight", "timeout"),
-    *("optimizer", "nesterov", "base_batch", "lr_warmup_epochs", "lr_milestones", "lr_factor"),
-    *("depth", "widen"),
-    *("dp_comp", "dp_path", "dp_small", "per_machine", "shard", "param_comp"),
+    *("act", "grad", "warmup_epochs", "seed", "data", "device", "threads", "timeout"),
+    *("save_every_steps", "save_every_minutes", "keep"),
 )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
+import json
 import multiprocessing
 import os
 import platform
@@ -129,12 +130,13 @@ def run_study(study: Study[AnyConfig], argv: Sequence[str] | None) -> None:
 
 def _run_missing(study: Study[AnyConfig], options: argparse.Namespace, ranks: Ranks) -> None:
     runs = study.runs(options, ranks.size)
-    shared = study.settings(next(iter(runs.values())), options) if study.same_settings else None
+    first = next(iter(runs.values()))
+    shared = study.settings(first, options) if study.same_settings else None
 
     def finished() -> list[list[Any]]:
         lines = read_json_lines(options.out)
         if shared is not None:
-            _check_settings(options.out, lines, shared)
+            _check_settings(options.out, lines, shared, defaults=_defaults_of(first))
         return [[line["row"], line["seed"]] for line in lines]
 
     done = ranks.gather(ranks.together(finished))[0]
@@ -229,10 +231,20 @@ def line_of(
     }
 
 
-def _check_settings(out: Path, lines: Iterable[Line], here: Line) -> None:
+def _defaults_of(config: RunConfig) -> Line:
+    return {
+        field.name: field.default
+        for field in dataclasses.fields(config)
+        if field.default is not dataclasses.MISSING
+    }
+
+
+def _check_settings(out: Path, lines: Iterable[Line], here: Line, *, defaults: Line) -> None:
     """Raises ValueError for runs of other settings, which must not share a table."""
+    defaults, here = (json.loads(json.dumps(one)) for one in (defaults, here))  # lists, no tuples
     for line in lines:
-        there = line["settings"]
+        # Before there was an option, a run did what is its default now.
+        there = {**defaults, **line["settings"]}
         if differing := {name: there.get(name) for name in here if there.get(name) != here[name]}:
             raise ValueError(
                 f"{out} holds runs with other settings: {differing}, while this command has "

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from recipes import cifar10_study
-from recipes.run_folder import read_json_lines
+from recipes.run_folder import append_json_line, read_json_lines
 
 ROOT = Path(__file__).parents[2]
 TINY = [
@@ -67,6 +67,25 @@ def test_other_settings_are_refused(tmp_path):
         cifar10_study.main(options(out, *here, "--width", "8"))
     with pytest.raises(SystemExit, match="other settings: {'warmup_epochs': "):
         cifar10_study.main(options(out, *here, "--warmup-epochs", "3"))
+
+
+def test_runs_of_a_time_before_an_option_had_its_default(tmp_path):
+    out = tmp_path / "study.jsonl"
+    here = ["--workers", "0", "--rows", "none", "--seeds", "1"]
+    cifar10_study.main(options(out, *here))
+    [line] = read_json_lines(out)
+    assert "keep" not in line["settings"]  # the number of checkpoints changes no result
+    del line["settings"]["nesterov"], line["settings"]["in_flight"]
+    out.unlink()
+    append_json_line(out, line)
+    cifar10_study.main(options(out, *here))
+    assert read_json_lines(out) == [line]
+
+    line["settings"]["nesterov"] = True
+    out.unlink()
+    append_json_line(out, line)
+    with pytest.raises(SystemExit, match="other settings: {'nesterov': True}"):
+        cifar10_study.main(options(out, *here))
 
 
 @pytest.mark.slow
