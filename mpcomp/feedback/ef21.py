@@ -38,9 +38,10 @@ class EF21(Feedback):
       cuts.
     * State: the estimate h, equal bit for bit at both ends: of each row of a microbatch at a cut;
       of each parameter on each replica, beside the mean H of all, which is the result.
-    * Theory: gradients, with a contraction C, and without the bound on gradients that
-      `ErrorFeedback`'s assumes. For a fixed input h converges to it geometrically. None that
-      we know of for activations.
+    * Theory: gradients of all data, with a contraction C, and without the bound on gradients that
+      `ErrorFeedback`'s assumes; gradients of small batches may keep it from converging
+      (Fatkhullin, Tyurin, Richtarik, NeurIPS 2023). For a fixed input h converges to it
+      geometrically. None that we know of for activations.
 
     Args:
         inner: compressor of the difference.
