@@ -48,6 +48,7 @@ def pipeline(
     schedule: str | None = None,
     in_flight: int | str | None = None,
     in_flight_bytes: int | None = None,
+    connections: int = 1,
     loss_fn: LossFn | None = None,
     recompute: bool = False,
     seed: int = 0,
@@ -107,6 +108,9 @@ def pipeline(
             measure in the first steps. Results do not depend on it.
         in_flight_bytes: bound on what a rank keeps of all of them for backward; the first step
             measures what one microbatch keeps.
+        connections: between the ranks of a cut or tie, each way. Each carries a part of every
+            message: on a link with a latency of 10 ms or more four take fewer round trips, as each
+            begins with a window of its own after a pause. gloo's alone; a process makes none.
         loss_fn: ``loss_fn(output, target)``, the mean over its rows, or over what its
             ``num_terms(target)`` counts (or a module with ``reduction="sum"``). By default
             `CausalLMLoss` for a causal language model, and for a model that gives

@@ -73,6 +73,7 @@ class PipelineConfig:
     schedule: str | None = field(metadata=_same(lambda given: schedule_named(given).name))
     in_flight: int | str | None = field(metadata=_same())
     in_flight_bytes: int | None = field(metadata=_same())
+    connections: int = field(metadata=_same())
     loss_fn: LossFn | None = field(metadata=_same(_loss_name, "loss"))
     recompute: bool = field(metadata=_same())
     seed: int = field(metadata=_same())
@@ -114,6 +115,9 @@ class PipelineConfig:
                     f"{name}={getattr(self, name)!r} with schedule={self.schedule!r}: torch's "
                     "schedules have their own depth; leave one of the two out"
                 )
+        connections = self.connections
+        if isinstance(connections, bool) or not isinstance(connections, int) or connections < 1:
+            raise ValueError(f"connections={connections!r}: expected a whole number, 1 or more")
         if self.replicas == 1 and not (self.dp_comp is None and self.network is None):
             raise ValueError(
                 f"dp_comp={self.dp_comp!r}, network={self.network!r} with replicas=1: there is "

@@ -353,6 +353,7 @@ class DistributedLaunch(Launch):
             seed=config.seed,
             in_flight=config.in_flight,
             in_flight_bytes=config.in_flight_bytes,
+            connections=config.connections,
             ties=ties,
             plain=plain.cut,
             replica_sync=replica_sync,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mpcomp.comm.failures import Waits
+from mpcomp.comm.stripes import closed_up, stripe_bytes, stripes_of
 from mpcomp.core.wire import CHECKED_HEADER_BYTES
 
 __all__ = ["Channel", "LocalChannel", "WireChannel"]
@@ -88,6 +89,7 @@ class WireChannel(Channel):
     Args:
         group: of the two ranks; with one group a direction, no message queues behind another's.
         peer: the other rank.
+        connections: of the group, each of which carries a stripe of every message.
         name: for errors, as in "boundary 0 act".
         device: where messages come from and go to.
         timeout_s: of each wait.
@@ -102,6 +104,7 @@ class WireChannel(Channel):
         group: dist.ProcessGroup,
         peer: int,
         *,
+        connections: int = 1,
         name: str,
         device: torch.device,
         timeout_s: float,
@@ -120,22 +123,36 @@ class WireChannel(Channel):
         self._staged = device.type != "cpu" and not nccl
         #: NCCL knows no tags: receives are started in the order in which they are waited for.
         self._in_order = nccl
-        self._posted: dict[int, tuple[Tensor, Any]] = {}
-        self._sent: list[tuple[int, Tensor, Any]] = []
+        self._connections = 1 if nccl else connections  # NCCL has its own
+        #: Rooms of the stripes, the length that is due, and what is being received.
+        self._posted: dict[int, tuple[Tensor, int, list[Any]]] = {}
+        self._sent: list[tuple[int, Tensor, list[Any]]] = []
 
     def post(self, microbatch: int, num_bytes: int, room: int = 0) -> None:
         device = torch.device("cpu") if self._staged else self.device
-        if not self._in_order:  # NCCL wants both ends to name one length
-            num_bytes = max(num_bytes, room)
-        buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=self._staged)
+        # NCCL wants both ends to name one length.
+        longest = num_bytes if self._in_order else max(num_bytes, room)
+        rooms = torch.empty(
+            self._connections * stripe_bytes(longest, self._connections),
+            dtype=torch.uint8,
+            device=device,
+            pin_memory=self._staged,
+        )
         # No header is of zeros: a message that is too short must not show what was there before.
-        buffer[:CHECKED_HEADER_BYTES] = 0
-        work = None if self._in_order else self._start(buffer, microbatch)
-        self._posted[microbatch] = buffer, work
+        rooms[:CHECKED_HEADER_BYTES] = 0
+        works = [] if self._in_order else self._start(rooms, microbatch)
+        self._posted[microbatch] = rooms, num_bytes, works
 
-    def _start(self, buffer: Tensor, microbatch: int) -> Any:
+    def _start(self, rooms: Tensor, microbatch: int) -> list[Any]:
         with self._waiting(microbatch, "message"):
-            return dist.irecv(buffer, src=self._peer, group=self._group, tag=microbatch)
+            return [
+                dist.irecv(each, src=self._peer, group=self._group, tag=tag)
+                for tag, each in self._tagged(stripes_of(rooms, self._connections), microbatch)
+            ]
+
+    def _tagged(self, stripes: Sequence[Tensor], microbatch: int) -> Iterator[tuple[int, Tensor]]:
+        """Each stripe with its tag: gloo takes the connection of the tag's remainder."""
+        return enumerate(stripes, microbatch * self._connections)
 
     def send(self, microbatch: int, message: Tensor) -> None:
         if self._staged:
@@ -144,23 +161,28 @@ class WireChannel(Channel):
             torch.cuda.current_stream(message.device).synchronize()
             message = host
         with self._waiting(microbatch, "departure of a message"):
-            work = dist.isend(message, dst=self._peer, group=self._group, tag=microbatch)
-        self._sent.append((microbatch, message, work))  # its memory must live until it has left
+            works = [
+                dist.isend(each, dst=self._peer, group=self._group, tag=tag)
+                for tag, each in self._tagged(stripes_of(message, self._connections), microbatch)
+            ]
+        self._sent.append((microbatch, message, works))  # its memory must live until it has left
 
     def receive(self, microbatch: int) -> Tensor:
-        buffer, work = self._posted.pop(microbatch)
-        if work is None:
-            work = self._start(buffer, microbatch)
+        rooms, num_bytes, works = self._posted.pop(microbatch)
+        works = works or self._start(rooms, microbatch)
         begin = time.perf_counter()
         with self._waiting(microbatch, "message"):
-            work.wait(self._timeout)
+            for work in works:
+                work.wait(self._timeout)
         self.waited_s += time.perf_counter() - begin
-        return buffer.to(self.device, non_blocking=True) if self._staged else buffer
+        message = closed_up(rooms, self._connections, num_bytes)
+        return message.to(self.device, non_blocking=True) if self._staged else message
 
     def finish(self) -> None:
-        for microbatch, _, work in self._sent:
+        for microbatch, _, works in self._sent:
             with self._waiting(microbatch, "departure of a message"):
-                work.wait(self._timeout)
+                for work in works:
+                    work.wait(self._timeout)
         self._sent.clear()
 
     def _waiting(self, microbatch: int, what: str) -> AbstractContextManager[None]:

@@ -29,6 +29,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from mpcomp.comm.all_gather import LARGEST_RECORD, AllGather
 from mpcomp.comm.clocks import Offset, offset_to_first
+from mpcomp.comm.connections import several_connections
 from mpcomp.comm.failures import Faults, PeerError, Waits, grace_of
 from mpcomp.comm.secret import Secret
 
@@ -291,17 +292,23 @@ class ProcessMesh(Mesh):
             close=self.close,
         )
 
-    def pair(self, a: int, b: int) -> dist.ProcessGroup | None:
+    def pair(self, a: int, b: int, *, connections: int = 1) -> dist.ProcessGroup | None:
         """A group of two places of every pipeline; None where this rank is neither.
 
         All ranks call this in the same order.
+
+        Args:
+            a: one place.
+            b: the other.
+            connections: of gloo, which takes that of a message's tag, modulo their number.
         """
         own = None
-        for row in range(self.num_replicas):
-            ranks = [row * self.num_in_pipeline + place for place in (a, b)]
-            group = self._group(sorted(ranks))
-            if self.rank in ranks:
-                own = group
+        with several_connections(connections):
+            for row in range(self.num_replicas):
+                ranks = [row * self.num_in_pipeline + place for place in (a, b)]
+                group = self._group(sorted(ranks))
+                if self.rank in ranks:
+                    own = group
         return own
 
     def rank_at(self, place: int) -> int:

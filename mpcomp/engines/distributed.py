@@ -59,6 +59,7 @@ class DistributedEngine(Engine):
         seed: of the run.
         in_flight: depth of the engine's own schedule, as `Depth` takes it.
         in_flight_bytes: bound on what a rank keeps for backward.
+        connections: between two ranks, of each direction of a cut or tie.
         ties: parameters that two of the stages share.
         plain: all stages, with copies on "meta" of those that are sharded; for plans.
         replica_sync: the replicas of this rank's stages; None for one replica.
@@ -79,6 +80,7 @@ class DistributedEngine(Engine):
         seed: int,
         in_flight: int | str | None = None,
         in_flight_bytes: int | None = None,
+        connections: int = 1,
         ties: Sequence[TiedWeights] = (),
         plain: Sequence[staging.Stage] | None = None,
         replica_sync: ReplicaSync | None = None,
@@ -88,7 +90,7 @@ class DistributedEngine(Engine):
         self.output_place = self._places[-1]
         self._replica_sync = replica_sync
         self._stages: list[CutStage] = []
-        self._wiring = Wiring(boundaries, mesh, self._places)
+        self._wiring = Wiring(boundaries, mesh, self._places, connections=connections)
         mesh.close_first(self._close)
         connected = self._wiring.boundaries
         self._planner = Planner(plain or cut, self.device)

@@ -18,6 +18,7 @@ class Wiring:
     Args:
         mesh: the connected ranks.
         places: of each stage the rank of a pipeline that has it.
+        connections: between two ranks, of each direction of a cut or tie.
 
     Attributes:
         boundaries: of each cut it and both channels; None where this rank has neither side of it.
@@ -28,9 +29,12 @@ class Wiring:
         boundaries: Sequence[Boundary],
         mesh: ProcessMesh,
         places: Sequence[int],
+        *,
+        connections: int = 1,
     ) -> None:
         self._mesh = mesh
         self._places = places
+        self._connections = connections
         self._channels: list[Channel] = []
         self.boundaries = [self._connected(boundary) for boundary in boundaries]
 
@@ -53,12 +57,13 @@ class Wiring:
         if ends[0] == ends[1]:
             link.on_wire = False
             return LocalChannel(mesh.device)
-        group = mesh.pair(*ends)
+        group = mesh.pair(*ends, connections=self._connections)
         if group is None:
             return None
         return WireChannel(
             group,
             mesh.rank_at(ends[1] if ends[0] == mesh.place else ends[0]),
+            connections=self._connections,
             name=link.name,
             device=mesh.device,
             timeout_s=mesh.wait_s,

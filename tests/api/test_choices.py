@@ -60,6 +60,13 @@ def test_a_timeout_that_never_or_always_ends(value, engine, one_process):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("value", [0, -1, 2.0, "4", None, True], ids=repr)
+def test_a_number_of_connections_that_is_none(value, engine, one_process):
+    with pytest.raises(ValueError, match="connections=.*: expected a whole number, 1 or more"):
+        pipe_of(connections=value, engine=engine)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
     "choice", [{"in_flight": 4}, {"in_flight": "auto"}, {"in_flight_bytes": 10**9}], ids=str
 )

@@ -241,6 +241,26 @@ def test_recomputation_and_memory_order_in_other_schedules(ranks):
     check(ranks, 2, [replace(run, steps=3) for run in runs])
 
 
+def test_over_several_connections(ranks):
+    """Of messages that have one length, of those that vary, and of those that are checked."""
+    many = {"rows": (600,), "ids": 600, "steps": 3, "evaluate": True}
+    check(
+        ranks,
+        2,
+        [
+            Run(**many, **COMPRESSED, pipeline={"connections": 4}),
+            Run(**many, act="step:0.3", grad="step:0.5", pipeline={"connections": 3}),
+            Run(
+                **many,
+                act="aqsgd+step:0.3",
+                grad="step:0.5:rounding=dither",
+                pipeline={"connections": 2, "checks": "message"},
+            ),
+            Run(**COMPRESSED, steps=3, pipeline={"connections": 4}),  # shorter than a packet
+        ],
+    )
+
+
 def test_three_stages_a_rank(ranks):
     runs = [
         Run("deep", 6, schedule, steps=3, **COMPRESSED)
