@@ -118,6 +118,8 @@ class Parser(argparse.ArgumentParser):
             metavar="N",
             help="microbatches that the first stage has under way, or auto",
         )
+        several("--connections", type=int, metavar="N",
+            help="of each cut, each way; several are faster where the latency is long")  # fmt: skip
         several("--timeout", type=float, metavar="S", help="seconds to wait for another process")
 
 

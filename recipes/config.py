@@ -53,8 +53,7 @@ class RunConfig:
     at_least_1: ClassVar[tuple[str, ...]] = (
         *("chunks", "epochs", "eval_every", "batch_size", "threads", "train_limit", "replicas"),
         "base_batch",
-        "save_every_steps",
-        "keep",
+        *("save_every_steps", "keep", "connections"),
     )
 
     data: str
@@ -97,6 +96,7 @@ class RunConfig:
     param_comp: str = "none"  # what compresses the parameters that they gather then
     schedule: str | None = None  # one of torch's; None is the engine's own
     in_flight: int | str | None = None  # depth of the engine's own, or "auto"
+    connections: int = 1  # between the ranks of a cut, each way
     timeout: float = 300.0  # seconds that a rank waits for another
 
     def __post_init__(self) -> None:

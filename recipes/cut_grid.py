@@ -19,7 +19,7 @@ from recipes.study import Line, Runs, Study, given, run_study, study_parser
 # change what is trained.
 FREE_OPTIONS: Final = (
     *("act", "grad", "warmup_epochs", "seed", "data", "device", "threads", "timeout"),
-    *("save_every_steps", "save_every_minutes", "keep"),
+    *("save_every_steps", "save_every_minutes", "keep", "connections"),
 )
 
 

@@ -96,6 +96,7 @@ class Trainer(ABC, Generic[AnyConfig]):
             **self._between_replicas(),
             schedule=config.schedule,
             in_flight=config.in_flight,
+            connections=config.connections,
             timeout=config.timeout,
             scaler=self.scaler,
             **choices,

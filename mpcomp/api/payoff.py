@@ -102,6 +102,7 @@ class PayOff:
         *,
         chunks: int,
         in_flight: int | None = None,
+        connections: int = 1,
         alone_s: float | None = None,
     ) -> PayOff:
         """The estimate.
@@ -111,13 +112,14 @@ class PayOff:
             cuts: between them.
             chunks: microbatches of a step.
             in_flight: microbatches under way on the first stage.
+            connections: of each link, each way.
             alone_s: seconds of a step where all stages are in one process.
         """
         step = alone_s or max(times.step_s for times in ranks)
         # Dense bytes and those on the wire of the direction that has most to carry.
         busiest = max(pair for cut in cuts for pair in zip(cut.dense, cut.wire, strict=True))
         rates = [cut.link[0] for cut in cuts if cut.link is not None]
-        simulation = Simulation(ranks, cuts, chunks, in_flight)
+        simulation = Simulation(ranks, cuts, chunks, in_flight, connections)
         dense = bf16 = None
         if rates:
             own = simulation.seconds(simulation.network, simulation.compressed)
@@ -187,6 +189,7 @@ class Simulation:
         cuts: Sequence[CutTimes],
         chunks: int,
         in_flight: int | None,
+        connections: int = 1,
     ) -> None:
         self._chunks, self._in_flight = chunks, in_flight
         self._compute = [
@@ -207,6 +210,7 @@ class Simulation:
             latency_s=tuple(round_trip / 2 for _, round_trip in links),
             link_mbps=tuple(rates),
             window_bytes=FIRST_WINDOW,
+            connections=connections,
         )
 
     def seconds(self, network: Network, cuts: Sequence[CutCost]) -> float:

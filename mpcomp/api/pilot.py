@@ -117,7 +117,11 @@ def compare(
     network = None
     if mbps is not None:
         network = Network.alike(
-            len(pilot.boundaries) + 1, mbps, latency_ms / 1e3, window_bytes=FIRST_WINDOW
+            len(pilot.boundaries) + 1,
+            mbps,
+            latency_ms / 1e3,
+            window_bytes=FIRST_WINDOW,
+            connections=engine.connections,
         )
     trials: list[Trial] = []
     with (

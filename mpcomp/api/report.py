@@ -190,6 +190,7 @@ def _payoff(
         cuts,
         chunks=chunks,
         in_flight=engine.in_flight,
+        connections=engine.connections,
         alone_s=times[0][0] if alone else None,
     )
     return {**model.to_dict(), "says": model.sentences()}

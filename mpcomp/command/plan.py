@@ -134,6 +134,13 @@ def _add_cluster(group: Any) -> None:
         action="store_true",
         help="TCP keeps its windows over a pause (net.ipv4.tcp_slow_start_after_idle=0)",
     )
+    add(
+        "--connections",
+        type=int,
+        default=1,
+        metavar="N",
+        help="of each link, each way, as mpcomp.pipeline(connections=N) makes them (default 1)",
+    )
     add("--split", help="paper, or block counts as in 3,3,3,3 (default: the fastest that is found)")
     add("--in-flight", type=int, metavar="N", help="microbatches under way on the first stage")
     add("--precision", choices=PRECISIONS, default="auto", help="(default: bf16 where it is fast)")
@@ -263,11 +270,12 @@ def _about(model: Candidate, profile: Profile, options: argparse.Namespace, chun
     how = "counted" if options.tflops else "measured here"
     links = ", ".join(f"{rate:.4g}" for rate in options.mbps)
     latency = ", ".join(f"{ms:.3g}" for ms in options.latency_ms)
+    connections = f", {options.connections} connections" if options.connections > 1 else ""
     return (
         f"{model.described}: {profile.num_parameters / 1e6:.1f} M parameters in "
         f"{len(profile.blocks)} blocks; a microbatch takes {seconds:.2f} s of computing ({how}); "
         f"steps of {options.batch} rows in {chunks} microbatches over {options.stages} stages, "
-        f"{links} Mbit/s, {latency} ms"
+        f"{links} Mbit/s, {latency} ms{connections}"
         + (f", {options.replicas} replicas" if options.replicas > 1 else "")
     )
 
@@ -339,6 +347,7 @@ def _network(options: argparse.Namespace) -> Network:
         latency_s=tuple(ms / 1e3 for ms in (latencies * num_links)[:num_links]),
         link_mbps=None if one else tuple(rates),
         window_bytes=math.inf if options.warm_windows else FIRST_WINDOW,
+        connections=options.connections,
     )
 
 

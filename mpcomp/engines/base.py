@@ -32,6 +32,7 @@ class Engine(ABC):
     output_place = 0
     waited_s: float = 0.0
     in_flight: int | None = None
+    connections: int = 1
 
     @property
     def device(self) -> torch.device:

@@ -86,6 +86,7 @@ class DistributedEngine(Engine):
         replica_sync: ReplicaSync | None = None,
     ) -> None:
         self.mesh = mesh
+        self.connections = connections
         self._places = [schedule.place_of(i, mesh.num_in_pipeline) for i in range(len(cut))]
         self.output_place = self._places[-1]
         self._replica_sync = replica_sync

@@ -12,7 +12,8 @@ than its hosts', holds back the messages of that link alone.
 Long links have a second limit. After a pause TCP sends no more than a small window before the first
 acknowledgement, and doubles it with each round trip (slow start, RFC 5681, 3.1 and 4.1), so the
 first messages of a step take several round trips however fast the link is. Linux does so by default
-(``net.ipv4.tcp_slow_start_after_idle``).
+(``net.ipv4.tcp_slow_start_after_idle``). A link of several connections has as many windows, as each
+message goes in stripes over all of them.
 """
 
 from __future__ import annotations
@@ -41,10 +42,11 @@ class Network:
             a benchmark charges to the wire.
         window_bytes: of each connection at the beginning of a step, `FIRST_WINDOW` with Linux as it
             comes; infinite where connections keep theirs over a pause.
+        connections: of each link, each way.
 
     Raises:
-        ValueError: numbers of hosts and links that do not fit, a rate or window that is not above
-            0, or a time below 0.
+        ValueError: numbers of hosts and links that do not fit, a rate, window or number of
+            connections that is not above 0, or a time below 0.
     """
 
     host_mbps: tuple[float, ...]
@@ -52,6 +54,7 @@ class Network:
     link_mbps: tuple[float, ...] | None = None
     message_s: float = 0.0
     window_bytes: float = math.inf
+    connections: int = 1
 
     def __post_init__(self) -> None:
         num_links = len(self.host_mbps) - 1
@@ -67,6 +70,8 @@ class Network:
             raise ValueError(f"rates are {rates} Mbit/s: pass numbers above 0, or inf for no limit")
         if not self.window_bytes > 0:
             raise ValueError(f"window_bytes={self.window_bytes}: pass a number above 0")
+        if not self.connections >= 1:
+            raise ValueError(f"connections={self.connections}: pass a whole number, 1 or more")
         times = (*self.latency_s, self.message_s)
         if not all(0 <= seconds < math.inf for seconds in times):
             raise ValueError(f"latencies are {times} s: pass numbers from 0 up")
@@ -80,6 +85,7 @@ class Network:
         *,
         message_s: float = 0.0,
         window_bytes: float = math.inf,
+        connections: int = 1,
     ) -> Network:
         """So many hosts of one rate, with links of one latency; other arguments as above."""
         return cls(
@@ -87,6 +93,7 @@ class Network:
             (latency_s,) * (num_hosts - 1),
             message_s=message_s,
             window_bytes=window_bytes,
+            connections=connections,
         )
 
     def rate_of(self, host: int, link: int) -> float:
@@ -103,13 +110,13 @@ class Network:
 class Wires:
     """The wires and connections of a network in use: what is on its way when.
 
-    A direction of a cut has a connection of its own, so a sender and its neighbour name one.
+    A direction of a cut has connections of its own, so a sender and its neighbour name them.
     """
 
     def __init__(self, network: Network) -> None:
         wires = [_Wire() for _ in network.host_mbps]
         self._connections = {
-            (source, target): _Connection(network, source, target, wires[source], wires[target])
+            (source, target): _Connections(network, source, target, wires[source], wires[target])
             for link in range(len(wires) - 1)
             for source, target in ((link, link + 1), (link + 1, link))
         }
@@ -126,8 +133,8 @@ class _Wire:
         self.out_free = self.in_free = 0.0
 
 
-class _Connection:
-    """The way of messages from a host to a neighbour."""
+class _Connections:
+    """The way of messages from a host to a neighbour, over one connection or several."""
 
     def __init__(self, network: Network, source: int, target: int, out: _Wire, into: _Wire) -> None:
         link = min(source, target)
@@ -141,7 +148,7 @@ class _Connection:
                 network.occupied_s(host, link, num_bytes) for host in (source, target)
             ]
         )
-        self._window = network.window_bytes
+        self._window = network.connections * network.window_bytes
         #: When the last message had left.
         self._left = 0.0
 

@@ -174,6 +174,7 @@ def _predicted(
             math.inf if rate is None else rate,
             latency_ms / 1e3,
             window_bytes=window_bytes,
+            connections=METHODS[name].connections,
         ),
         chunks=chunks,
         in_flight=None if depth is None else depth(num_stages, chunks),

@@ -27,14 +27,16 @@ class Setting(NamedTuple):
         act: method of activations.
         grad: method of gradients.
         in_flight: as a function of stages and chunks; None for the engine's own.
+        connections: of each direction of a cut.
     """
 
     act: str
     grad: str
     in_flight: Callable[[int, int], int] | None = None
+    connections: int = 1
 
 
-METHODS: Final[dict[str, Setting]] = {
+_ONE_CONNECTION: Final[dict[str, Setting]] = {
     "mpcomp none": Setting("none", "none"),
     "mpcomp quant:4": Setting("quant:4", "quant:4"),
     "mpcomp topk:0.1+fp16": Setting("topk:0.1+fp16", "topk:0.1+fp16"),
@@ -49,8 +51,14 @@ METHODS: Final[dict[str, Setting]] = {
     "mpcomp auto:scratch": Setting("auto:scratch", "auto:scratch"),
     "mpcomp auto:memory": Setting("auto:memory", "auto:memory"),
 }
+_FOUR: Final = {
+    f"{name} x4": each._replace(connections=4) for name, each in _ONE_CONNECTION.items()
+}
+#: Those whose names end with x4 have four connections.
+METHODS: Final[dict[str, Setting]] = {**_ONE_CONNECTION, **_FOUR}
 TORCH_DTYPES: Final = {REFERENCE: torch.float32, "torch bf16": torch.bfloat16}
 VARIANTS: Final = (*TORCH_DTYPES, *METHODS)
+USUAL: Final = (*TORCH_DTYPES, *_ONE_CONNECTION)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +160,7 @@ class Part:
 
     def coding(self, name: str) -> Coding:
         """Seconds for which a variant of mpcomp's codes a microbatch."""
-        act, grad, _ = METHODS[name]
+        act, grad, *_ = METHODS[name]
         x = torch.randn(self._job.microbatch, self._job.context, self._job.width)
         return measure_coding(act, grad, x, x.clone())[0]
 
@@ -254,6 +262,7 @@ def _mpcomp_variant(name: str, job: Job) -> Variant:
         grad_comp=setting.grad,
         loss_fn=token_loss,
         in_flight=None if depth is None else depth(job.size, job.chunks),
+        connections=setting.connections,
         timeout=job.timeout_s,
         seed=job.seed,
     )

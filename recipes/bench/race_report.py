@@ -17,6 +17,8 @@ from recipes.study_table import Results, Run, half_interval
 REFERENCE: Final = "bf16"
 #: Conditions of the first table, and of the second one.
 HEADLINES: Final = (Links(200, 50), Links(10, 20))
+#: Of the third table, each way.
+CONNECTIONS: Final = 4
 RATES: Final = (10.0, 100.0, 200.0, 1000.0)
 LATENCIES_MS: Final = (0.0, 20.0, 50.0)
 
@@ -24,6 +26,8 @@ LEGEND: Final = """\
 steps to the target, mean and interval of 95 % by t; bits an element of activations / gradients
 x: times less time to the target than bf16, seed by seed, on 8 hosts with such links (one way); \
 computing and coding as measured on one core
+four connections: each way, with stripes of every message on all of them; first against bf16 over \
+one connection, as in torch's own pipeline, then over four
 benchmark's shape: the same steps, with the messages and the link rules of Protocol NanoGPT \
 (8 x 1024 wide, 64 microbatches of 8,192 tokens, 200 Mbit/s, 50 ms); computing hidden as there, \
 coding free or on one core of this machine"""
@@ -47,7 +51,9 @@ def render(lines: Sequence[Line], speed: Mapping[str, Any] | None) -> str:
 def _tables(rows: Mapping[str, Mapping[int, Run]], speed: Mapping[str, Any] | None) -> str:
     if speed is None or REFERENCE not in rows:
         return _steps(rows)
-    return "\n\n".join((_headlines(rows, speed), _grid(rows, speed), LEGEND))
+    return "\n\n".join(
+        (_headlines(rows, speed), _grid(rows, speed), _connections(rows, speed), LEGEND)
+    )
 
 
 def _steps(rows: Mapping[str, Mapping[int, Run]]) -> str:
@@ -102,6 +108,24 @@ def _grid(rows: Mapping[str, Mapping[int, Run]], speed: Mapping[str, Any]) -> st
         table.append(cells)
     headers = ("x", *(f"{each.mbps:g} / {each.latency_ms:g}" for each in conditions))
     return f"Mbit/s / ms\n{tabulate(table, headers, disable_numparse=True)}"
+
+
+def _connections(rows: Mapping[str, Mapping[int, Run]], speed: Mapping[str, Any]) -> str:
+    headers = ["row"]
+    for links in HEADLINES:
+        headers += [f"s a step, {links}", "x", "x, bf16 likewise"]
+    table = []
+    for row, runs in rows.items():
+        cells = [row]
+        for links in HEADLINES:
+            several = links._replace(connections=CONNECTIONS)
+            seconds = _seconds(row, runs, several, speed)
+            cells.append(f"{seconds:.3f}")
+            for of_base in (links, several):
+                base = _seconds(REFERENCE, rows[REFERENCE], of_base, speed)
+                cells.append(_gain(rows, row, seconds, base))
+        table.append(cells)
+    return f"{CONNECTIONS} connections\n{tabulate(table, headers, disable_numparse=True)}"
 
 
 def _seconds(row: str, runs: Mapping[int, Run], links: Links, speed: Mapping[str, Any]) -> float:

@@ -24,10 +24,17 @@ _REPEATS: Final = 9
 
 
 class Links(NamedTuple):
-    """Links between all neighbours: Mbit/s each way, and milliseconds one way."""
+    """Links between all neighbours.
+
+    Attributes:
+        mbps: Mbit/s each way.
+        latency_ms: one way.
+        connections: of each, each way.
+    """
 
     mbps: float
     latency_ms: float
+    connections: int = 1
 
     def __str__(self) -> str:
         return f"{self.mbps:g} Mbit/s, {self.latency_ms:g} ms"
@@ -111,7 +118,11 @@ def step_s(
         [Compute(*own) for own in compute],
         [CutCost(coding, bits.messages(size))] * (size.num_blocks - 1),
         Network.alike(
-            size.num_blocks, links.mbps, links.latency_ms / 1e3, window_bytes=FIRST_WINDOW
+            size.num_blocks,
+            links.mbps,
+            links.latency_ms / 1e3,
+            window_bytes=FIRST_WINDOW,
+            connections=links.connections,
         ),
         chunks=size.chunks,
     ).step_s

@@ -35,7 +35,7 @@ from typing import Any, Final, NamedTuple
 from tqdm import tqdm
 
 from recipes.bench.link_report import changes_of, plot_steps, summarise, table_of_changes, tables
-from recipes.bench.link_worker import METHODS, REFERENCE, VARIANTS, Job, Part
+from recipes.bench.link_worker import METHODS, REFERENCE, USUAL, VARIANTS, Job, Part
 from recipes.bench.workers import (
     Workers,
     bench_parser,
@@ -113,8 +113,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--stages", type=int, nargs="+", default=[2, 4], help="one host each")
     add("--rates", type=_rate, nargs="+", default=[None, 1000.0, 100.0, 10.0, 5.0],
         metavar="MBPS", help="Mbit/s of every host each way, or 'unlimited'")  # fmt: skip
-    add("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="NAME",
-        help="; ".join(VARIANTS))  # fmt: skip
+    add("--variants", nargs="+", choices=VARIANTS, default=list(USUAL), metavar="NAME",
+        help="; ".join(USUAL) + "; and those of mpcomp with four connections each way, as in "
+        "'mpcomp auto x4'")  # fmt: skip
     add("--repeats", type=int, default=5)
     # Until about the fifteenth step activations change by a tenth of what they do later.
     add("--warmups", type=int, default=20, help="unlimited steps of each variant before the clock")

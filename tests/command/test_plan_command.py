@@ -40,6 +40,17 @@ def test_figures_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["steps"][2]["wire_bytes"] < 0.25 * found["steps"][0]["wire_bytes"]
 
 
+def test_connections_have_windows_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    found = []
+    for number in ("1", "4"):
+        more = ["--batch", "64", "--tflops", "1", "--latency-ms", "50", "--connections", number]
+        run(*SMALL, *more, "--stages", "2", "--method", "bf16", "--json")
+        found.append(json.loads(capsys.readouterr().out))
+    one, four = found
+    assert "50 ms, 4 connections" in four["about"] and "connections" not in one["about"]
+    assert four["steps"][0]["step_s"] < one["steps"][0]["step_s"] - 0.15  # a round trip each way
+
+
 def test_replicas_have_a_table_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
     methods = ["none", "powersgd:2"]
     run(*SMALL, "--stages", "2", "--replicas", "16", "--tflops", "1", "--dp-comp", *methods)
@@ -113,6 +124,7 @@ def test_many_stages_and_replicas_of_a_model_that_fits_nowhere(
         ([*SMALL, "--stages", "5"], "more stages"),
         ([*SMALL, "--stages", "3", "--mbps", "1", "2", "3"], "3 values for 2 links"),
         ([*SMALL, "--stages", "2", "--mbps", "0"], "rates are"),
+        ([*SMALL, "--stages", "2", "--connections", "0"], "connections=0"),
         ([*SMALL, "--stages", "2", "--mbps", "nan"], "rates are"),
         ([*SMALL, "--stages", "2", "--latency-ms", "-1"], "latencies are"),
         ([*SMALL, "--stages", "2", "--chunks", "5"], "--chunks 5 of --batch 4"),

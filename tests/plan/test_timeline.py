@@ -244,6 +244,17 @@ def test_a_window_is_as_large_as_what_it_has_carried() -> None:
     assert wires.arrival(1, 0, 20_000, 30.0) == pytest.approx(30.15)  # another connection
 
 
+@pytest.mark.parametrize(
+    ("num_bytes", "round_trips"), [(14_480, 0), (57_920, 0), (57_921, 1), (173_761, 2)]
+)
+def test_every_connection_has_a_window(num_bytes: int, round_trips: int) -> None:
+    network = Network.alike(2, math.inf, 0.05, window_bytes=FIRST_WINDOW, connections=4)
+    arrived = Wires(network).arrival(0, 1, num_bytes, 1.0)
+    assert arrived == pytest.approx(1.05 + 0.1 * round_trips)
+    with pytest.raises(ValueError, match="connections=0: pass a whole number"):
+        Network.alike(2, 1.0, connections=0)
+
+
 def test_where_the_rate_is_the_limit_no_window_is() -> None:
     slow, free = (
         Wires(Network.alike(2, 1.0, 0.01, window_bytes=window)).arrival(0, 1, 1e6, 0.0)
