@@ -1,4 +1,4 @@
-"""How many connections gloo makes between two ranks of a group."""
+"""The number of connections that gloo makes between two ranks of a group."""
 
 from __future__ import annotations
 
