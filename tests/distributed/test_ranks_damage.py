@@ -63,11 +63,11 @@ DAMAGES = {
 }
 
 
-def errors():
+def errors(connections):
     """What each rank says of each damage, one pipeline after another; then a good one."""
     found, send = {}, WireChannel.send
     for name, damage in DAMAGES.items():
-        pipe = pipe_of(checks="message")
+        pipe = pipe_of(checks="message", connections=connections)
         step(pipe, 0)
 
         def damaged(channel, microbatch, message, damage=damage):
@@ -97,9 +97,10 @@ def error_of(call):
     return "", ""
 
 
-def test_damage_is_an_error_that_names_it_on_every_rank(ranks):
+@pytest.mark.parametrize("connections", [1, 3])
+def test_damage_is_an_error_that_names_it_on_every_rank(ranks, connections):
     """A message that is longer than it should be would end the process, on gloo."""
-    (first, losses), (last, again) = ranks(errors, 2)
+    (first, losses), (last, again) = ranks(errors, 2, connections)
     assert losses == again and losses[0] == losses[1]
     where = "boundary 0 act, step 1, microbatch 1, from stage 0: message"
     for name in DAMAGES:
