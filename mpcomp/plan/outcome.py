@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -19,6 +20,8 @@ __all__ = ["Outcome", "plan"]
 
 #: Times faster than bf16 that a setting has to be, to be recommended.
 RECOMMENDED = 1.05
+#: Of each link, where one is too few.
+CONNECTIONS = 4
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,8 @@ class Outcome:
         task: in `known_quality.TASKS`.
         times: of every step at each of `RATES`; None of a step that takes too long to simulate.
         replicas: what methods between replicas cost, if any were asked for.
+        striped_s: seconds of the best step over `CONNECTIONS`; None where windows hold nothing up,
+            links have several as it is, or a step takes too long to simulate.
     """
 
     steps: tuple[PlannedStep, ...]
@@ -40,6 +45,7 @@ class Outcome:
     task: str
     times: tuple[tuple[float, ...], ...] | None
     replicas: tuple[ReplicaCost, ...]
+    striped_s: float | None
 
     @property
     def baseline(self) -> PlannedStep:
@@ -50,6 +56,11 @@ class Outcome:
     def compresses(self) -> bool:
         """Whether it is worth while to send less than bf16."""
         return self.best.pair not in (DENSE, BASELINE)
+
+    @property
+    def _stripes(self) -> bool:
+        """Whether several connections for each link are worth while."""
+        return self.striped_s is not None and RECOMMENDED * self.striped_s < self.best.step_s
 
     def break_even(self, step: PlannedStep) -> float | None:
         """Mbit/s above which a step gains nothing over bf16; None where that is not known."""
@@ -66,6 +77,8 @@ class Outcome:
                 "grad": self.best.pair[1],
                 "split": list(self.best.counts),
                 "compress": self.compresses,
+                "connections": CONNECTIONS if self._stripes else None,
+                "step_s_over_connections": self.striped_s,
                 "says": self.sentences(),
             },
             "task": self.task,
@@ -192,6 +205,13 @@ class Outcome:
                 f"it cost {_loss(best)} {UNITS[self.task]} in the project's own study "
                 f"({known.study}, n = {known.n}); look at both evaluations of your own run",
             ]
+        if self._stripes:
+            assert self.striped_s is not None
+            lines.append(
+                f"with connections={CONNECTIONS} it takes {time_text(self.striped_s)}, "
+                f"{best.step_s / self.striped_s:.2f} times less: TCP begins a step with small "
+                "windows"
+            )
         return [*lines, f"split=[{split}]" if len(best.counts) <= 16 else f"split: {split}"]
 
 
@@ -218,7 +238,7 @@ def plan(
     wanted = list(dict.fromkeys([DENSE, BASELINE, *pairs]))
     steps = tuple(planner.step(pair) for pair in wanted)
     size = len(planner.network.host_mbps) * planner.chunks
-    times = None
+    times = striped_s = None
     if size <= LONGEST:
         times = tuple(tuple(each) for each in step_times(planner, steps))
     allowed = [step for step in steps if step.known is not None and step.known.loss <= floor]
@@ -227,7 +247,11 @@ def plan(
     best = min(allowed, key=lambda step: step.step_s)
     if least.step_s < RECOMMENDED * best.step_s:
         best = least
-    return Outcome(steps, best, floor, task, times, tuple(replicas))
+    network = planner.network
+    waits = network.connections == 1 and math.isfinite(network.window_bytes)
+    if size <= LONGEST and waits and any(network.latency_s):
+        striped_s = planner.on(dataclasses.replace(network, connections=CONNECTIONS), best)
+    return Outcome(steps, best, floor, task, times, tuple(replicas), striped_s)
 
 
 def _pair(pair: Pair) -> str:

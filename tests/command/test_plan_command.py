@@ -43,11 +43,14 @@ def test_figures_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
 def test_connections_have_windows_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
     found = []
     for number in ("1", "4"):
-        more = ["--batch", "64", "--tflops", "1", "--latency-ms", "50", "--connections", number]
+        more = ["--batch", "256", "--tflops", "1", "--latency-ms", "50", "--connections", number]
         run(*SMALL, *more, "--stages", "2", "--method", "bf16", "--json")
         found.append(json.loads(capsys.readouterr().out))
     one, four = found
     assert "50 ms, 4 connections" in four["about"] and "connections" not in one["about"]
+    assert one["recommended"]["connections"] == 4
+    assert one["recommended"]["says"][-2].startswith("with connections=4 it takes ")
+    assert four["recommended"]["connections"] is None  # as it is
     assert four["steps"][0]["step_s"] < one["steps"][0]["step_s"] - 0.15  # a round trip each way
 
 
