@@ -152,10 +152,10 @@ def _run_missing(study: Study[AnyConfig], options: argparse.Namespace, ranks: Ra
         return
     workers = getattr(options, "workers", 0)
     lines = _in_workers(study, missing, workers) if workers else _here(study, missing, ranks)
-    # Ranks are ended by torchrun, which asks them all at once.
-    ending = ending_on_signals if ranks.size == 1 else nullcontext
+    saying = "stopped; the same command continues"
     with (
-        ending("stopped; the same command continues"),  # with no worker left behind
+        # With no worker left behind; of several ranks all are ended by torchrun.
+        ending_on_signals(saying) if ranks.size == 1 else nullcontext(),
         closing(lines),  # which ends the workers
         tqdm(total=len(missing), unit="run", disable=not ranks.speaks) as bar,
     ):

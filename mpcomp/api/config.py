@@ -87,10 +87,10 @@ class PipelineConfig:
     checks: str = field(metadata=_same())
 
     def __post_init__(self) -> None:
-        chunks, in_flight = self.chunks, self.in_flight
-        if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
+        in_flight = self.in_flight
+        if not _counts(self.chunks):
             raise ValueError(
-                f"chunks={chunks!r}: expected a whole number of microbatches, 1 or more"
+                f"chunks={self.chunks!r}: expected a whole number of microbatches, 1 or more"
             )
         if self.split == "time" and self.sample is None:
             raise ValueError(
@@ -99,8 +99,7 @@ class PipelineConfig:
             )
         if self.warmup_steps < 0:
             raise ValueError(f"warmup_steps={self.warmup_steps}: expected 0 or more steps")
-        whole = isinstance(in_flight, int) and not isinstance(in_flight, bool) and in_flight >= 1
-        if not (in_flight in (None, "auto") or whole):
+        if not (in_flight in (None, "auto") or _counts(in_flight)):
             raise ValueError(
                 f"in_flight={in_flight!r}: expected a number of microbatches, 1 or more, 'auto' "
                 "or None"
@@ -115,9 +114,10 @@ class PipelineConfig:
                     f"{name}={getattr(self, name)!r} with schedule={self.schedule!r}: torch's "
                     "schedules have their own depth; leave one of the two out"
                 )
-        connections = self.connections
-        if isinstance(connections, bool) or not isinstance(connections, int) or connections < 1:
-            raise ValueError(f"connections={connections!r}: expected a whole number, 1 or more")
+        if not _counts(self.connections):
+            raise ValueError(
+                f"connections={self.connections!r}: expected a whole number, 1 or more"
+            )
         if self.replicas == 1 and not (self.dp_comp is None and self.network is None):
             raise ValueError(
                 f"dp_comp={self.dp_comp!r}, network={self.network!r} with replicas=1: there is "
@@ -156,6 +156,10 @@ class PipelineConfig:
         if self.loss_fn is not None:
             return self.loss_fn
         return CausalLMLoss() if cut[0].is_causal_lm else cut[0].own_loss
+
+
+def _counts(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _positive(value: Any) -> bool:

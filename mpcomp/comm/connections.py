@@ -6,13 +6,10 @@ import contextlib
 import itertools
 import os
 from collections.abc import Iterator
-from typing import Final
 
-from mpcomp.comm.reach import gloo_address
+from mpcomp.comm.reach import INTERFACES, gloo_address
 
 __all__ = ["several_connections"]
-
-INTERFACES: Final = "GLOO_SOCKET_IFNAME"
 
 
 @contextlib.contextmanager

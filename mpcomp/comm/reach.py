@@ -12,10 +12,12 @@ import os
 import socket
 import time
 from collections.abc import Mapping
+from typing import Final
 
 import psutil
 
 __all__ = [
+    "INTERFACES",
     "addresses",
     "connect",
     "endpoint",
@@ -26,6 +28,8 @@ __all__ = [
     "towards",
 ]
 
+#: The environment's variable of interfaces that gloo connects over.
+INTERFACES: Final = "GLOO_SOCKET_IFNAME"
 #: Begins what `listen_once` says to whoever comes.
 GREETING = b"mpcomp doctor "
 #: Seconds that a greeting may take: other servers say nothing of themselves.
@@ -163,12 +167,12 @@ def gloo_address(environment: Mapping[str, str] = os.environ) -> tuple[str, str]
         ValueError: ``GLOO_SOCKET_IFNAME`` names what is not there, or has no address.
     """
     own = addresses()
-    for name in filter(None, environment.get("GLOO_SOCKET_IFNAME", "").split(",")):
+    for name in filter(None, environment.get(INTERFACES, "").split(",")):
         if name not in own:
             known = ", ".join(f"{known} ({address})" for known, address in own.items())
             why = "has no address" if name in psutil.net_if_addrs() else "is not there"
             raise ValueError(
-                f"GLOO_SOCKET_IFNAME={name}: this interface {why}. Export the name of one that "
+                f"{INTERFACES}={name}: this interface {why}. Export the name of one that "
                 f"leads to the other machines: this one has {known}"
             )
         return name, own[name]

@@ -35,8 +35,8 @@ class Outcome:
         task: in `known_quality.TASKS`.
         times: of every step at each of `RATES`; None of a step that takes too long to simulate.
         replicas: what methods between replicas cost, if any were asked for.
-        striped_s: seconds of the best step over `CONNECTIONS`; None where windows hold nothing up,
-            links have several as it is, or a step takes too long to simulate.
+        striped_s: seconds of the best step over `CONNECTIONS`; None where they gain less than is
+            `RECOMMENDED`, links have several as it is, or a step takes too long to simulate.
     """
 
     steps: tuple[PlannedStep, ...]
@@ -57,11 +57,6 @@ class Outcome:
         """Whether it is worth while to send less than bf16."""
         return self.best.pair not in (DENSE, BASELINE)
 
-    @property
-    def _stripes(self) -> bool:
-        """Whether several connections for each link are worth while."""
-        return self.striped_s is not None and RECOMMENDED * self.striped_s < self.best.step_s
-
     def break_even(self, step: PlannedStep) -> float | None:
         """Mbit/s above which a step gains nothing over bf16; None where that is not known."""
         if self.times is None:
@@ -77,7 +72,7 @@ class Outcome:
                 "grad": self.best.pair[1],
                 "split": list(self.best.counts),
                 "compress": self.compresses,
-                "connections": CONNECTIONS if self._stripes else None,
+                "connections": None if self.striped_s is None else CONNECTIONS,
                 "step_s_over_connections": self.striped_s,
                 "says": self.sentences(),
             },
@@ -205,8 +200,7 @@ class Outcome:
                 f"it cost {_loss(best)} {UNITS[self.task]} in the project's own study "
                 f"({known.study}, n = {known.n}); look at both evaluations of your own run",
             ]
-        if self._stripes:
-            assert self.striped_s is not None
+        if self.striped_s is not None:
             lines.append(
                 f"with connections={CONNECTIONS} it takes {time_text(self.striped_s)}, "
                 f"{best.step_s / self.striped_s:.2f} times less: TCP begins a step with small "
@@ -250,7 +244,8 @@ def plan(
     network = planner.network
     waits = network.connections == 1 and math.isfinite(network.window_bytes)
     if size <= LONGEST and waits and any(network.latency_s):
-        striped_s = planner.on(dataclasses.replace(network, connections=CONNECTIONS), best)
+        seconds = planner.on(dataclasses.replace(network, connections=CONNECTIONS), best)
+        striped_s = seconds if RECOMMENDED * seconds < best.step_s else None
     return Outcome(steps, best, floor, task, times, tuple(replicas), striped_s)
 
 

@@ -63,7 +63,7 @@ predicted: by mpcomp.plan, from computing and coding measured between the steps,
 the metered bytes; error: of that, against the median
 metered: messages at the cuts, all hosts; counted: by the interfaces that sent them
 headers: {PACKET_HEADER_BYTES} bytes a counted packet, acknowledgements too (Ethernet 14, IPv4 20, \
-TCP 32), and {MESSAGE_HEADER_BYTES} a message (gloo)
+TCP 32), and {MESSAGE_HEADER_BYTES} a message (gloo), with x4 four times
 unexplained: the rest of what was counted, such as gloo's notices, what ranks agree on, and \
 packets sent twice"""
 
@@ -117,8 +117,20 @@ def summarise(
 def _traffic(steps: Sequence[Record], chunks: int) -> dict[str, float | None]:
     """Means over the steps, in bytes; what no device counted is None."""
     metered = statistics.mean(step["metered_bytes"] for step in steps)
-    sent, headers = counted(steps, 2 * (steps[0]["num_stages"] - 1) * chunks) or (None, None)
+    num_sent = _connections(steps) * _num_messages(steps, chunks)
+    sent, headers = counted(steps, num_sent) or (None, None)
     return {"metered_bytes": metered, "headers_bytes": headers, "interface_bytes": sent}
+
+
+def _num_messages(steps: Sequence[Record], chunks: int) -> int:
+    """Messages of a step at all cuts, both ways."""
+    return int(2 * (steps[0]["num_stages"] - 1) * chunks)
+
+
+def _connections(steps: Sequence[Record]) -> int:
+    """Connections of each direction of a cut; a message has a header of gloo's on each."""
+    setting = METHODS.get(steps[0]["variant"])
+    return 1 if setting is None else setting.connections
 
 
 def _bound(
@@ -162,9 +174,8 @@ def _predicted(
 ) -> float:
     """Seconds of a step of mpcomp's with the bytes that were metered."""
     num_stages, rate, name = (steps[0][key] for key in ("num_stages", "rate_mbps", "variant"))
-    num_messages = 2 * (num_stages - 1) * chunks
     metered = statistics.mean(step["metered_bytes"] for step in steps)
-    one = metered / num_messages + MESSAGE_HEADER_BYTES
+    one = metered / _num_messages(steps, chunks) + _connections(steps) * MESSAGE_HEADER_BYTES
     depth = METHODS[name].in_flight
     return predict(
         [Compute(one["mean_forward_s"], one["mean_backward_s"]) for one in compute],
@@ -174,7 +185,7 @@ def _predicted(
             math.inf if rate is None else rate,
             latency_ms / 1e3,
             window_bytes=window_bytes,
-            connections=METHODS[name].connections,
+            connections=_connections(steps),
         ),
         chunks=chunks,
         in_flight=None if depth is None else depth(num_stages, chunks),

@@ -43,7 +43,7 @@ def message_of(length: int, *, variable: bool) -> torch.Tensor:
 
 
 def arrived(message: torch.Tensor, due: int, connections: int) -> torch.Tensor:
-    """What a receiver has that kept room for a message of the length that was due."""
+    """The message as a receiver has it that kept room for one of the length that was due."""
     room = stripe_bytes(due, connections)
     rooms = torch.full((connections * room,), 255, dtype=torch.uint8)
     for i, stripe in enumerate(stripes_of(message, connections)):
