@@ -172,7 +172,7 @@ def gloo_address(environment: Mapping[str, str] = os.environ) -> tuple[str, str]
             known = ", ".join(f"{known} ({address})" for known, address in own.items())
             why = "has no address" if name in psutil.net_if_addrs() else "is not there"
             raise ValueError(
-                f"{INTERFACES}={name}: this interface {why}. Export the name of one that "
+                f"GLOO_SOCKET_IFNAME={name}: this interface {why}. Export the name of one that "
                 f"leads to the other machines: this one has {known}"
             )
         return name, own[name]
