@@ -27,8 +27,8 @@ AUTO: Final[Mapping[str, Mapping[str, str]]] = {
     "auto:scratch": {"act_comp": "klt+step:0.1:centre=true", "grad_comp": "klt+step:0.5"},
     # One step for all gradients leaves most of a heavy tail at zero; dithered, right on average.
     "auto:relu": {
-        "act_comp": "step:0.5",
-        "grad_comp": "same:where=nonzero+step:1.5:scale=tensor:rounding=dither",
+        "act_comp": "step:0.4",
+        "grad_comp": "same:where=nonzero+step:1:scale=tensor:rounding=dither",
     },
     # Both ways what a sample changes by is small from one epoch to the next. No dead zone for
     # activations: small changes of a sample are what the stages before have learned about it.

@@ -67,9 +67,10 @@ def predict(
     stages = [
         StageTimes(
             *own,
-            encode_act_s=following.encode_act_s,
+            # Of one message a step the sender meters the fidelity, which takes a decoding.
+            encode_act_s=following.encode_act_s + following.decode_act_s / chunks,
             decode_act_s=preceding.decode_act_s,
-            encode_grad_s=preceding.encode_grad_s,
+            encode_grad_s=preceding.encode_grad_s + preceding.decode_grad_s / chunks,
             decode_grad_s=following.decode_grad_s,
         )
         for own, preceding, following in zip(compute, before, after, strict=False)

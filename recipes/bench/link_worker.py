@@ -15,6 +15,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 import mpcomp
 from mpcomp.plan import Coding, measure_coding
 from recipes.bench import workers
+from recipes.bench.accelerator import WaitingBlock
 from recipes.decoder import decoder, equal_stages, token_batch, token_loss
 
 REFERENCE: Final = "torch fp32"
@@ -63,7 +64,11 @@ USUAL: Final = (*TORCH_DTYPES, *_ONE_CONNECTION)
 
 @dataclass(frozen=True, kw_only=True)
 class Job(workers.Job):
-    """Sizes of the model and of a step, and the variants."""
+    """Sizes of the model and of a step, and the variants.
+
+    Attributes:
+        accelerator_ms: of a block's forward where blocks only wait; 0 where they compute.
+    """
 
     chunks: int
     microbatch: int
@@ -73,6 +78,7 @@ class Job(workers.Job):
     vocab: int
     seed: int
     lr: float
+    accelerator_ms: float
     variants: Sequence[str]
 
     @property
@@ -186,13 +192,19 @@ def descend(module: nn.Module, lr: float) -> None:
 
 
 def _model(job: Job) -> nn.Sequential:
-    return decoder(
+    model = decoder(
         num_blocks=job.num_blocks,
         width=job.width,
         context=job.context,
         vocab=job.vocab,
         seed=job.seed,
     )
+    if job.accelerator_ms:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(job.seed)
+            for i in range(1, 1 + job.num_blocks):
+                model[i] = WaitingBlock(job.width, job.accelerator_ms / 1e3)
+    return model
 
 
 def _stage_of(job: Job, model: nn.Sequential) -> nn.Sequential:

@@ -17,6 +17,9 @@ to the next by 2 to 3 % of its energy, a little more than in fine-tuning from on
 the results have the changes at each cut. What is timed of a memory are later epochs: its first
 visit of the samples is in the warm-up.
 
+Hosts here share the machine's cores. With ``--accelerator-ms`` they do not compute on them
+(`recipes.bench.accelerator`): what is left is coding and links, as on hosts of their own.
+
 Without the rights for namespaces everything runs over loopback, unlimited.
 """
 
@@ -81,7 +84,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         compute,
         coding,
         chunks=options.chunks,
-        num_cores=num_cores(),
+        # Hosts with an accelerator each do not share what computes.
+        num_cores=max(options.stages) if options.accelerator_ms else num_cores(),
         latency_ms=options.latency_ms,
         steps_before=options.before,
     )
@@ -123,6 +127,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "in training: with 0 caches are cold and TCP's windows small (default 0)")  # fmt: skip
     add("--lr", type=float, default=0.01, help="of the weights between steps: what each tensor "
         "changes by, as a part of its norm (default %(default)s)")  # fmt: skip
+    add("--accelerator-ms", type=float, default=0.0, metavar="MS", help="blocks compute next to "
+        "nothing and wait for so long in a forward, twice that in a backward, as if each host had "
+        "an accelerator; 0 lets them compute (default)")  # fmt: skip
     add("--chunks", type=int, default=8, help="microbatches in a step")
     add("--microbatch", type=int, default=2, help="sequences in a microbatch")
     add("--blocks", type=int, default=4)
@@ -150,6 +157,8 @@ def _problem(options: argparse.Namespace) -> str | None:
         return f"warmups is {options.warmups}; pass at least 1: the first step connects the hosts"
     if options.before < 0:
         return f"before is {options.before}; pass 0 or more"
+    if not 0 <= options.accelerator_ms < math.inf:
+        return f"accelerator_ms is {options.accelerator_ms}; pass milliseconds, 0 or more"
     if not 0 < options.lr < 1:
         return (
             f"lr is {options.lr}; pass a number between 0 and 1: without a change of the "
@@ -170,8 +179,9 @@ def _problem(options: argparse.Namespace) -> str | None:
 
 
 def _told(options: argparse.Namespace) -> dict[str, Any]:
-    same = ("chunks", "microbatch", "width", "context", "vocab", "seed", "lr", "variants")
-    return {"num_blocks": options.blocks, **{name: getattr(options, name) for name in same}}
+    same = ("chunks", "microbatch", "width", "context", "vocab", "seed", "lr", "accelerator_ms")
+    chosen = {name: getattr(options, name) for name in same}
+    return {"num_blocks": options.blocks, "variants": options.variants, **chosen}
 
 
 class Measured(NamedTuple):

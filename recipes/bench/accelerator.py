@@ -1,0 +1,54 @@
+"""A stand-in for a model on an accelerator: it takes its time, and leaves the processor free.
+
+Hosts that share the cores of one machine get in each other's way as hosts do not that have an
+accelerator each: there a processor only codes and moves messages. A bench that is about links lets
+such blocks compute next to nothing and wait for as long as an accelerator would take.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["WaitingBlock"]
+
+#: A backward's time, to that of its forward.
+BACKWARD_OVER_FORWARD = 2.0
+
+
+class WaitingBlock(nn.Module):
+    """A block that mixes the features of a token, and waits.
+
+    Args:
+        width: features.
+        forward_s: of a forward; a backward takes twice that.
+    """
+
+    def __init__(self, width: int, forward_s: float) -> None:
+        super().__init__()
+        self.forward_s = forward_s
+        self.norm = nn.LayerNorm(width)
+        self.mix = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., width] -> the same."""
+        waited: Tensor = _Wait.apply(x + self.mix(self.norm(x)), self.forward_s)
+        return waited
+
+
+class _Wait(torch.autograd.Function):
+    """The identity, after so many seconds."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward_s: float) -> Tensor:
+        ctx.backward_s = BACKWARD_OVER_FORWARD * forward_s
+        time.sleep(forward_s)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        time.sleep(ctx.backward_s)
+        return grad, None
