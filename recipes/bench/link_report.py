@@ -68,6 +68,11 @@ unexplained: the rest of what was counted, such as gloo's notices, what ranks ag
 packets sent twice"""
 
 
+def cores_shared(settings: Mapping[str, Any], num_cores: int) -> int:
+    """Cores that stages compute on: the machine's, or one each where all have accelerators."""
+    return max(settings["stages"]) if settings.get("accelerator_ms") else num_cores
+
+
 def summarise(
     steps: Sequence[Record],
     compute: Mapping[str, Sequence[Mapping[str, float]]],

@@ -37,7 +37,14 @@ from typing import Any, Final, NamedTuple
 
 from tqdm import tqdm
 
-from recipes.bench.link_report import changes_of, plot_steps, summarise, table_of_changes, tables
+from recipes.bench.link_report import (
+    changes_of,
+    cores_shared,
+    plot_steps,
+    summarise,
+    table_of_changes,
+    tables,
+)
 from recipes.bench.link_worker import METHODS, REFERENCE, USUAL, VARIANTS, Job, Part
 from recipes.bench.workers import (
     Workers,
@@ -84,8 +91,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         compute,
         coding,
         chunks=options.chunks,
-        # Hosts with an accelerator each do not share what computes.
-        num_cores=max(options.stages) if options.accelerator_ms else num_cores(),
+        num_cores=cores_shared(vars(options), num_cores()),
         latency_ms=options.latency_ms,
         steps_before=options.before,
     )

@@ -26,7 +26,7 @@ def as_json(value):
 
 def check_figures(name, result):
     if name.startswith("slow_link"):
-        cores = result["machine"]["cores"]
+        cores = link_report.cores_shared(result["settings"], result["machine"]["cores"])
         chunks = result["settings"]["chunks"]
         figures = link_report.summarise(
             result["steps"],

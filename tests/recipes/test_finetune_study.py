@@ -38,7 +38,7 @@ def test_what_cannot_be_run_is_refused(wrong, said, capsys):
 
 def test_a_study_of_seconds(tmp_path, capsys):
     out = tmp_path / "fine.jsonl"
-    few = ["--train-limit", "1", "--eval-limit", "4", "--epochs", "2", "--seq-len", "64"]
+    few = ["--train-limit", "3", "--eval-limit", "4", "--epochs", "2", "--seq-len", "64"]
     small = ["--model", "tiny", "--data", "python-docs", "--split", "2", "--precision", "fp32"]
     rows = ["--seeds", "1", "--workers", "0", "--rows", "none", "auto:memory", "--out", str(out)]
     finetune_study.main([*few, *small, *rows])
