@@ -73,9 +73,9 @@ def configuration(options: argparse.Namespace, row: str, seed: int) -> TextConfi
 
 
 def train(config: TextConfig, settings: Line, ranks: Ranks) -> Line:
-    """Trains one run; its line has the bytes and the training loss of each epoch."""
+    """Trains one run; its line has the bytes of each epoch."""
     trainer = StudyTrainer(config, data_of(config, load_data, ranks))
-    outcome = outcome_of(trainer)
+    outcome = outcome_of(trainer)  # trains
     sums = [0, *(epoch["cut_bytes"] for epoch in trainer.history)]
     elements = sum(
         link.meter.train.num_elements
@@ -88,9 +88,6 @@ def train(config: TextConfig, settings: Line, ranks: Ranks) -> Line:
         "grad": config.grad[0],
         "cut_bytes_by_epoch": [after - before for before, after in itertools.pairwise(sums)],
         "bf16_bytes_an_epoch": BF16_BYTES * elements / config.epochs,
-        "training_loss_by_epoch": outcome["losses"],
-        "perplexity_on": outcome["perplexity_compressed"],
-        "perplexity_off": outcome["perplexity_uncompressed"],
     }
 
 

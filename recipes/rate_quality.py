@@ -5,13 +5,13 @@
     python -m recipes.rate_quality docs/results/smollm2_finetune.jsonl --epochs
 
 Reads the results file of `recipes.lm_inference`, `recipes.cifar10_study`, `recipes.gpt2_study` or
-`recipes.wikitext_study`, and those of fine-tuning that have the bytes of each epoch, with LoRA or
-without. The rate is the mean over all cuts, epochs and both directions that were used, an element
-of bf16 has 16 bits. The cost is what the method's runs lose, seed by seed, against the uncompressed
-ones with compression on (LoRA's against LoRA's): per cent of perplexity, or points of accuracy. A
-method is on the *front* if none other held to the same runs has fewer bits at a smaller or equal
-cost. With --epochs a fine-tuning's table says what each epoch sent, and the cost by training loss
-and with compression off, too.
+`recipes.wikitext_study`, and those of `recipes.finetune_study` that have the bytes of each epoch,
+with LoRA or without. The rate is the mean over all cuts, epochs and both directions that were used,
+an element of bf16 has 16 bits. The cost is what the method's runs lose, seed by seed, against the
+uncompressed ones with compression on (LoRA's against LoRA's): per cent of perplexity, or points of
+accuracy. A method is on the *front* if none other held to the same runs has fewer bits at a smaller
+or equal cost. With --epochs a fine-tuning's table says what each epoch sent, and the cost by
+training loss and with compression off, too.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def _of_fine_tuning(row: Mapping[str, Any], dense_bits: int) -> Run:
         trained + method,
         family_of(trained) or _both(family_of(act), family_of(grad)),
         metric=PERPLEXITY,
-        quality=row["perplexity_on"],
+        quality=row[PERPLEXITY.on],
         bits=statistics.mean(epochs),
         last_bits=epochs[-1],
         seed=row["seed"],
@@ -301,9 +301,9 @@ def table_of_epochs(rows: Sequence[Mapping[str, Any]]) -> str:
         if run.method == run.base:
             plain[run.base, run.seed] = row
     qualities: Mapping[str, Callable[[Mapping[str, Any]], float]] = {
-        "training loss, last epoch": lambda row: row["training_loss_by_epoch"][-1],
-        "perplexity on": lambda row: row["perplexity_on"],
-        "perplexity off": lambda row: row["perplexity_off"],
+        "training loss, last epoch": lambda row: row["losses"][-1],
+        "perplexity on": lambda row: row[PERPLEXITY.on],
+        "perplexity off": lambda row: row[PERPLEXITY.off],
     }
     num_epochs = len(rows[0]["cut_bytes_by_epoch"])
     lines = []

@@ -35,7 +35,8 @@ class WaitingBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., width] -> the same."""
-        waited: Tensor = _Wait.apply(x + self.mix(self.norm(x)), self.forward_s)
+        mixed = x + self.mix(self.norm(x))
+        waited: Tensor = _Wait.apply(mixed, self.forward_s)  # type: ignore[no-untyped-call]
         return waited
 
 
@@ -49,6 +50,6 @@ class _Wait(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         time.sleep(ctx.backward_s)
         return grad, None

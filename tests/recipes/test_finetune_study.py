@@ -6,6 +6,7 @@ from mpcomp.links.build import method_of
 from recipes import finetune_study
 from recipes.cut_grid import shared_settings
 from recipes.finetune_study import ROWS
+from recipes.metric import PERPLEXITY
 from recipes.run_folder import read_json_lines
 
 
@@ -48,5 +49,5 @@ def test_a_study_of_seconds(tmp_path, capsys):
     assert none["bf16_bytes_an_epoch"] == memory["bf16_bytes_an_epoch"]
     first, second = memory["cut_bytes_by_epoch"]
     assert second < first < none["bf16_bytes_an_epoch"] / 4
-    assert none["perplexity_on"] == none["perplexity_off"]
-    assert len(memory["training_loss_by_epoch"]) == 2
+    assert none[PERPLEXITY.on] == none[PERPLEXITY.off]
+    assert len(memory["losses"]) == 2

@@ -5,6 +5,7 @@ from matplotlib.image import imread
 
 from mpcomp.links.auto import AUTO
 from recipes import rate_quality
+from recipes.metric import PERPLEXITY
 from recipes.rate_quality import Point, family_of, front, points_of
 from recipes.run_folder import append_json_line
 
@@ -19,7 +20,7 @@ def of_study(row, seed, ratio, accuracy):
 
 
 def of_tuning(act, grad, seed, sent, perplexity, **also):
-    row = {"act": act, "grad": grad, "seed": seed, "perplexity_on": perplexity, **also}
+    row = {"act": act, "grad": grad, "seed": seed, PERPLEXITY.on: perplexity, **also}
     return {**row, "bf16_bytes_an_epoch": 1600, "cut_bytes_by_epoch": sent}
 
 
@@ -97,7 +98,7 @@ def test_fine_tuning_epoch_by_epoch(tmp_path, capsys):
     path = tmp_path / "rows.jsonl"
 
     def add(act, grad, seed, sent, loss, on, off):
-        losses = {"training_loss_by_epoch": [9.0, loss], "perplexity_off": off}
+        losses = {"losses": [9.0, loss], PERPLEXITY.off: off}
         append_json_line(path, of_tuning(act, grad, seed, sent, on, **losses))
 
     for seed in range(3):

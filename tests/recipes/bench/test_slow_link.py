@@ -74,6 +74,7 @@ def test_bad_options():
     for options, message in {
         "--repeats 0": "repeats is 0; pass at least 1",
         "--warmups 0": "warmups is 0; pass at least 1",
+        "--accelerator-ms -1": "accelerator_ms is -1.0; pass milliseconds, 0 or more",
         "--lr 0": "lr is 0.0; pass a number between 0 and 1",
         "--stages 4 --chunks 2": "chunks is 2; torch's 1F1B needs",
         "--stages 3": "3 stages cannot share 4 blocks",
