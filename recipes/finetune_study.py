@@ -92,7 +92,7 @@ def train(config: TextConfig, settings: Line, ranks: Ranks) -> Line:
 
 
 def render(lines: Sequence[Line]) -> str:
-    """What each epoch sent of each method, and all that it cost."""
+    """The table of methods: bytes of each epoch, and all that they cost."""
     return table_of_epochs(lines)
 
 

@@ -197,7 +197,7 @@ def _of_fine_tuning(row: Mapping[str, Any], dense_bits: int) -> Run:
     defaults = {(pair["act_comp"], pair["grad_comp"]): word for word, pair in AUTO.items()}
     method = defaults.get((act, grad), _both(act, grad))
     epochs = [BF16_BITS * sent / row["bf16_bytes_an_epoch"] for sent in row["cut_bytes_by_epoch"]]
-    trained = "LoRA, " if "lora" in row else ""
+    trained = "LoRA, " if row.get("lora") else ""
     return Run(
         trained + method,
         family_of(trained) or _both(family_of(act), family_of(grad)),
