@@ -54,6 +54,12 @@ def grid_parser(name: str, description: str | None, rows: Iterable[str]) -> argp
     return parser
 
 
+def need_row(parser: argparse.ArgumentParser, options: argparse.Namespace, row: str) -> None:
+    """Refuses ``--rows`` without the one that all others are compared with."""
+    if row not in options.rows:
+        parser.error(f"--rows without {row}, which is what the others are held to")
+
+
 def chosen_options(
     options: argparse.Namespace, config: type[RunConfig], row: Row, seed: int
 ) -> dict[str, Any]:

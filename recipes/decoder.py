@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -67,13 +69,18 @@ def decoder(
     vocab: int = 256,
     context: int = 128,
     seed: int = 0,
+    make_block: Callable[[], nn.Module] | None = None,
 ) -> nn.Sequential:
-    """Embedding, blocks and head: tokens [batch, time] -> logits [batch, time, vocab]."""
+    """Embedding, blocks and head: tokens [batch, time] -> logits [batch, time, vocab].
+
+    Args:
+        make_block: of another kind than `Block`; [batch, time, width] -> the same.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return nn.Sequential(
             Embedding(vocab, context, width),
-            *(Block(width, num_heads) for _ in range(num_blocks)),
+            *(make_block() if make_block else Block(width, num_heads) for _ in range(num_blocks)),
             Head(width, vocab),
         )
 

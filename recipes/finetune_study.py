@@ -16,15 +16,14 @@ import itertools
 from collections.abc import Sequence
 from typing import Final
 
-from recipes.cut_grid import Row, chosen_options, grid_parser, run_grid
+from recipes.cut_grid import Row, chosen_options, grid_parser, need_row, run_grid
 from recipes.ranks import Ranks
-from recipes.rate_quality import UNCOMPRESSED, table_of_epochs
+from recipes.rate_quality import BF16_BITS, UNCOMPRESSED, table_of_epochs
 from recipes.study import Line, data_of
 from recipes.text_config import TextConfig
 from recipes.wikitext import load_data
 from recipes.wikitext_study import StudyTrainer, outcome_of
 
-BF16_BYTES: Final = 2
 ROWS: Final[dict[str, Row]] = {
     UNCOMPRESSED: Row("none", "none"),
     "auto:memory": Row("auto:memory", "auto:memory"),
@@ -42,7 +41,9 @@ ROWS: Final[dict[str, Row]] = {
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs what is missing, then prints the table; `--table` prints only."""
-    run_grid(argv, parse=parse_args, configuration=configuration, train=train, render=render)
+    run_grid(
+        argv, parse=parse_args, configuration=configuration, train=train, render=table_of_epochs
+    )
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -57,8 +58,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--train-limit", type=int, default=4, metavar="ARTICLES", help="(default %(default)s)")
     add("--eval-limit", type=int, default=16, metavar="BLOCKS", help="(default %(default)s)")
     options = parser.parse_args(argv)
-    if UNCOMPRESSED not in options.rows:
-        parser.error(f"--rows without {UNCOMPRESSED}, which is what the others are held to")
+    need_row(parser, options, UNCOMPRESSED)
     if options.model is None and not options.table:
         parser.error("--model is missing: pass the file or folder of a released model")
     if options.precision == "auto":
@@ -87,13 +87,8 @@ def train(config: TextConfig, settings: Line, ranks: Ranks) -> Line:
         "act": config.act[0],
         "grad": config.grad[0],
         "cut_bytes_by_epoch": [after - before for before, after in itertools.pairwise(sums)],
-        "bf16_bytes_an_epoch": BF16_BYTES * elements / config.epochs,
+        "bf16_bytes_an_epoch": BF16_BITS / 8 * elements / config.epochs,
     }
-
-
-def render(lines: Sequence[Line]) -> str:
-    """The table of methods: bytes of each epoch, and all that they cost."""
-    return table_of_epochs(lines)
 
 
 if __name__ == "__main__":

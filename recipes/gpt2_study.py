@@ -16,7 +16,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Final
 
-from recipes.cut_grid import Row, chosen_options, grid_parser, run_grid
+from recipes.cut_grid import Row, chosen_options, grid_parser, need_row, run_grid
 from recipes.metric import PERPLEXITY
 from recipes.ranks import Ranks
 from recipes.rate_quality import UNCOMPRESSED, points_of, table
@@ -53,8 +53,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.set_defaults(epochs=3, batch_size=8, chunks=4, lr=1e-3, workers=2)
     parser.add_argument("--data", default="python-docs", help="folder, text file or python-docs")
     options = parser.parse_args(argv)
-    if UNCOMPRESSED not in options.rows:
-        parser.error(f"--rows without {UNCOMPRESSED}, which is what the others are held to")
+    need_row(parser, options, UNCOMPRESSED)
     return options
 
 

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["WaitingBlock"]
+from mpcomp.plan.profile import BACKWARD_OVER_FORWARD
 
-#: A backward's time, to that of its forward.
-BACKWARD_OVER_FORWARD = 2.0
+__all__ = ["WaitingBlock"]
 
 
 class WaitingBlock(nn.Module):
@@ -24,7 +23,7 @@ class WaitingBlock(nn.Module):
 
     Args:
         width: features.
-        forward_s: of a forward; a backward takes twice that.
+        forward_s: of a forward; a backward takes `BACKWARD_OVER_FORWARD` times that.
     """
 
     def __init__(self, width: int, forward_s: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -192,19 +193,15 @@ def descend(module: nn.Module, lr: float) -> None:
 
 
 def _model(job: Job) -> nn.Sequential:
-    model = decoder(
+    waiting = functools.partial(WaitingBlock, job.width, job.accelerator_ms / 1e3)
+    return decoder(
         num_blocks=job.num_blocks,
         width=job.width,
         context=job.context,
         vocab=job.vocab,
         seed=job.seed,
+        make_block=waiting if job.accelerator_ms else None,
     )
-    if job.accelerator_ms:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(job.seed)
-            for i in range(1, 1 + job.num_blocks):
-                model[i] = WaitingBlock(job.width, job.accelerator_ms / 1e3)
-    return model
 
 
 def _stage_of(job: Job, model: nn.Sequential) -> nn.Sequential:

@@ -1,4 +1,4 @@
-"""What goes into a step's time besides computing and links."""
+"""A predicted step: the parts of its time besides computing and links."""
 
 import math
 
