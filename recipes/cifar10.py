@@ -115,7 +115,9 @@ class ImageTrainer(Trainer[ImageConfig]):
         self.loss = LossWithAccuracy()
         self.cut(_model(config, dataset.num_classes), len(train_loader), loss_fn=self.loss)
         self.train_loader, self.test_loader = train_loader.of(self.pipe), test_loader.of(self.pipe)
-        self.optimizer = make_optimizer(config, self.pipe.parameters(), decay_all=True)
+        self.optimizer = make_optimizer(
+            config, self.pipe, outputs=dataset.num_classes, decay_all=True
+        )
         self.pipe.follow(self.optimizer)
         schedules = torch.optim.lr_scheduler
         self.scheduler = (

@@ -70,7 +70,11 @@ class Parser(argparse.ArgumentParser):
         add("--epochs", type=int)
         add("--eval-every", type=int, help="epochs between evaluations")
         add("--batch-size", type=int, help="of all replicas together")
-        add("--optimizer", choices=OPTIMIZERS, help="lars, lamb: for large batches; pass --lr too")
+        add(
+            "--optimizer",
+            choices=OPTIMIZERS,
+            help="lars, lamb: for large batches; muon: hidden matrices, AdamW the rest; pass --lr",
+        )
         add("--lr", type=float)
         add("--base-batch", type=int, metavar="N", help="that lr is for: it is times batch / N")
         add("--lr-warmup-epochs", type=int, help="in which the learning rate rises, step by step")

@@ -20,7 +20,7 @@ from mpcomp.engines.schedules import schedule_named
 from mpcomp.links.build import method_of
 
 PRECISIONS: Final = ("fp32", "bf16", "fp16", "auto")
-OPTIMIZERS: Final = ("sgd", "adamw", "lars", "lamb")
+OPTIMIZERS: Final = ("sgd", "adamw", "lars", "lamb", "muon")
 WITH_MOMENTUM: Final = ("sgd", "lars")
 #: What gradients too small to be compressed can be rounded to.
 SMALL: Final = ("none", "bf16", "fp16")

@@ -2,13 +2,14 @@
 
     torchrun --nproc-per-node 4 -m recipes.local_study --data python-docs --epochs 6 --seeds 3
     torchrun --nproc-per-node 2 -m recipes.local_study --data FOLDER --out runs/two.jsonl
+    torchrun --nproc-per-node 4 -m recipes.local_study --optimizer muon --out runs/muon.jsonl
     torchrun --nproc-per-node 4 -m recipes.local_study --stages 2 --out runs/both_axes.jsonl
     python -m recipes.local_study --table
 
 Every process is a replica, or a stage of one; `recipes.study` runs it. Rows differ in what they
 send between replicas, and in when; of each seed all have the same text, order and first weights,
-and AdamW inside. The learning rate falls to 0, so that replicas hardly differ where a run ends
-within a period.
+and the same optimizer inside. The learning rate falls to 0, so that replicas hardly differ where a
+run ends within a period.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any, Final
 
 from tabulate import tabulate
 
+from recipes.config import OPTIMIZERS
 from recipes.metric import PERPLEXITY
 from recipes.study import Line, Runs, Study, given, run_study, study_parser
 from recipes.study_runs import own_settings, train_on_replicas
@@ -76,6 +78,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--epochs", type=int)
     add("--batch-size", type=int, default=16, help="blocks, of all replicas together")
     add("--stages", type=int, default=1, help="of every replica, each in a process of its own")
+    add("--optimizer", choices=OPTIMIZERS, help="inside each replica (default: adamw)")
     add("--lr", type=float)
     add("--lr-warmup-steps", type=int, default=30)
     add("--seq-len", type=int, metavar="TOKENS", help="of a block")

@@ -1,16 +1,16 @@
 """The optimizers that recipes offer, and what their learning rates have in common.
 
-LARS (You et al. 2017) stands beside this file; LAMB (You et al. 2020) is that of pytorch-optimizer.
-They scale the step of each layer by norms of that layer alone, never by a norm over all gradients,
-so that ranks which each have some of the layers take the same steps as one process that has them
-all.
+LARS (You et al. 2017) stands beside this file; LAMB (You et al. 2020) and Muon (Jordan et al. 2024)
+are those of pytorch-optimizer. They scale the step of each layer by norms of that layer alone, or
+make its singular values alike, and never go by a norm over all gradients, so that ranks which each
+have some of the layers take the same steps as one process that has them all.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -21,21 +21,25 @@ from recipes.lars import LARS
 
 
 def make_optimizer(
-    config: RunConfig, parameters: Iterable[nn.Parameter], *, decay_all: bool = False
+    config: RunConfig, model: nn.Module, *, outputs: int | None = None, decay_all: bool = False
 ) -> torch.optim.Optimizer:
     """The optimizer that a configuration names, at its highest learning rate.
 
     Weight decay is for matrices (and kernels): biases and norms have none, and with LARS and LAMB
-    their rate is not adapted, as in the authors' experiments.
+    their rate is not adapted, as in the authors' experiments. Muon is for hidden matrices;
+    embeddings, the output layer, biases and norms are AdamW's, whose steps are about as long
+    (Liu et al. 2025, equation 4), so that one rate is for both.
 
     Args:
-        parameters: of this rank; what is not trained is left out.
+        model: the whole, or this rank's part of it; what is not trained is left out.
+        outputs: classes, or tokens of the vocabulary: a linear layer with so many outputs is the
+            output layer.
         decay_all: with SGD, weight decay also for biases and norms.
 
     Raises:
         ValueError: the package that has the optimizer is not installed.
     """
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     rate: dict[str, Any] = {"lr": config.peak_lr}
     momentum: dict[str, Any] = {"momentum": config.momentum, "nesterov": config.nesterov}
     if config.optimizer == "sgd" and decay_all:
@@ -52,8 +56,18 @@ def make_optimizer(
             f"optimizer is {config.optimizer}, but pytorch-optimizer is not installed: "
             "pip install pytorch-optimizer"
         )
-    from pytorch_optimizer import Lamb  # two seconds, which other optimizers need not wait
+    # Two seconds, which other optimizers need not wait.
+    from pytorch_optimizer import Lamb, Muon
 
+    if config.optimizer == "muon":
+        # One matrix at a time: in batches of like shapes the last bits depend on what is cut where.
+        return Muon(
+            _with_muon(groups, _at_the_ends(model, outputs)),
+            **rate,
+            adamw_lr=config.peak_lr,
+            use_adjusted_lr=True,
+            foreach=False,
+        )
     for group in groups:
         group["adam"] = group["params"][0].dim() < 2  # not adapted
     lamb = Lamb(
@@ -92,3 +106,30 @@ def _groups(trained: list[nn.Parameter], weight_decay: float) -> list[dict[str, 
         {"params": [one for one in trained if one.dim() < 2], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
+
+
+def _at_the_ends(model: nn.Module, outputs: int | None) -> set[nn.Parameter]:
+    """The parameters of embeddings and of the output layer."""
+    found = set[nn.Parameter]()
+    for module in model.modules():
+        is_output = isinstance(module, nn.Linear) and module.out_features == outputs
+        if is_output or isinstance(module, nn.Embedding):
+            found.update(module.parameters(recurse=False))
+    return found
+
+
+def _with_muon(
+    groups: Iterable[dict[str, Any]], at_the_ends: Collection[nn.Parameter]
+) -> list[dict[str, Any]]:
+    """Groups that say whether Muon is for them: it is for matrices that are not at the ends."""
+    divided = []
+    for group in groups:
+        for hidden in (True, False):
+            chosen = [
+                one
+                for one in group["params"]
+                if hidden == (one.dim() >= 2 and one not in at_the_ends)
+            ]
+            if chosen:
+                divided.append({**group, "params": chosen, "use_muon": hidden})
+    return divided

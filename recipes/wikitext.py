@@ -177,14 +177,15 @@ class TextTrainer(Trainer[TextConfig]):
         )
         self.first_batch, *_ = next(loader.epoch(0))  # refuses here what cannot fill a batch
         model = self.ranks.together(lambda: make_model(config, text.tokenizer))
+        shape: Any = model.config
         self.size = _size_of(model)
-        self.config = dataclasses.replace(config, split=split_of(config, model.config))
+        self.config = dataclasses.replace(config, split=split_of(config, shape))
         self.cut(model, len(loader), tie_comp=config.tie, loss_fn=mpcomp.CausalLMLoss())
         self.train_loader = loader.of(self.pipe)
         held_out = dataclasses.replace(loader, blocks=text.held_out)
         next(iter(held_out))  # refuses here what replicas cannot share
         self.eval_loader = held_out.of(self.pipe)
-        self.optimizer = make_optimizer(config, self.pipe.parameters())
+        self.optimizer = make_optimizer(config, self.pipe, outputs=shape.vocab_size)
         self.pipe.follow(self.optimizer)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._rate)
 

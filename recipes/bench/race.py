@@ -266,7 +266,7 @@ def race(config: RaceConfig, text: RaceText) -> Line:
     """
     start = time.perf_counter()
     entrant = Piped(config) if config.rival is None else Changed(config)
-    optimizer = make_optimizer(config, entrant.module.parameters())
+    optimizer = make_optimizer(config, entrant.module)
     rate = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1, (step + 1) / config.rise)
     )

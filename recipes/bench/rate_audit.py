@@ -245,7 +245,7 @@ class Audit:
 
     def _train_an_epoch(self) -> None:
         pipe = self._pipe()
-        optimizer = make_optimizer(self.config, pipe.parameters())
+        optimizer = make_optimizer(self.config, pipe)
         for batch, *_ in tqdm(self.train.epoch(0), total=len(self.train), unit="step"):
             pipe.forward_backward(batch)
             optimizer.step()

@@ -24,7 +24,7 @@ from recipes.text_config import TextConfig
 from recipes.wikitext import TextTrainer
 from recipes.wikitext import load_data as load_text
 
-RATES = {"sgd": 0.05, "adamw": 1e-3, "lars": 5.0, "lamb": 0.01}
+RATES = {"sgd": 0.05, "adamw": 1e-3, "lars": 5.0, "lamb": 0.01, "muon": 1e-3}
 TINY = [
     *("--data", "digits", "--width", "4", "--epochs", "2", "--batch-size", "16", "--chunks", "2"),
     *("--train-limit", "40", "--test-limit", "20", "--precision", "fp32", "--device", "cpu"),
@@ -68,7 +68,7 @@ def test_steps_are_the_papers(name):
     layer = torch.nn.Linear(30, 20)
     with torch.no_grad():
         layer.weight *= 20
-    optimizer = make_optimizer(chosen(name), layer.parameters())
+    optimizer = make_optimizer(chosen(name), layer)
     expected = [one.detach().double() for one in layer.parameters()]
     states: list[dict[str, torch.Tensor]] = [{}, {}]
     for part in (0.25, 1.0, 1.0, 0.1, 0.0):
@@ -101,9 +101,9 @@ def test_cut_changes_nothing(name, nesterov):
         )
         for one in (cut, apart)
     ]
-    of_plain = make_optimizer(config, plain.parameters())
-    of_cut = [make_optimizer(config, pipes[0].parameters())]
-    of_apart = [make_optimizer(config, stage.parameters()) for stage in pipes[1].stages]
+    of_plain = make_optimizer(config, plain, outputs=10)
+    of_cut = [make_optimizer(config, pipes[0], outputs=10)]
+    of_apart = [make_optimizer(config, stage, outputs=10) for stage in pipes[1].stages]
     assert len(of_apart) == 3
     for seed in range(3):
         x, y = images(seed)
@@ -123,29 +123,81 @@ def test_cut_changes_nothing(name, nesterov):
 def test_biases_and_norms_do_not_decay(name):
     """But for plain SGD on images."""
     model = stages.resnet18(width=4)
-    groups = make_optimizer(chosen(name), model.parameters()).param_groups
-    assert [group["weight_decay"] for group in groups] == [0.01, 0.0]
-    assert all(one.dim() >= 2 for one in groups[0]["params"])
-    assert all(one.dim() < 2 for one in groups[1]["params"])
-    everything = make_optimizer(chosen(name), model.parameters(), decay_all=True).param_groups
+    *matrices, rest = make_optimizer(chosen(name), model).param_groups
+    for group in matrices:
+        assert group["weight_decay"] == 0.01
+        assert all(one.dim() >= 2 for one in group["params"])
+    assert rest["weight_decay"] == 0.0
+    assert all(one.dim() < 2 for one in rest["params"])
+    everything = make_optimizer(chosen(name), model, decay_all=True).param_groups
     assert len(everything) == (1 if name == "sgd" else 2)
     assert sum(len(group["params"]) for group in everything) == len([*model.parameters()])
+
+
+def test_muon_is_for_hidden_matrices(tmp_path):
+    """Embeddings, the output layer, biases and norms are AdamW's, in every stage."""
+    file = tmp_path / "words.txt"
+    file.write_text("".join(f"the cut number {i} sends a small message.\n" for i in range(30)))
+    config = TextConfig.for_model(
+        **{"model": "tiny", "data": str(file), "vocab_size": 270, "seq_len": 16, "split": "2"},
+        **{"batch_size": 4, "optimizer": "muon", "lr": 1e-3},
+    )
+    trainer = TextTrainer(config, load_text(config))
+    names = {id(one): name for name, one in trainer.pipe.named_parameters()}
+    by_muon, by_adamw = (
+        {names[id(one)] for group in groups for one in group["params"]}
+        for groups in (
+            [group for group in trainer.optimizer.param_groups if group["use_muon"] == chosen]
+            for chosen in (True, False)
+        )
+    )
+    assert by_muon and all(".attn." in name or ".mlp." in name for name in by_muon)
+    assert by_adamw == set(names.values()) - by_muon
+    assert {one.rsplit(".", 1)[1] for one in by_muon} == {"weight"}
+    assert len(by_muon) == 4 * 4  # of four blocks: attention in and out, MLP in and out
+
+
+def test_muon_is_torchs_with_its_adamw():
+    """Momentum, Newton-Schulz's steps and the rate by shape, as torch has them."""
+    layer = torch.nn.Linear(30, 20)
+    ours = make_optimizer(chosen("muon"), layer)
+    theirs = copy.deepcopy(layer)
+    of_torch = [
+        torch.optim.Muon(
+            [theirs.weight], lr=RATES["muon"], weight_decay=0.01, adjust_lr_fn="match_rms_adamw"
+        ),
+        torch.optim.AdamW(
+            [theirs.bias], lr=RATES["muon"], betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0
+        ),
+    ]
+    before = layer.weight.detach().clone()
+    for _ in range(4):
+        for mine, other in zip(layer.parameters(), theirs.parameters(), strict=True):
+            mine.grad = torch.randn_like(mine)
+            other.grad = mine.grad.clone()
+        for optimizer in (ours, *of_torch):
+            optimizer.step()
+    moved = theirs.weight.detach() - before
+    # Newton-Schulz's steps are in bfloat16, each way rounded in its own order.
+    assert (layer.weight.detach() - before - moved).norm() < 0.02 * moved.norm()
+    torch.testing.assert_close(layer.bias, theirs.bias)
 
 
 def test_what_is_not_trained_is_left_out():
     layer = torch.nn.Linear(3, 2)
     layer.bias.requires_grad_(False)
-    (group,) = make_optimizer(chosen("lamb"), layer.parameters()).param_groups
+    (group,) = make_optimizer(chosen("lamb"), layer).param_groups
     assert group["params"] == [layer.weight]
 
 
 def test_package_is_asked_for_only_where_it_is_needed(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    parameters = [torch.nn.Parameter(torch.ones(2, 2))]
-    make_optimizer(chosen("sgd"), parameters)
-    make_optimizer(chosen("lars"), parameters)
-    with pytest.raises(ValueError, match="optimizer is lamb, but pytorch-optimizer is not inst"):
-        make_optimizer(chosen("lamb"), parameters)
+    layer = torch.nn.Linear(2, 2)
+    make_optimizer(chosen("sgd"), layer)
+    make_optimizer(chosen("lars"), layer)
+    for name in ("lamb", "muon"):
+        with pytest.raises(ValueError, match=f"optimizer is {name}, but pytorch-optimizer is not"):
+            make_optimizer(chosen(name), layer)
 
 
 # -- the rate -------------------------------------------------------------------------------------
@@ -266,7 +318,7 @@ def test_weight_decay_beside_momentum_on_replicas(dp_comp):
     ended = []
     for weight_decay in (None, 0.01):
         w = torch.nn.Parameter(torch.ones(2, 3))
-        optimizer = make_optimizer(config, [w])
+        optimizer = make_optimizer(config, torch.nn.ParameterList([w]))
         if weight_decay is not None:
             optimizer = torch.optim.SGD([w], lr=0.01, momentum=0.9, weight_decay=weight_decay)
         for _ in range(1000):
