@@ -18,6 +18,8 @@ from recipes.metric import Metric
 #: Of the intervals that are shown, and that verdicts go by: a mean is beyond a bound if its whole
 #: interval is.
 PERCENT: Final = 95
+#: Fewest seeds of a verdict: an interval of two has one degree of freedom.
+FEWEST: Final = 3
 #: Below every table of paired differences.
 PAIRED: Final = f"Differences are paired by seed, +- half of Student's interval of {PERCENT} %."
 
@@ -187,7 +189,7 @@ class Table:
             f"Differences are taken seed by seed, in {self.unit}, as mean ± half of Student's "
             f"interval of {PERCENT} % (n). A claim is confirmed where that interval lies on the "
             "claimed side of its bound, not confirmed where it lies on the other side, and "
-            "undecided in between or with fewer than two seeds. "
+            f"undecided in between or with fewer than {FEWEST} seeds. "
             f"Severe harm is more than {self.severe:g} {self.short_unit}, nearly as good is "
             f"within {self.near:g}."
         )
@@ -195,7 +197,7 @@ class Table:
 
 def verdict(differences: Sequence[float], *, above: bool, bound: float) -> str:
     """``confirmed``, ``not confirmed`` or ``undecided``, by `Table.rule`."""
-    if len(differences) < 2:
+    if len(differences) < FEWEST:
         return "undecided"
     half_width = half_interval(differences, PERCENT)
     excess = statistics.mean(differences) - bound

@@ -61,6 +61,9 @@ ROWS: Final[dict[str, Row]] = {
     "fw2-bw8, AQ-SGD": Row("aqsgd+quant:2", "quant:8", warmup=True),
     "fw2 channels-bw8, after warm-up": Row("quant:2:scale=channel", "quant:8", warmup=True),
     "fw2 channels-bw8, AQ-SGD": Row("aqsgd+quant:2:scale=channel", "quant:8", warmup=True),
+    "fw2 rotated-bw8, after warm-up": Row("rotate+lloyd:2", "quant:8", warmup=True),
+    "fw2 rotated-bw8, AQ-SGD": Row("aqsgd+rotate+lloyd:2", "quant:8", warmup=True),
+    "auto:memory": Row("auto:memory", "auto:memory"),
     "top 10 %, after warm-up": Row("topk:0.1", "topk:0.1", warmup=True),
     "top 10 %, EF": Row("ef+topk:0.1", "ef+topk:0.1", warmup=True),
     "top 10 %, EF21": Row("ef21+topk:0.1", "ef21+topk:0.1", warmup=True),
@@ -98,14 +101,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of the study."""
     parser = grid_parser("wikitext_study", __doc__, ROWS)
-    parser.set_defaults(epochs=3, batch_size=8, chunks=4, lr=3e-4, workers=1)
+    parser.set_defaults(epochs=3, batch_size=8, chunks=4, lr=1e-3, workers=1)
     add = parser.add_argument
     add("--model", default=TextConfig.model, help="hub name or folder, to fine-tune")
     add("--tokenizer", help="hub name or folder (default: the model's own)")
     add("--data", default=TextConfig.data, help="hub name, folder, text file or python-docs")
-    add("--part", default="2/2", metavar="K/N", help="of the training articles (default 2/2)")
+    add("--part", metavar="K/N", help="of the training articles (default: all)")
     add("--seq-len", type=int, default=256, metavar="TOKENS", help="of a block")
-    add("--train-blocks", type=int, default=128, help="spread over the text; each run sees all")
+    add("--train-blocks", type=int, default=192, help="spread over the text; each run sees all")
     add("--eval-blocks", type=int, default=96, help="the first of the validation text")
     add("--lr-warmup-steps", type=int, default=0, help="in which the learning rate rises")
     add("--split", default=TextConfig.split, help="paper, a number of stages, or block counts")

@@ -24,7 +24,7 @@ def line(row, seed, on, off=0.0, **more):
     ("rows", "table", "numbers"),
     [
         (ROWS, TABLE, {1, 2, 3, 4, 5}),
-        (wikitext_study.ROWS, wikitext_study.TABLE, {1, 2, 3, 4, 5, 6, "AQ-SGD"}),
+        (wikitext_study.ROWS, wikitext_study.TABLE, {1, 2, 3, 4, 5, 6, "AQ-SGD", "auto"}),
     ],
     ids=["cifar10", "wikitext"],
 )
@@ -67,8 +67,9 @@ def test_verdict(bound, above, expected):
     assert verdict([1.0, 2.0, 3.0], above=above, bound=bound) == expected
 
 
-def test_one_seed_decides_nothing():
-    assert verdict([50.0], above=True, bound=0.0) == "undecided"
+@pytest.mark.parametrize("differences", [[50.0], [50.0, 50.1]])
+def test_fewer_than_three_seeds_decide_nothing(differences):
+    assert verdict(differences, above=True, bound=0.0) == "undecided"
 
 
 def test_spread():

@@ -195,12 +195,12 @@ def line(row: str, seed: int, on: float, off: float, loss: float = 4.0) -> dict[
 
 
 def test_table_and_verdicts_by_hand():
-    harm = ((0, 0.349), (1, 0.351))  # of the seeds, off at inference
+    harm = ((0, 0.349), (1, 0.35), (2, 0.351))  # of the seeds, off at inference
     lines = [
-        *(line("none", seed, on=100.0, off=100.0) for seed in (0, 1)),
+        *(line("none", seed, on=100.0, off=100.0) for seed in range(3)),
         *(line("top 10 %", n, on=100 * math.exp(0.2), off=100 * math.exp(x)) for n, x in harm),
-        *(line("fw2-bw8, AQ-SGD", seed, on=900.0, off=101.0, loss=4.01) for seed in (0, 1)),
-        *(line("fw2-bw8, after warm-up", seed, on=140.0, off=99.0, loss=4.2) for seed in (0, 1)),
+        *(line("fw2-bw8, AQ-SGD", seed, on=900.0, off=101.0, loss=4.01) for seed in range(3)),
+        *(line("fw2-bw8, after warm-up", seed, on=140.0, off=99.0, loss=4.2) for seed in range(3)),
     ]
     text = render(Results.of(lines, order=list(wikitext_study.ROWS)), TABLE)
     shown = text.splitlines()
@@ -210,7 +210,7 @@ def test_table_and_verdicts_by_hand():
     )
     assert (
         shown[2]
-        == "| none | 100.00 ± 0.00 | 100.00 ± 0.00 | 2 | 4.000 | 1.000 | 0.250 | 2.0 | 0.625 |"
+        == "| none | 100.00 ± 0.00 | 100.00 ± 0.00 | 3 | 4.000 | 1.000 | 0.250 | 2.0 | 0.625 |"
     )
     verdicts = {tuple(row.split(" | ")[1:3]): row.split(" | ")[3:] for row in shown}
     expected = {
