@@ -181,6 +181,7 @@ def _of_inference(row: Mapping[str, Any], dense_bits: int) -> Run:
 
 def _of_study(row: Mapping[str, Any], dense_bits: int) -> Run:
     metric = ACCURACY if ACCURACY.on in row else PERPLEXITY
+    trained = "LoRA, " if row.get("lora") else ""  # which its row is called, too
     return Run(
         row["row"],
         family_of(row["row"]),
@@ -189,6 +190,7 @@ def _of_study(row: Mapping[str, Any], dense_bits: int) -> Run:
         # Bytes sent over cuts ÷ dense ones; a study of text has the tie's beside them.
         bits=dense_bits * row.get("cut_ratio_overall", row["wire_ratio"]),
         seed=row["seed"],
+        base=trained + UNCOMPRESSED,
     )
 
 

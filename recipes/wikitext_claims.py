@@ -118,6 +118,7 @@ CLAIMS: Final[tuple[Claim, ...]] = (
     *_aqsgd("fw2 channels-bw8"),
     *_aqsgd("fw2 rotated-bw8"),
     *_no_loss("auto", "auto:memory", "auto:memory"),
+    *_no_loss("auto", "auto:scratch", "auto:scratch"),
 )
 
 

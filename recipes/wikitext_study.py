@@ -64,6 +64,7 @@ ROWS: Final[dict[str, Row]] = {
     "fw2 rotated-bw8, after warm-up": Row("rotate+lloyd:2", "quant:8", warmup=True),
     "fw2 rotated-bw8, AQ-SGD": Row("aqsgd+rotate+lloyd:2", "quant:8", warmup=True),
     "auto:memory": Row("auto:memory", "auto:memory"),
+    "auto:scratch": Row("auto:scratch", "auto:scratch"),
     "top 10 %, after warm-up": Row("topk:0.1", "topk:0.1", warmup=True),
     "top 10 %, EF": Row("ef+topk:0.1", "ef+topk:0.1", warmup=True),
     "top 10 %, EF21": Row("ef21+topk:0.1", "ef21+topk:0.1", warmup=True),

@@ -54,6 +54,15 @@ def test_costs_of_a_study_are_taken_seed_by_seed():
     assert point.family == "top"
 
 
+def test_adapters_are_held_to_adapters_in_a_study_too():
+    rows = [of_study("none", 0, 1.0, 0.8), of_study("LoRA, none", 0, 1.0, 0.5)]
+    rows[1] |= {"lora": 8}
+    rows += [{**of_study("LoRA, quant:4", 0, 0.125, 0.49), "lora": 8}]
+    _, [point] = points_of(rows)
+    assert (point.method, point.base) == ("LoRA, quant:4", "LoRA, none")
+    assert point.cost == pytest.approx(1.0)
+
+
 def test_bytes_of_a_tie_are_not_those_of_cuts():
     rows = [{**of_study(row, 0, 0.9, 0.5), "cut_ratio_overall": 0.25} for row in ("none", "quant")]
     _, [point] = points_of(rows)
