@@ -37,6 +37,9 @@ _T = TypeVar("_T")
 #: The most seconds that a rank looks for the records of others, which end at nearly the same time.
 _GRACE_S = 2.0
 
+#: In the transport's reason, where the other end was not only slow: of a read, and of a write.
+_WORDS_OF_A_CLOSED_CONNECTION = ("closed", "reset", "broken pipe")
+
 
 def grace_of(timeout_s: float) -> float:
     """Seconds of a timeout that are kept for finding out who is to blame."""
@@ -215,7 +218,7 @@ class Faults:
     def _seen(self, record: _Record, cause: int | None) -> str:
         """A sentence: somebody waited in vain, and for whom that was in the end."""
         peer = "another rank" if cause is None else self._name_of(cause)
-        closed = "closed" in record.reason or "reset" in record.reason
+        closed = any(word in record.reason.lower() for word in _WORDS_OF_A_CLOSED_CONNECTION)
         how = "is gone" if closed else "did not answer in time"
         return (
             f"{peer} {how}: {self._name_of(record.rank)} waited for the {record.where} "
