@@ -1,13 +1,13 @@
 """Fine-tuning with compressed cuts, from one command that can be stopped and continued.
 
-    python -m recipes.wikitext_study --model FOLDER --data FOLDER --seeds 3
+    python -m recipes.wikitext_study --model FOLDER --data python-docs --seeds 3
     python -m recipes.wikitext_study --table
 
 The grids of Rudakov et al. (GPT-2, Top-K and quantization) and of Wang et al. (AQ-SGD) on a model
-that `recipes.wikitext` has trained on one half of the text (`--part 1/2`); the study takes the
-other. A run visits each of few training blocks several times, as AQ-SGD needs it. Seeds vary the
-order of the blocks, which all rows of a seed share; the weights at the start are the same for all.
-`recipes.study` runs it.
+that `recipes.wikitext` has trained on other text, so that there is something to learn. A run visits
+each of few training blocks several times, as AQ-SGD needs it. Seeds vary the order of the blocks,
+which all rows of a seed share; the weights at the start are the same for all. `recipes.study` runs
+it.
 
 On a CPU with Linux, the environment variable THP_MEM_ALLOC_ENABLE=1 makes a step of a small model
 with a large vocabulary up to twice as fast: torch then asks for huge pages, for the logits.
