@@ -12,6 +12,10 @@ radix)::
 
 Receives for the next records are posted when the last ones are there, so that a message of gloo's
 takes one latency and not a request and an answer.
+
+Nobody waits for what was sent to a rank whose record has come since, where that rank might die and
+the wait not end (`mpcomp.comm.channels`). It has gone to the socket: the receive for it was posted
+before that record was sent, over the same connection.
 """
 
 from __future__ import annotations
@@ -66,6 +70,8 @@ class AllGather:
         self._rounds = list(_rounds(self._rank, self._size))
         #: Buffers and works of the receives for the records to come, by round.
         self._posted: list[list[tuple[Tensor, Any]]] = []
+        #: The last records sent, whose memory must live until they have left.
+        self._sent: list[tuple[Tensor, Any]] = []
 
     def __call__(self, record: Tensor) -> Tensor:
         """The records of all ranks [ranks, n], by rank.
@@ -83,20 +89,21 @@ class AllGather:
         held = torch.empty(self._size, own.numel(), dtype=torch.uint8)
         held[0] = own
         posted = self._posted or self._post()
-        self._posted = []
+        self._posted, before, self._sent = [], self._sent, []
         for messages, arriving in zip(self._rounds, posted, strict=True):
-            sent: list[Any] = [
-                dist.isend(
-                    held[: each.length].reshape(-1), dst=each.target, group=self._group, tag=TAG
-                )
-                for each in messages
-            ]
+            sent = [self._send(held, each) for each in messages]
             for each, (buffer, work) in zip(messages, arriving, strict=True):
                 work.wait(self._timeout)
                 arrived = buffer[: each.length * own.numel()].view(each.length, -1)
                 held[each.first : each.first + each.length] = arrived
-            for work in sent:
-                work.wait(self._timeout)
+            heard = {each.source for each in messages}
+            for each, work in zip(messages, sent, strict=True):
+                if each.target in heard:
+                    self._sent.append((held, work))
+                else:
+                    work.wait(self._timeout)
+        for _, work in before:  # over by now
+            work.wait(self._timeout)
         # A rank that has these records too may leave at once. Then it is the next call, if there is
         # one, that fails, when it posts anew.
         with suppress(RuntimeError):
@@ -106,6 +113,10 @@ class AllGather:
     def _post(self) -> list[list[tuple[Tensor, Any]]]:
         return [[self._receive(each) for each in messages] for messages in self._rounds]
 
+    def _send(self, held: Tensor, message: _Message) -> Any:
+        records = held[: message.length].reshape(-1)
+        return dist.isend(records, dst=message.target, group=self._group, tag=TAG)
+
     def _receive(self, message: _Message) -> tuple[Tensor, Any]:
         buffer = torch.empty(message.length * LARGEST_RECORD, dtype=torch.uint8)
         work = dist.irecv(buffer, src=message.source, group=self._group, tag=TAG)
@@ -113,7 +124,7 @@ class AllGather:
 
     def close(self) -> None:
         """Lets go of the group."""
-        self._posted = []
+        self._posted, self._sent = [], []
         del self._group
 
 

@@ -1,7 +1,9 @@
 """Moving messages of one direction of a cut or a tie, from one end of its link to the other.
 
 Both ends know the length of every message before it is sent, so receives are posted ahead and a
-message needs no announcement. Sends return at once; `finish` waits for them at the end of a step.
+message needs no announcement. Sends return at once, and nobody waits for one until something else
+tells that it has arrived: one that gloo is just taking up when the other rank dies is forgotten,
+and a wait for it ends with nothing but its timeout. All receives end with their connection.
 """
 
 from __future__ import annotations
@@ -53,8 +55,8 @@ class Channel(ABC):
         """Waits for a message that was posted: uint8 [n] on this rank's device."""
 
     @abstractmethod
-    def finish(self) -> None:
-        """Waits until all that was sent has left."""
+    def release(self) -> None:
+        """Lets go of the messages sent so far, which the other end is known to have received."""
 
 
 class LocalChannel(Channel):
@@ -79,7 +81,7 @@ class LocalChannel(Channel):
     def receive(self, microbatch: int) -> Tensor:
         return self._messages.pop(microbatch)
 
-    def finish(self) -> None:
+    def release(self) -> None:
         pass
 
 
@@ -178,7 +180,7 @@ class WireChannel(Channel):
         message = closed_up(rooms, self._connections, num_bytes)
         return message.to(self.device, non_blocking=True) if self._staged else message
 
-    def finish(self) -> None:
+    def release(self) -> None:
         for microbatch, _, works in self._sent:
             with self._waiting(microbatch, "departure of a message"):
                 for work in works:

@@ -51,6 +51,7 @@ def measure_chain(mesh: ProcessMesh) -> list[tuple[float, float]]:
         PeerError: a rank failed, or did not come.
     """
     own: list[tuple[float, float] | None] = []
+    opened: list[WireChannel] = []
     with mesh.failing_together("measuring links"):
         for place in range(mesh.num_in_pipeline - 1):
             groups = [mesh.pair(place, place + 1) for _ in range(2)]
@@ -70,9 +71,10 @@ def measure_chain(mesh: ProcessMesh) -> list[tuple[float, float]]:
                 if group is not None
             ]
             own.append(measure_link(*channels, sends=sends) if channels else None)
-            for channel in channels:
-                channel.close()
+            opened += channels
     found = mesh.all_gather_object(own, "measured links")
+    for channel in opened:  # whose last messages have arrived by now
+        channel.close()
     return [next(filter(None, of_link)) for of_link in zip(*found, strict=True)]
 
 
@@ -82,19 +84,18 @@ def _exchange(there: Channel, back: Channel, tag: int, size: int, sends: bool) -
         back.post(tag, 1)
         there.send(tag, torch.zeros(size, dtype=torch.uint8, device=there.device))
         back.receive(tag)
-        there.finish()
+        there.release()
     else:
         there.post(tag, size)
         there.receive(tag)
+        back.release()  # the answer before this one, without which nothing more would have come
         back.send(tag, torch.zeros(1, dtype=torch.uint8, device=back.device))
-        back.finish()
     return time.perf_counter() - start
 
 
 def _tell(there: Channel, tag: int, flag: bool, sends: bool) -> bool:
     if sends:
         there.send(tag, torch.tensor([flag], dtype=torch.uint8, device=there.device))
-        there.finish()
         return flag
     there.post(tag, 1)
     return bool(there.receive(tag))

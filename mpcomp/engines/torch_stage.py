@@ -81,6 +81,8 @@ class CutStage(PipelineStage):
     ) -> None:
         """Prepares for the microbatches of a step, or of one pass of evaluation.
 
+        All ranks have met since the last one, so what they sent in it has arrived.
+
         Args:
             step: the step.
             metas: per microbatch, what crosses each cut.
@@ -95,17 +97,16 @@ class CutStage(PipelineStage):
         self.has_backward = step.train
         self.chunks = len(metas)
         self.clear_runtime_states()
+        if self._after is not None:
+            self._after.act.release()
         if self._before is not None:
+            self._before.grad.release()
             cut = self.stage_index - 1
             for i, at_cuts in enumerate(metas):
                 self._before.post_activation(at_cuts[cut], step, i)
 
     def finish(self) -> None:
-        """Waits until all messages have left, and lets go of what the step left behind."""
-        if self._after is not None:
-            self._after.act.finish()
-        if self._before is not None:
-            self._before.grad.finish()
+        """Lets go of what the step left behind, but for messages: they may be on their way yet."""
         self.clear_runtime_states()
 
     def close(self) -> None:

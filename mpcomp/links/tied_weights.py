@@ -123,6 +123,7 @@ class TiedWeights:
         copy = next(iter(self.here.values()))
         meta = TensorMeta((1, copy.numel()), copy.dtype)
         for i, (link, channel) in enumerate(zip(self.links, self._channels, strict=True)):
+            channel.release()  # ranks have met since the last step
             if i not in self.here:
                 size = link.message_bytes(meta, step, 0, copy.device)
                 channel.post(0, size, link.room(meta))
@@ -134,8 +135,6 @@ class TiedWeights:
                 messages[i] = self.links[i].encode(row, step, 0)
             self.links[i].hand_over(row, messages[i], self._channels[i], step, 0)
         parts = [self._part(i, messages, meta, step) for i in range(2)]
-        for i in self.here:
-            self._channels[i].finish()
         for i, copy in self.here.items():
             other = copy.device
             total = (parts[0].to(other) + parts[1].to(other)).reshape(copy.shape)

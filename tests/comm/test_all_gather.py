@@ -45,6 +45,35 @@ def test_every_rank_has_all_records(
         assert num_rounds == rounds
 
 
+class _Unending:
+    """A send whose receiver has died as it was taken up: a wait for it does not end."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work  # its memory must live
+
+    def wait(self, timeout: Any) -> None:
+        raise AssertionError("a wait that nothing ends but its timeout")
+
+
+def with_sends_that_do_not_end() -> list[list[int]]:
+    """Records of the last call before a rank's death, which all that are left have."""
+    records = AllGather(dist.new_group(backend="gloo"), timeout_s=TIMEOUT_S)
+    own = torch.tensor([dist.get_rank()])
+    records(own)
+    isend = dist.isend
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "isend", lambda *args, **kwargs: _Unending(isend(*args, **kwargs)))
+        found: list[list[int]] = records(own).tolist()
+    dist.barrier()
+    return found
+
+
+def test_nobody_waits_for_a_send_to_a_rank_whose_record_has_come(
+    ranks: Callable[..., Any],
+) -> None:
+    assert ranks(with_sends_that_do_not_end, 3) == [[[0], [1], [2]]] * 3
+
+
 def halves(timeout_s: float) -> str:
     """The words of the error on rank 0, which rank 1 never answers."""
     records = AllGather(dist.new_group(backend="gloo"), timeout_s=timeout_s)

@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import socket
+import subprocess
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 import mpcomp
 from mpcomp import PeerError
 from mpcomp.comm.mesh import ProcessMesh
+from mpcomp.links.boundary import ConnectedBoundary
 
 #: Of pipelines in which a rank waits in vain: a test lasts as long. What is timed are deadlines,
 #: and nothing else, since machines that run tests are busy.
@@ -177,6 +179,45 @@ def test_a_killed_rank_is_named_by_all_others_at_once(ranks, case, fault):
         assert f"Noticed here, on rank {rank} (" in end.message or f": rank {rank} (" in end.message
         assert end.seconds < AT_ONCE_S, (rank, end)
         assert end.again == "", (rank, end)
+
+
+def dies_as_a_send_is_taken_up():
+    """The first of two ranks dies right after it has asked for a gradient that waits to be sent.
+
+    The other one is stopped meanwhile, so that gloo's thread finds the request there and, as it is
+    about to write, the connection gone. It then forgets this send.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1 << 20), torch.nn.Linear(1 << 20, 1))
+    pipe = mpcomp.pipeline(model, 1, split=["0"], loss_fn=F.mse_loss, timeout=PATIENT_S)
+    post, send = ConnectedBoundary.post_gradient, ConnectedBoundary.send_gradient
+
+    def post_and_die(*args):
+        pid = int(store.get("sent"))
+        os.kill(pid, signal.SIGSTOP)
+        post(*args)
+        subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -CONT {pid}"])
+        die()
+
+    def send_and_tell(*args):
+        send(*args)
+        store.set("sent", str(os.getpid()))
+
+    def train():
+        pipe.forward_backward(torch.ones(4, 1), torch.ones(4, 1))  # more than sockets hold
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ConnectedBoundary, "post_gradient", post_and_die)
+        patch.setattr(ConnectedBoundary, "send_gradient", send_and_tell)
+        begin = time.monotonic()
+        with pytest.raises(PeerError, match=r"rank 0 .* is gone"):
+            train()
+        return time.monotonic() - begin
+
+
+def test_a_rank_that_dies_as_gloo_takes_up_a_send_is_noticed_at_once(ranks):
+    _, seconds = ranks(dies_as_a_send_is_taken_up, 2, may_fail=True)
+    assert isinstance(seconds, float) and seconds < AT_ONCE_S, seconds
 
 
 @pytest.mark.parametrize("case, fault", [slow(FAULTS[3], freeze), (FAULTS[5], doze)])
