@@ -171,6 +171,8 @@ EXAMPLES: dict[type[SpecValue], list[SpecValue]] = {
         AQSGD(ECSQ(0.3), first=ECSQ(0.3, centre=True)),
         AQSGD(ECSQ(0.2, dead_zone=0.7), first=ECSQ(0.3), storage="bf16"),
         AQSGD(Quantize(8, scale="sample"), location="cpu", cap_bytes=2000),
+        AQSGD(ECSQ(0.3, dead_zone=0.7), first=ECSQ(0.3), along=ECSQ(1.0)),
+        AQSGD(Quantize(4), along=Cast("bf16"), storage=8),
     ],
     KLT: [KLT(ECSQ(0.5)), KLT(ECSQ(0.2, centre=True)), KLT(ECSQ(1.0, rounding="dither"))],
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Final
@@ -37,6 +37,8 @@ class MessageContext:
         unit: factor from the units in which state is kept to those of this message's tensor:
             the loss scale, over the learning rate where a method follows it.
         valid: bool [rows, positions], False where the batch is padded; None where all count.
+        gradients: of an activation's message: gives what arrived last as the gradients of slots,
+            fp32 [slots, n], zeros of a slot that has had none; None where nothing keeps them.
     """
 
     step: int
@@ -45,6 +47,7 @@ class MessageContext:
     sample_ids: SampleIds = None
     unit: float = 1.0
     valid: Tensor | None = None
+    gradients: Callable[[Sequence[Key]], Tensor] | None = None
 
 
 @dataclass(frozen=True)

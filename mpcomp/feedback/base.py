@@ -20,6 +20,7 @@ from mpcomp.compressors.base import Compressor, check_contractive
 from mpcomp.compressors.identity import Identity
 from mpcomp.core.spec import SpecValue, shown
 from mpcomp.core.step import Key, MessageContext, SampleIds
+from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.feedback.memory import Memory, State
 from mpcomp.feedback.residual import Residual
 from mpcomp.feedback.slots import StoragePlan
@@ -127,6 +128,18 @@ class Feedback(SpecValue, Memory, ABC):
     def coders(self) -> tuple[Compressor, ...]:
         """The compressors whose payloads make up a message, which says their sum."""
         return (self.inner,)
+
+    def coders_of(
+        self, keys: Sequence[Key], context: MessageContext, meta: TensorMeta
+    ) -> tuple[Compressor, ...]:
+        """`coders` for the message of some slots that have an estimate.
+
+        Args:
+            keys: of the slots.
+            context: of the message.
+            meta: of the rows.
+        """
+        return self.coders
 
     def part(
         self, index: int, x: Tensor, target: Tensor, said: Sequence[Tensor], state: State

@@ -16,9 +16,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
+from mpcomp.compressors.along import AlongVectors
 from mpcomp.compressors.base import Compressor
+from mpcomp.core.spec import shown
 from mpcomp.core.step import Key, MessageContext, SampleIds
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.feedback.base import EvalChoice, Feedback, row_keys
@@ -92,6 +95,15 @@ class AQSGD(EF21):
     training step needs ``sample_ids``. A sample that the first epoch left out (``drop_last``) has
     its first visit when it comes, and goes raw then.
 
+    With ``along=step/1`` a number a token goes besides: what Q leaves out along the gradient g of a
+    that came back at the sample's last visit. Both ends have it if ``grad_comp`` is such a memory,
+    too::
+
+        e = a - m - Q(a - m),    c = <e, g> / <g, g>,    m <- m + Q(a - m) + c g
+
+    Compression changes the loss by <g, m - a> to first order, which then is nearly zero. So Q may
+    have a dead zone: what the stages before have learned about the sample arrives all the same.
+
     Each end of each cut keeps a row for every training sample: num_samples x elements of a
     sample's activation x bytes of an element (4 "fp32", 2 "fp16" and "bf16", bits / 8 and a scale
     a row), and a stage between two cuts is an end of both. 20 000 samples of GPT-2-XL (1024 x
@@ -102,13 +114,14 @@ class AQSGD(EF21):
     which the report's wire bytes show. Rows have one shape: pad all batches to one length, as a
     batch of another starts all of them anew.
 
-    * Source: Wang et al., NeurIPS 2022, algorithm 1.
+    * Source: Wang et al., NeurIPS 2022, algorithm 1; ``along`` is this project's own.
     * State: the estimate m of each training sample, equal bit for bit at both ends of each cut.
     * Theory: SGD, with an unbiased Q of ||x - Q(x)|| <= c ||x||, c < sqrt(1/2); the bound grows
       with the number of samples. Neither `TopK` nor rounding to the nearest is unbiased, and
       augmentation moves a sample between two visits.
 
     Args:
+        along: compressor of the numbers c, [tokens, 1]; for ``act_comp``. None for no such part.
         key: what a slot is found by: "sample" (``sample_ids`` [b]), "augmented" (``sample_ids``
             [b, 2]: id and augmentation seed), or "batch" (``sample_ids`` the index of a batch
             whose composition is fixed).
@@ -116,6 +129,7 @@ class AQSGD(EF21):
     Other arguments and errors as for `EF21`.
     """
 
+    along: Compressor | None = None
     key: str = "sample"
     spec: ClassVar[str] = "aqsgd"
     by_sample: ClassVar[bool] = True
@@ -126,6 +140,30 @@ class AQSGD(EF21):
         super().check()
         if self.key not in ("sample", "augmented", "batch"):
             raise ValueError(f"key={self.key!r}: AQSGD knows sample, augmented, batch")
+        if self.along is not None and not isinstance(self.along, Compressor):
+            raise TypeError(f"along={shown(self.along)}: expected a compressor, or None")
+
+    @property
+    def selects(self) -> bool:  # type: ignore[override]
+        return self.along is None and super().selects
+
+    def coders_of(
+        self, keys: Sequence[Key], context: MessageContext, meta: TensorMeta
+    ) -> tuple[Compressor, ...]:
+        if self.along is None:
+            return self.coders
+
+        def vectors() -> Tensor:
+            if context.gradients is None:
+                return torch.zeros(meta.shape)
+            return meta.unflatten(context.gradients(keys))
+
+        return (*self.coders, AlongVectors(vectors, self.along))
+
+    def part(
+        self, index: int, x: Tensor, target: Tensor, said: Sequence[Tensor], state: State
+    ) -> Tensor:
+        return target - said[0] if index else target
 
     def slots(self, context: MessageContext, num_rows: int) -> Sequence[Key]:
         ids = context.sample_ids

@@ -37,6 +37,11 @@ class Side(Enum):
     SENDER = "sender"
     RECEIVER = "receiver"
 
+    @property
+    def other(self) -> Side:
+        """The other end."""
+        return Side.RECEIVER if self is Side.SENDER else Side.SENDER
+
 
 @dataclass(frozen=True)
 class Field:

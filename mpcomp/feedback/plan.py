@@ -223,11 +223,11 @@ class MemoryPlan(Plan):
             meta, keys = meta.with_rows(len(rows)), [keys[row] for row in rows]
             index = torch.tensor(rows, device=self._device)
             padded = None if padded is None else padded[rows]
-        coders = (method.first or Identity(),) if first else method.coders
+        coders = (method.first or Identity(),) if first else method.coders_of(keys, context, meta)
         parts = []
         for i, coder in enumerate(coders):
             coder = or_dense(coder, meta)
-            name = "first" if first else str(i) if self._end.estimate is None else "later"
+            name = "first" if first else str(i) if i or self._end.estimate is None else "later"
             parts.append(Coding(coder, meta, partial(context.draw, name)))
         state = self._end.open(
             keys,

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from mpcomp.comm.channels import Channel
+from mpcomp.core.spec import SpecValue
 from mpcomp.core.step import Step
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.core.wire import status_of
+from mpcomp.feedback.ef21 import AQSGD
 from mpcomp.feedback.memory import Side
 from mpcomp.links.link import Link
 
@@ -35,6 +37,8 @@ class Boundary:
     def __init__(self, act: Link, grad: Link) -> None:
         self.act = act
         self.grad = grad
+        if looks_at_gradients(act.method):
+            act.gradients = grad
         #: Whether the open step broke off here, so that it must not be stored.
         self.failed = False
         self._shares = grad.method.reuses_selection
@@ -182,6 +186,11 @@ class ConnectedBoundary:
             step.during("decode", link.receiver_stage, microbatch, link.name),
         ):
             return self.boundary.receive_gradient(message, meta, step, microbatch)
+
+
+def looks_at_gradients(act: SpecValue) -> bool:
+    """Whether a method of activations needs what the gradients' method remembers."""
+    return isinstance(act, AQSGD) and act.along is not None
 
 
 def _nonzero(x: Tensor, status: Tensor | None = None) -> Tensor:

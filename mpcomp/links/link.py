@@ -161,6 +161,8 @@ class Link:
         #: Whether this step notes whose slots its messages belong to, for `bits`.
         self.notes_slots = False
         self._noted: dict[Side, dict[int, tuple[EndState, list[Key]]]] = {}
+        #: Of activations whose method looks at their gradients: the link that remembers these.
+        self.gradients: Link | None = None
         self.adaptive = adaptive
         inner = method if adaptive is None else method.inner  # type: ignore[attr-defined]
         #: The feedback method, also of an adaptive link, whose ratio then is not the present one.
@@ -502,6 +504,10 @@ class Link:
         end = None
         if self._ends is not None and step.train:
             end = self._ends.end(side, meta, device)
+            if self.gradients is not None:
+                # What an activation's sender knows of gradients is what it has received.
+                known = partial(self.gradients.remembered, side.other, meta, device)
+                context = replace(context, gradients=known)
             if self.notes_slots and end.estimate is not None:
                 assert self.feedback is not None
                 keys = list(self.feedback.slots(context, meta.num_rows))
@@ -512,6 +518,22 @@ class Link:
                 return MemoryPlan(coder, end, meta, context, padded, device)
             coder = coder.evaluation
         return PlainPlan(or_dense(coder, meta), meta, context, padded, end)
+
+    def remembered(
+        self, side: Side, meta: TensorMeta, device: torch.device, keys: Sequence[Key]
+    ) -> Tensor:
+        """The estimates of slots at an end, as the steps before have left them: fp32 [slots, n].
+
+        Args:
+            side: the end.
+            meta: of a message.
+            device: of the end.
+            keys: of the slots; one that has no estimate has zeros.
+        """
+        assert self._ends is not None
+        end = self._ends.end(side, meta, device)
+        assert end.estimate is not None
+        return end.fields[end.estimate].read(keys, 1.0, None)
 
     def _coder(
         self, side: Side, meta: TensorMeta, step: Step, microbatch: int, positions: Tensor | None

@@ -1,0 +1,72 @@
+"""What each token has along a vector that both ends know: one number a token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from mpcomp.compressors.base import Compressor
+from mpcomp.compressors.tokens import Tokens
+from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.wire import Payload
+
+__all__ = ["AlongVectors"]
+
+_LARGEST: Final = 1e30  # of a coefficient: of a vector that is hardly there
+
+
+@dataclass(frozen=True, eq=False)
+class AlongVectors(Compressor):
+    """Sends of each token x the coefficient c = <x, g> / <g, g> of its vector g: x^ = c^ g.
+
+    With c^ = c what is left of x is orthogonal to g. A coefficient of a vector that is zero is
+    zero.
+
+    Args:
+        vectors: gives the vectors, a tensor like the one that is compressed; equal at both ends.
+        coefficients: their compressor, of a tensor [tokens, 1].
+    """
+
+    vectors: Callable[[], Tensor]
+    coefficients: Compressor
+
+    def __str__(self) -> str:
+        return f"along its vectors by {self.coefficients}"
+
+    @property
+    def variable_length(self) -> bool:  # type: ignore[override]
+        """Whether the coefficients' message is."""
+        return self.coefficients.variable_length
+
+    def layout(self, meta: TensorMeta) -> tuple[TensorMeta, ...]:
+        return self.coefficients.layout(_one_a_token(meta))
+
+    def compress(self, x: Tensor, generator: torch.Generator | None = None) -> Payload:
+        tokens = Tokens.of(TensorMeta.of(x))
+        # In fp64, where no square overflows. Sums may round by machine: what is sent is the result.
+        g = self._split(tokens, x.device).to(torch.float64)
+        products = (tokens.split(x) * g).sum(1, keepdim=True)
+        squares = g.square().sum(1, keepdim=True)
+        c = torch.where(squares > 0, products / squares, 0.0).clamp(-_LARGEST, _LARGEST)
+        return self.coefficients.compress(c.to(torch.float32), generator)
+
+    def decompress(
+        self, payload: Payload, meta: TensorMeta, generator: torch.Generator | None = None
+    ) -> Tensor:
+        tokens = Tokens.of(meta)
+        c = self.coefficients.decompress(payload, _one_a_token(meta), generator)
+        limit = min(torch.finfo(meta.dtype).max, torch.finfo(torch.float32).max)
+        x = (c * self._split(tokens, c.device)).clamp_(-limit, limit)
+        return tokens.join(x.to(meta.dtype))
+
+    def _split(self, tokens: Tokens, device: torch.device) -> Tensor:
+        """The vectors, fp32 [tokens, channels]."""
+        return tokens.split(self.vectors().to(device))
+
+
+def _one_a_token(meta: TensorMeta) -> TensorMeta:
+    return TensorMeta((Tokens.of(meta).num, 1))
