@@ -4,6 +4,8 @@ The lists are keyed by class, and `test_registry.py` fails for a class that has 
 a new method is under all laws from its first day.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -203,6 +205,14 @@ ALL = [
 COMPRESSORS: list[Compressor] = [value for value in ALL if isinstance(value, Compressor)]
 SELECTING = [value for value in COMPRESSORS if isinstance(value, Selecting)]
 FEEDBACK: list[Feedback] = [value for value in ALL if isinstance(value, Feedback)]
+
+
+def beside(act: SpecValue, otherwise: SpecValue | None) -> SpecValue | None:
+    """A method of gradients for one of activations: ``otherwise``, or the memory that it needs."""
+    if isinstance(act, AQSGD) and act.along is not None:
+        return replace(act, along=None)
+    return otherwise
+
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from everyday import slow_but_one_a_class
 from lms import gpt2, text
-from methods import FEEDBACK
+from methods import FEEDBACK, beside
 from models import MLP_SPLIT, assert_same_state, links_state, mlp, rows
 
 import mpcomp
@@ -20,7 +20,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*would not shrink")
 
 def pipe_of(method, **kwargs):
     torch.manual_seed(0)
-    options = {"act_comp": method, "grad_comp": method, "loss_fn": F.cross_entropy, **kwargs}
+    methods = {"act_comp": method, "grad_comp": beside(method, method)}
+    options = {**methods, "loss_fn": F.cross_entropy, **kwargs}
     return mpcomp.pipeline(mlp(), 3, split=MLP_SPLIT, **options)
 
 

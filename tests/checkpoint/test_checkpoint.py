@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from everyday import slow
-from methods import FEEDBACK, same_bits
+from methods import FEEDBACK, beside, same_bits
 from models import (
     CONV_SPLIT,
     MLP_SPLIT,
@@ -79,7 +79,10 @@ def _plain(value):
 
 
 METHODS = [
-    *((method, None if isinstance(method, mpcomp.AQSGD) else method) for method in FEEDBACK),
+    *(
+        (method, beside(method, None if isinstance(method, mpcomp.AQSGD) else method))
+        for method in FEEDBACK
+    ),
     ("randomk:0.3", "quant:4:rounding=stochastic"),
     ("ef21+topk:0.3", "same"),
     (["aqsgd+quant:4", None], ["ef+topk:0.2", "ef21+topk:0.2"]),

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from everyday import slow, slow_after
-from methods import FEEDBACK, same_bits
+from methods import FEEDBACK, beside, same_bits
 from models import (
     CONV_SPLIT,
     MLP_SPLIT,
@@ -176,7 +176,7 @@ def goes_on(settings, root, shared):
 
 def both_ways(method):
     """A method as it may stand at a cut."""
-    return method, None if isinstance(method, mpcomp.AQSGD) else method
+    return method, beside(method, None if isinstance(method, mpcomp.AQSGD) else method)
 
 
 def settings_of(num_ranks, optim):

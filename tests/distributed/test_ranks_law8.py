@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from everyday import slow_after
-from methods import EXAMPLES
+from methods import EXAMPLES, beside
 from runs import (
     KINDS,
     SCHEDULES,
@@ -104,9 +104,8 @@ def both_ways(method):
     """A run with this method both ways over a cut; one that needs a method for activations: it."""
     if isinstance(method, SameIndices):
         return Run("mlp", act=TopK(0.3), grad=method, steps=3)
-    grad = replace(method, along=None) if isinstance(method, AQSGD) else method
     uneven = (10,) if method == Identity() else (10, 9, 7)
-    return Run("mlp", act=method, grad=grad, rows=uneven, steps=3)
+    return Run("mlp", act=method, grad=beside(method, method), rows=uneven, steps=3)
 
 
 def lossy(method):
@@ -134,7 +133,7 @@ def test_every_method(of_each_class, of_class):
 #: Methods of activations and of gradients, of all other examples.
 OTHERS = [
     *(
-        (method, replace(method, along=None) if of_class is AQSGD else method)
+        (method, beside(method, method))
         for of_class, examples in EXAMPLES.items()
         if of_class is not SameIndices
         for method in examples[1:]

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from everyday import slow_but_one_a_class
-from methods import COMPRESSORS, FEEDBACK
+from methods import COMPRESSORS, FEEDBACK, beside
 from models import (
     CONV_SPLIT,
     MLP_SPLIT,
@@ -50,7 +50,12 @@ def test_bytes_metered_are_bytes_handed_to_the_transport(method, monkeypatch):
     send = LocalChannel.send
     monkeypatch.setattr(LocalChannel, "send", counting)
     pipe = mpcomp.pipeline(
-        mlp(), 3, split=MLP_SPLIT, act_comp=method, grad_comp=method, loss_fn=F.cross_entropy
+        mlp(),
+        3,
+        split=MLP_SPLIT,
+        act_comp=method,
+        grad_comp=beside(method, method),
+        loss_fn=F.cross_entropy,
     )
     x, y = rows(7)
     for _ in range(3):

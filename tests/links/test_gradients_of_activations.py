@@ -1,5 +1,7 @@
 """A memory of activations that looks at the gradients which came back for them (along=)."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -20,12 +22,14 @@ def pipe_of(act=ACT, grad=GRAD, **kwargs):
     )
 
 
-def trained(pipe, steps, lr=0.05):
-    """Losses of visits of the same samples."""
+def trained(pipe, steps, lr=0.05, *, ahead=False):
+    """Losses of visits of the same samples, whose rows are asked for ahead or not."""
     optimizer = torch.optim.SGD(pipe.parameters(), lr)
     x, y = rows(8, 0)
     losses = []
     for _ in range(steps):
+        if ahead:
+            pipe.prefetch(IDS)
         optimizer.zero_grad()
         losses.append(float(pipe.forward_backward(x, y, sample_ids=IDS)))
         optimizer.step()
@@ -111,3 +115,13 @@ def test_a_stage_that_is_frozen_has_no_gradients():
     losses = trained(pipe, 10)
     assert losses[-1] < losses[0]
     assert pipe.links[1].meter.train.wire_bytes == 0
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_what_lies_in_files_is_read_twice_in_a_step(ahead, tmp_path):
+    """For the activation's message and for the gradient's, also if it was read ahead."""
+    methods = [
+        replace(mpcomp.parse(spec), location=str(tmp_path / way))
+        for spec, way in ((ACT, "act"), (GRAD, "grad"))
+    ]
+    assert trained(pipe_of(*methods), 5, ahead=ahead) == trained(pipe_of(), 5)
