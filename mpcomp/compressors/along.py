@@ -47,12 +47,15 @@ class AlongVectors(Compressor):
 
     def compress(self, x: Tensor, generator: torch.Generator | None = None) -> Payload:
         tokens = Tokens.of(TensorMeta.of(x))
-        # In fp64, where no square overflows. Sums may round by machine: what is sent is the result.
-        g = self._split(tokens, x.device).to(torch.float64)
-        products = (tokens.split(x) * g).sum(1, keepdim=True)
-        squares = g.square().sum(1, keepdim=True)
-        c = torch.where(squares > 0, products / squares, 0.0).clamp(-_LARGEST, _LARGEST)
-        return self.coefficients.compress(c.to(torch.float32), generator)
+        g = self._split(tokens, x.device)
+        largest = g.abs().amax()
+        g = g / torch.where(largest > 0, largest, 1.0)  # no square over- or underflows then
+        # Sums may round by machine: what is sent is the result.
+        products = torch.linalg.vecdot(tokens.split(x), g)
+        squares = torch.linalg.vecdot(g, g)
+        c = torch.where(squares > 0, products / squares / largest, 0.0)
+        c = c.nan_to_num().clamp(-_LARGEST, _LARGEST)[:, None]
+        return self.coefficients.compress(c, generator)
 
     def decompress(
         self, payload: Payload, meta: TensorMeta, generator: torch.Generator | None = None
