@@ -16,13 +16,20 @@ import itertools
 from collections.abc import Sequence
 from typing import Final
 
-from recipes.cut_grid import Row, chosen_options, grid_parser, need_row, run_grid
+from recipes.cut_grid import (
+    Row,
+    chosen_options,
+    grid_parser,
+    need_row,
+    run_grid,
+    shared_settings,
+)
 from recipes.ranks import Ranks
 from recipes.rate_quality import BF16_BITS, UNCOMPRESSED, table_of_epochs
 from recipes.study import Line, data_of
 from recipes.text_config import TextConfig
 from recipes.wikitext import load_data
-from recipes.wikitext_study import StudyTrainer, outcome_of
+from recipes.wikitext_study import StudyTrainer, identity, outcome_of
 
 ROWS: Final[dict[str, Row]] = {
     UNCOMPRESSED: Row("none", "none"),
@@ -42,7 +49,12 @@ ROWS: Final[dict[str, Row]] = {
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs what is missing, then prints the table; `--table` prints only."""
     run_grid(
-        argv, parse=parse_args, configuration=configuration, train=train, render=table_of_epochs
+        argv,
+        parse=parse_args,
+        configuration=configuration,
+        train=train,
+        settings=settings,
+        render=table_of_epochs,
     )
 
 
@@ -70,6 +82,11 @@ def configuration(options: argparse.Namespace, row: str, seed: int) -> TextConfi
     """The run of one row and seed."""
     chosen = chosen_options(options, TextConfig, ROWS[row], seed)
     return TextConfig.for_model(**{**chosen, "optimizer": "adamw"})
+
+
+def settings(config: TextConfig, options: argparse.Namespace) -> Line:
+    """Settings that all runs of one file share; the model by its weights, wherever it lies."""
+    return {**shared_settings(config, options), "model": identity(config)}
 
 
 def train(config: TextConfig, settings: Line, ranks: Ranks) -> Line:

@@ -30,12 +30,12 @@ AUTO: Final[Mapping[str, Mapping[str, str]]] = {
         "act_comp": "step:0.4",
         "grad_comp": "same:where=nonzero+step:1:scale=tensor:rounding=dither",
     },
-    # Both ways what a sample changes by is small from one epoch to the next. No dead zone for
-    # activations: small changes of a sample are what the stages before have learned about it.
+    # Both ways what a sample changes by is small from one epoch to the next. With a dead zone alone
+    # what the stages before have learned about it would not arrive; along its gradient it does.
     "auto:memory": {
         "act_comp": "aqsgd:first=step/0.4/centre=true/spikes=16"
-        ":eval=step/0.15/centre=true/spikes=16+step:0.4:spikes=16",
+        ":eval=step/0.15/centre=true/spikes=16:along=step/1+step:0.4:spikes=16:dead_zone=0.7",
         "grad_comp": "aqsgd:first=step/1.05/scale=tensor/dead_zone=0.6"
-        "+step:1.05:scale=tensor:dead_zone=0.6",
+        "+step:0.9:scale=tensor:dead_zone=0.6",
     },
 }
