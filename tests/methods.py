@@ -209,9 +209,7 @@ FEEDBACK: list[Feedback] = [value for value in ALL if isinstance(value, Feedback
 
 def beside(act: SpecValue, otherwise: SpecValue | None) -> SpecValue | None:
     """A method of gradients for one of activations: ``otherwise``, or the memory that it needs."""
-    if isinstance(act, AQSGD) and act.along is not None:
-        return replace(act, along=None)
-    return otherwise
+    return replace(act, along=None) if act.looks_at_gradients else otherwise
 
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]

@@ -1,4 +1,4 @@
-"""What each token has along a vector that both ends know: one number a token."""
+"""The component of each token along a vector that both ends know: one number a token."""
 
 from __future__ import annotations
 

@@ -48,6 +48,10 @@ class SpecValue:
     reuses_selection: ClassVar[bool] = False
     #: Whether those are the elements that arrived as not zero, which any message beside it has.
     reuses_nonzero: bool = False
+    #: What both ends find a sample's estimate by ("sample"), where they keep one; else "".
+    remembers_by: str = ""
+    #: Whether it looks at the estimates of a sample's gradients, which a method beside it keeps.
+    looks_at_gradients: bool = False
     #: Whether its links learn a basis from what they carry, by which it codes.
     learns_basis: ClassVar[bool] = False
     #: Whether it chooses by itself, while training, how much is compressed.

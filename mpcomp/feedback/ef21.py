@@ -144,6 +144,14 @@ class AQSGD(EF21):
             raise TypeError(f"along={shown(self.along)}: expected a compressor, or None")
 
     @property
+    def remembers_by(self) -> str:  # type: ignore[override]
+        return self.key
+
+    @property
+    def looks_at_gradients(self) -> bool:  # type: ignore[override]
+        return self.along is not None
+
+    @property
     def selects(self) -> bool:  # type: ignore[override]
         return self.along is None and super().selects
 

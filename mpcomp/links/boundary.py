@@ -15,11 +15,9 @@ import torch
 from torch import Tensor
 
 from mpcomp.comm.channels import Channel
-from mpcomp.core.spec import SpecValue
 from mpcomp.core.step import Step
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.core.wire import status_of
-from mpcomp.feedback.ef21 import AQSGD
 from mpcomp.feedback.memory import Side
 from mpcomp.links.link import Link
 
@@ -37,7 +35,7 @@ class Boundary:
     def __init__(self, act: Link, grad: Link) -> None:
         self.act = act
         self.grad = grad
-        if looks_at_gradients(act.method):
+        if act.method.looks_at_gradients:
             act.gradients = grad
         #: Whether the open step broke off here, so that it must not be stored.
         self.failed = False
@@ -186,11 +184,6 @@ class ConnectedBoundary:
             step.during("decode", link.receiver_stage, microbatch, link.name),
         ):
             return self.boundary.receive_gradient(message, meta, step, microbatch)
-
-
-def looks_at_gradients(act: SpecValue) -> bool:
-    """Whether a method of activations needs what the gradients' method remembers."""
-    return isinstance(act, AQSGD) and act.along is not None
 
 
 def _nonzero(x: Tensor, status: Tensor | None = None) -> Tensor:

@@ -8,10 +8,9 @@ from typing import Any
 from mpcomp.compressors import Identity
 from mpcomp.core.spec import SpecValue, closest, parse
 from mpcomp.feedback import Feedback
-from mpcomp.feedback.ef21 import AQSGD
 from mpcomp.links.adaptation import state_of
 from mpcomp.links.auto import AUTO
-from mpcomp.links.boundary import Boundary, looks_at_gradients
+from mpcomp.links.boundary import Boundary
 from mpcomp.links.link import ACT, GRAD, Link
 
 __all__ = ["MethodLike", "Methods", "boundaries_of", "method_of"]
@@ -132,7 +131,7 @@ def method_of(argument: str, value: MethodLike) -> SpecValue:
         return value
     if isinstance(value, Feedback):
         value.check_cut()
-        if argument != "act_comp" and looks_at_gradients(value):
+        if argument != "act_comp" and value.looks_at_gradients:
             raise ValueError(
                 f"{argument}={value}: along= looks at the gradients of an activation, so it is for "
                 "act_comp"
@@ -173,7 +172,7 @@ def _check_adaptive(argument: str, value: Any) -> SpecValue:
 
 
 def _check_pair(boundary: int, act: SpecValue, grad: SpecValue) -> None:
-    if looks_at_gradients(act) and not _remembers_by_key_of(act, grad):
+    if act.looks_at_gradients and grad.remembers_by != act.remembers_by:
         raise ValueError(
             f"act_comp={act} at boundary {boundary} with grad_comp={grad}: along= needs the "
             "gradients of a sample's last visit, so grad_comp must be an aqsgd with the same key="
@@ -184,7 +183,3 @@ def _check_pair(boundary: int, act: SpecValue, grad: SpecValue) -> None:
             "must be one selection to reuse; use act_comp=TopK(...), RandomK(...) or "
             "RandomBlock(...), also inside ef, ef21 or aqsgd, or same:where=nonzero"
         )
-
-
-def _remembers_by_key_of(act: SpecValue, grad: SpecValue) -> bool:
-    return isinstance(act, AQSGD) and isinstance(grad, AQSGD) and grad.key == act.key
