@@ -121,16 +121,16 @@ class AQSGD(EF21):
       augmentation moves a sample between two visits.
 
     Args:
-        along: compressor of the numbers c, [tokens, 1]; for ``act_comp``. None for no such part.
         key: what a slot is found by: "sample" (``sample_ids`` [b]), "augmented" (``sample_ids``
             [b, 2]: id and augmentation seed), or "batch" (``sample_ids`` the index of a batch
             whose composition is fixed).
+        along: compressor of the numbers c, [tokens, 1]; for ``act_comp``. None for no such part.
 
     Other arguments and errors as for `EF21`.
     """
 
-    along: Compressor | None = None
     key: str = "sample"
+    along: Compressor | None = None
     spec: ClassVar[str] = "aqsgd"
     by_sample: ClassVar[bool] = True
     adaptable: ClassVar[bool] = False
