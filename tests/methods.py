@@ -207,9 +207,10 @@ SELECTING = [value for value in COMPRESSORS if isinstance(value, Selecting)]
 FEEDBACK: list[Feedback] = [value for value in ALL if isinstance(value, Feedback)]
 
 
-def beside(act: SpecValue, otherwise: SpecValue | None) -> SpecValue | None:
+def beside(act: object, otherwise: object) -> object:
     """A method of gradients for one of activations: ``otherwise``, or the memory that it needs."""
-    return replace(act, along=None) if act.looks_at_gradients else otherwise
+    looks = isinstance(act, AQSGD) and act.looks_at_gradients
+    return replace(act, along=None) if looks else otherwise
 
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
