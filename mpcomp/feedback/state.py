@@ -119,6 +119,14 @@ class EndState:
         """
         return SlotState(self, keys, unit, order, padded, draw, flat, names or {}, stages)
 
+    def estimates(self, keys: Sequence[Key]) -> Tensor:
+        """The rows of slots that both ends hold, as the steps before left them: fp32 [slots, n].
+
+        Zeros of a slot that is not known. Only where there is an `estimate`.
+        """
+        assert self.estimate is not None
+        return self.fields[self.estimate].read(keys, 1.0, None)
+
     def prefetch(self, batch: Iterable[Sequence[Key]]) -> None:
         """Begins to read the slots of a batch to come, of each of its microbatches.
 

@@ -531,9 +531,7 @@ class Link:
             keys: of the slots; one that has no estimate has zeros.
         """
         assert self._ends is not None
-        end = self._ends.end(side, meta, device)
-        assert end.estimate is not None
-        return end.fields[end.estimate].read(keys, 1.0, None)
+        return self._ends.end(side, meta, device).estimates(keys)
 
     def _coder(
         self, side: Side, meta: TensorMeta, step: Step, microbatch: int, positions: Tensor | None
@@ -715,8 +713,7 @@ class Link:
     def _kept_rows(self, side: Side) -> Iterator[Tensor]:
         """Estimates of each microbatch's slots at an end, fp32 [rows, n]."""
         for _, (end, keys) in sorted(self._noted.get(side, {}).items()):
-            assert end.estimate is not None
-            yield end.fields[end.estimate].read(keys, 1.0, None)
+            yield end.estimates(keys)
 
     # -- persistence --------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""What is sent along vectors that both ends know: what is left is orthogonal to them."""
+"""Components along vectors that both ends know: without them a tensor is orthogonal to these."""
 
 import pytest
 import torch
