@@ -47,24 +47,25 @@ class AlongVectors(Compressor):
 
     def compress(self, x: Tensor, generator: torch.Generator | None = None) -> Payload:
         tokens = Tokens.of(TensorMeta.of(x))
+        return self.coefficients.compress(
+            _coefficients(tokens.split(x), self._split(tokens, x.device)), generator
+        )
+
+    def round_trip(
+        self, x: Tensor, whole: Tensor, meta: TensorMeta, draw: Callable[[], torch.Generator]
+    ) -> tuple[Payload, Tensor]:
+        tokens = Tokens.of(meta)
         g = self._split(tokens, x.device)
-        largest = g.abs().amax()
-        g = g / torch.where(largest > 0, largest, 1.0)  # no square over- or underflows then
-        # Sums may round by machine: what is sent is the result.
-        products = torch.linalg.vecdot(tokens.split(x), g)
-        squares = torch.linalg.vecdot(g, g)
-        c = torch.where(squares > 0, products / squares / largest, 0.0)
-        c = c.nan_to_num().clamp(-_LARGEST, _LARGEST)[:, None]
-        return self.coefficients.compress(c, generator)
+        c = _coefficients(tokens.split(x), g)
+        payload, c = self.coefficients.round_trip(c, c, TensorMeta.of(c), draw)
+        return payload, _combined(c, g, tokens)
 
     def decompress(
         self, payload: Payload, meta: TensorMeta, generator: torch.Generator | None = None
     ) -> Tensor:
         tokens = Tokens.of(meta)
         c = self.coefficients.decompress(payload, _one_a_token(meta), generator)
-        limit = min(torch.finfo(meta.dtype).max, torch.finfo(torch.float32).max)
-        x = (c * self._split(tokens, c.device)).clamp_(-limit, limit)
-        return tokens.join(x.to(meta.dtype))
+        return _combined(c, self._split(tokens, c.device), tokens)
 
     def _split(self, tokens: Tokens, device: torch.device) -> Tensor:
         """The vectors, fp32 [tokens, channels]."""
@@ -73,3 +74,21 @@ class AlongVectors(Compressor):
 
 def _one_a_token(meta: TensorMeta) -> TensorMeta:
     return TensorMeta((Tokens.of(meta).num, 1))
+
+
+def _coefficients(x: Tensor, g: Tensor) -> Tensor:
+    """c of vectors x along g, both fp32 [tokens, channels]: fp32 [tokens, 1]."""
+    largest = g.abs().amax()
+    g = g / torch.where(largest > 0, largest, 1.0)  # no square over- or underflows then
+    # Sums may round by machine: what is sent is the result.
+    products = torch.linalg.vecdot(x, g)
+    squares = torch.linalg.vecdot(g, g)
+    c = torch.where(squares > 0, products / squares / largest, 0.0)
+    return c.nan_to_num().clamp(-_LARGEST, _LARGEST)[:, None]
+
+
+def _combined(c: Tensor, g: Tensor, tokens: Tokens) -> Tensor:
+    """c^ g, as a tensor."""
+    dtype = tokens.meta.dtype
+    limit = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
+    return tokens.join((c * g).clamp_(-limit, limit).to(dtype))

@@ -125,6 +125,23 @@ class Compressor(SpecValue, ABC):
         """
         return self.compress(x, generator)
 
+    def round_trip(
+        self, x: Tensor, whole: Tensor, meta: TensorMeta, draw: Callable[[], torch.Generator]
+    ) -> tuple[Payload, Tensor]:
+        """The payload of `compress_against`, and bit for bit what `decompress` makes of it.
+
+        For a sender that keeps what its receiver will work with: a method may know that without
+        reading its own message.
+
+        Args:
+            x: as for `compress`.
+            whole: as for `compress_against`.
+            meta: describes ``x``.
+            draw: makes a fresh generator, equal each time.
+        """
+        payload = self.compress_against(x, whole, draw())
+        return payload, self.decompress(payload, meta, draw())
+
     @abstractmethod
     def decompress(
         self, payload: Payload, meta: TensorMeta, generator: torch.Generator | None = None

@@ -42,9 +42,9 @@ class Coding:
         """The payload of ``x``."""
         return self.compressor.compress(x, self.draw())
 
-    def compress_against(self, x: Tensor, whole: Tensor) -> Payload:
-        """The payload of ``x``, which is what is left of a tensor."""
-        return self.compressor.compress_against(x, whole, self.draw())
+    def round_trip(self, x: Tensor, whole: Tensor) -> tuple[Payload, Tensor]:
+        """The payload of ``x``, which is what is left of a tensor, and what it says."""
+        return self.compressor.round_trip(x, whole, self.meta, self.draw)
 
     def encode(self, x: Tensor) -> Encoded:
         """The payload of ``x``, one scope as a whole; of a selection with its positions."""

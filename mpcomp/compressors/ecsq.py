@@ -22,8 +22,10 @@ which a uniform quantizer is within 0.25 bits of the best there is at any rate (
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -52,6 +54,22 @@ _POWERS = np.ldexp(np.array(_MANTISSAS)[_EVERY % _PER_OCTAVE], _EVERY // _PER_OC
 _LARGEST_UNIT = float(torch.finfo(torch.float32).max) / 4
 _SPIKE = 3 * _PER_OCTAVE  # a token this far above the median one stands out
 _FRACTIONS = 4  # of a step, in which means are sent
+
+
+class _Rounded(NamedTuple):
+    """The numbers of a message.
+
+    Attributes:
+        exponents: k of each token, or of all: int16 [T] or [1].
+        units: u of each, fp32 [T, 1] or [1, 1], on the tensor's device; zero for tokens that are.
+        means: m of each channel in fractions of a unit, int16 [C]; None without.
+        q: of the elements, int16 [T, C], on the tensor's device.
+    """
+
+    exponents: NDArray[np.int16]
+    units: Tensor
+    means: NDArray[np.int16] | None
+    q: Tensor
 
 
 @dataclass(frozen=True)
@@ -156,24 +174,14 @@ class ECSQ(Compressor):
         self, x: Tensor, whole: Tensor, generator: torch.Generator | None = None
     ) -> Payload:
         tokens = Tokens.of(TensorMeta.of(x))
-        vectors = tokens.split(x)
-        exponents = self._exponents(vectors if whole is x else tokens.split(whole))
-        units = self._units(exponents, x.device)
-        y = vectors / torch.where(units > 0, units, torch.inf)
-        parts = _relative(exponents)
-        if self.centre:
-            means = _whole(_mean(y, _ordinary(exponents)) * _FRACTIONS)
-            y -= _offsets(means, exponents, x.device)
-            parts.append(means[None])
-        if self.rounding == "dither":
-            y = (y + self._dither(generator, y)).round_()
-        elif self.dead_zone == 0.5:
-            y = y.round_()
-        else:
-            y = torch.copysign((y.abs() + (1 - self.dead_zone)).floor_(), y)
-        parts.append(_whole(y))
-        coded = [(torch.tensor(entropy.encode(part)),) for part in parts]
-        return tuple(part.to(x.device) for part in self._parts(tokens).joined(coded))
+        return self._payload(self._rounded(tokens, x, whole, generator), tokens)
+
+    def round_trip(
+        self, x: Tensor, whole: Tensor, meta: TensorMeta, draw: Callable[[], torch.Generator]
+    ) -> tuple[Payload, Tensor]:
+        tokens = Tokens.of(meta)
+        rounded = self._rounded(tokens, x, whole, draw())
+        return self._payload(rounded, tokens), self._tensor(rounded, tokens, draw())
 
     def decompress(
         self, payload: Payload, meta: TensorMeta, generator: torch.Generator | None = None
@@ -186,26 +194,65 @@ class ECSQ(Compressor):
             for (part,), shape in zip(coded, self._shapes(tokens), strict=True)
         )
         exponents = _absolute(lowest, above)
-        y = torch.from_numpy(q).to(device).to(torch.float32)
+        rounded = _Rounded(
+            exponents,
+            self._units(exponents, device),
+            means[0][0] if self.centre else None,
+            torch.from_numpy(q).to(device),
+        )
+        return self._tensor(rounded, tokens, generator)
+
+    def _rounded(
+        self, tokens: Tokens, x: Tensor, whole: Tensor, generator: torch.Generator | None
+    ) -> _Rounded:
+        """The numbers that a message says."""
+        vectors = tokens.split(x)
+        exponents = self._exponents(vectors if whole is x else tokens.split(whole))
+        units = self._units(exponents, x.device)
+        y = vectors / torch.where(units > 0, units, torch.inf)
+        means = None
         if self.centre:
-            y += _offsets(means[0][0], exponents, device)
+            means = _whole(_mean(y, _ordinary(exponents)).mul_(_FRACTIONS).round_()).cpu().numpy()
+            y -= _offsets(means, exponents, x.device)
+        if self.rounding == "dither":
+            y = (y + self._dither(generator, y)).round_()
+        elif self.dead_zone == 0.5:
+            y = y.round_()
+        else:
+            y = torch.copysign(y.abs().add_(1 - self.dead_zone).floor_(), y)
+        return _Rounded(exponents, units, means, _whole(y))
+
+    def _payload(self, rounded: _Rounded, tokens: Tokens) -> Payload:
+        numbers = _relative(rounded.exponents)
+        if rounded.means is not None:
+            numbers.append(rounded.means[None])
+        numbers.append(rounded.q.cpu().numpy())
+        coded = [(torch.tensor(entropy.encode(each)),) for each in numbers]
+        return tuple(part.to(rounded.q.device) for part in self._parts(tokens).joined(coded))
+
+    def _tensor(
+        self, rounded: _Rounded, tokens: Tokens, generator: torch.Generator | None
+    ) -> Tensor:
+        """x^, from the numbers of a message."""
+        meta = tokens.meta
+        y = rounded.q.to(torch.float32)
+        if rounded.means is not None:
+            y += _offsets(rounded.means, rounded.exponents, y.device)
         if self.rounding == "dither":
             y -= self._dither(generator, y)
         limit = min(torch.finfo(meta.dtype).max, torch.finfo(torch.float32).max)
-        x = (y * self._units(exponents, device)).clamp_(-limit, limit)
+        x = y.mul_(rounded.units).clamp_(-limit, limit)
         return tokens.join(x.to(meta.dtype))
 
-    def _shapes(self, tokens: Tokens) -> list[tuple[int, int]]:
+    def _shapes(self, tokens: Tokens) -> tuple[tuple[int, int], ...]:
         """Shapes of what a message holds: exponents, means if there are any, elements."""
         scales = (1, tokens.num if self.scale == "token" else 1)
         means = [(1, tokens.width)] if self.centre else []
-        return [(1, 1), scales, *means, (tokens.num, tokens.width)]
+        return ((1, 1), scales, *means, (tokens.num, tokens.width))
 
     def _parts(self, tokens: Tokens) -> Parts:
-        """The codes of those shapes, each as long as it turns out."""
-        shapes = self._shapes(tokens)
-        layouts = ((TensorMeta((entropy.max_bytes(*shape),), torch.uint8),) for shape in shapes)
-        return Parts(tuple(layouts), (True,) * len(shapes))
+        """The codes of those shapes."""
+        return _coded(self._shapes(tokens))
 
     def _exponents(self, vectors: Tensor) -> NDArray[np.int16]:
         """k of each token, or of all: the rms in quarters of an octave, int16 [T] or [1]."""
@@ -219,7 +266,7 @@ class ECSQ(Compressor):
         return np.where(norms > 0, exponents, _NONE).astype(np.int16)
 
     def _units(self, exponents: NDArray[np.int16], device: torch.device) -> Tensor:
-        """u of each token: fp32 [T, 1], or [1, 1]; zero for tokens that are."""
+        """u of each token, or of all."""
         places = exponents.astype(np.intp) - _SMALLEST
         units = self.step * _POWERS.take(places, mode="clip")
         if self.spikes > 1:
@@ -231,6 +278,13 @@ class ECSQ(Compressor):
         """v, like ``y``."""
         assert generator is not None, "dither needs the generator both ends share"
         return uniform(generator, y.numel(), y.device).view_as(y).sub_(0.5)
+
+
+@functools.lru_cache(4096)
+def _coded(shapes: tuple[tuple[int, int], ...]) -> Parts:
+    """Codes of whole numbers of these shapes, each as long as it turns out."""
+    layouts = ((TensorMeta((entropy.max_bytes(*shape),), torch.uint8),) for shape in shapes)
+    return Parts(tuple(layouts), (True,) * len(shapes))
 
 
 def _relative(exponents: NDArray[np.int16]) -> list[NDArray[np.int16]]:
@@ -247,9 +301,9 @@ def _absolute(lowest: NDArray[np.int16], above: NDArray[np.int16]) -> NDArray[np
     return np.clip(exponents, _NONE, _LARGEST).astype(np.int16)
 
 
-def _whole(y: Tensor) -> NDArray[np.int16]:
-    """Rounded numbers as integers, clipped."""
-    return y.round().clamp_(-entropy.LARGEST, entropy.LARGEST).to(torch.int16).cpu().numpy()
+def _whole(y: Tensor) -> Tensor:
+    """Whole numbers as int16, clipped."""
+    return y.clamp_(-entropy.LARGEST, entropy.LARGEST).to(torch.int16)
 
 
 def _ordinary(exponents: NDArray[np.int16]) -> NDArray[np.bool_]:

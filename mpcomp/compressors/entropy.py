@@ -25,9 +25,10 @@ coding would gain nothing (noise of many bits) the integers are sent as int16.
 
 from __future__ import annotations
 
+import functools
 import struct
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import constriction
 import numpy as np
@@ -64,7 +65,7 @@ def encode(q: NDArray[np.int16]) -> NDArray[np.uint8]:
     Args:
         q: magnitudes up to `LARGEST`.
     """
-    coded = _encoded(q) if q.size else b""
+    coded = _encoded(q) if q.size > 1 else b""  # of one, nothing is shorter than itself
     if not coded or len(coded) > max_bytes(*q.shape):
         coded = bytes([_PLAIN]) + q.astype("<i2").tobytes()
     return np.frombuffer(coded, np.uint8)
@@ -105,32 +106,41 @@ class _Contexts:
     columns: NDArray[np.uint8]
 
     @classmethod
-    def one(cls, num_rows: int, num_columns: int) -> _Contexts:
-        """A single context."""
-        return cls(np.zeros(num_rows, np.uint8), np.zeros(num_columns, np.uint8))
-
-    @classmethod
     def of(cls, magnitudes: NDArray[np.uint8]) -> _Contexts:
         """The classes of magnitudes [rows, columns], of which some are not zero."""
         num_rows, num_columns = magnitudes.shape
         # Sums, not products with ones: those go to BLAS, whose threads are in the way of torch's.
-        by_row = magnitudes.sum(1, dtype=np.int64) / num_columns
-        by_column = magnitudes.sum(0, dtype=np.int64) / num_rows
+        by_row = magnitudes.sum(1, dtype=np.uint32) / num_columns
+        by_column = magnitudes.sum(0, dtype=np.uint32) / num_rows
         mean = by_row.mean()
         # What is added keeps a row of zeros near one that has a single one.
         rows = _PER_OCTAVE * np.log2((by_row + 0.25 / num_columns) / mean)
         columns = _PER_OCTAVE * np.log2((by_column + 0.25 / num_rows) / mean)
         return cls(_classes(rows), _classes(columns))
 
-    def blocks(self) -> Iterator[tuple[int, list[tuple[slice, slice]]]]:
-        """Each context, and where it is in the matrix that is ordered by `orders`."""
-        runs: dict[int, list[tuple[slice, slice]]] = {}
-        rows, columns = _runs(self.rows), _runs(self.columns)
-        for row, among_rows in rows:
+    def blocks(self) -> list[list[tuple[slice, slice]]]:
+        """Where each context that occurs is in the matrix that is ordered by `orders`."""
+        blocks: list[list[tuple[slice, slice]]] = [[] for _ in range(_CONTEXTS)]
+        columns = _runs(self.columns)
+        for row, among_rows in _runs(self.rows):
             for column, among_columns in columns:
-                context = min(row + column, _CONTEXTS - 1)
-                runs.setdefault(context, []).append((among_rows, among_columns))
-        return iter(sorted(runs.items()))
+                blocks[min(row + column, _CONTEXTS - 1)].append((among_rows, among_columns))
+        return [places for places in blocks if places]
+
+    def counts(self, magnitudes: NDArray[np.uint8], largest: int) -> NDArray[np.int64]:
+        """How often each context has each magnitude: [contexts that occur, magnitudes].
+
+        Args:
+            magnitudes: as for `of`.
+            largest: of them.
+        """
+        contexts = np.minimum(self.rows[:, None] + self.columns, np.uint16(_CONTEXTS - 1))
+        contexts *= largest + 1
+        contexts += magnitudes
+        counts: NDArray[np.int64] = np.bincount(
+            contexts.reshape(-1), minlength=_CONTEXTS * (largest + 1)
+        ).reshape(_CONTEXTS, -1)
+        return counts[counts.any(1)]
 
     def orders(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
         """Rows, and columns, ordered by class."""
@@ -171,8 +181,9 @@ def _curves() -> NDArray[np.uint8]:
 
 
 _CURVES = _curves()
-_CURVE_BITS = np.log2(_WEIGHTS[_CURVES])  # that of a frequency but for what all have in common
-_CURVE_TOTALS = np.log2(_WEIGHTS[_CURVES].cumsum(1))
+# Bits of each frequency but for what all have in common, and that; [256, curves].
+_CURVE_BITS = np.log2(_WEIGHTS[_CURVES]).T.copy()
+_CURVE_TOTALS = np.log2(_WEIGHTS[_CURVES].cumsum(1)).T.copy()
 _EXPLICIT = len(_CURVES)  # the number of no curve
 
 
@@ -194,22 +205,38 @@ class _Table:
     num_bytes: float = 0.0
 
     @classmethod
-    def of(cls, counts: NDArray[np.int64]) -> _Table:
-        """The table that takes the fewest bytes with symbols of which there are so many."""
-        num_symbols = int(counts.sum())
-        last = len(counts) - 1
-        first = int(np.argmax(counts > 0))
-        bits = num_symbols * _CURVE_TOTALS[:, last] - _CURVE_BITS[:, : last + 1] @ counts
-        curve = int(np.argmin(bits))
-        by_curve = 2 + float(bits[curve]) / 8
-        counts = counts[first:]
-        with np.errstate(divide="ignore", invalid="ignore"):
-            exact = np.minimum(np.rint(-8 * np.log2(counts / num_symbols)), _ABSENT - 1)
-        costs = np.where(counts > 0, exact, _ABSENT).astype(np.uint8)
-        explicit = 3 + len(costs) + float(counts @ costs.astype(np.int64)) / 64
-        if by_curve < explicit:
-            return cls(curve, 0, _CURVES[curve, : last + 1], by_curve)
-        return cls(_EXPLICIT, first, costs, explicit)
+    def of_each(cls, counts: NDArray[np.int64]) -> list[_Table]:
+        """The table of each stream that takes the fewest bytes with its symbols.
+
+        Args:
+            counts: how often each symbol occurs, [streams, symbols].
+        """
+        there = counts > 0
+        first = there.argmax(1)
+        last = counts.shape[1] - 1 - there[:, ::-1].argmax(1)
+        num_symbols = counts.sum(1)
+        bits = num_symbols[:, None] * _CURVE_TOTALS[last]
+        bits -= np.einsum("sk,kc->sc", counts.astype(np.float64), _CURVE_BITS[: counts.shape[1]])
+        curve = bits.argmin(1)
+        by_curve = 2 + bits.min(1) / 8
+        with np.errstate(divide="ignore"):
+            exact = np.rint(-8 * np.log2(counts / num_symbols[:, None]))
+        costs = np.where(there, np.minimum(exact, _ABSENT - 1), _ABSENT).astype(np.uint8)
+        explicit = 4 + last - first + (counts * costs).sum(1) / 64
+        return [
+            cls(c, 0, _CURVES[c, : end + 1], by)
+            if by < exactly
+            else cls(_EXPLICIT, start, own[start : end + 1], exactly)
+            for c, start, end, own, by, exactly in zip(
+                curve.tolist(),
+                first.tolist(),
+                last.tolist(),
+                costs,
+                by_curve.tolist(),
+                explicit.tolist(),
+                strict=True,
+            )
+        ]
 
     def to_bytes(self) -> bytes:
         """Number of the curve, its last symbol; or first symbol, number of others, costs."""
@@ -219,10 +246,26 @@ class _Table:
 
     def model(self) -> constriction.stream.model.Categorical:
         """The distribution, of symbols counted from the first."""
-        weights = _WEIGHTS[self.costs]
-        return constriction.stream.model.Categorical(
-            (weights / weights.sum()).astype(np.float32), perfect=False
-        )
+        if self.curve != _EXPLICIT:
+            return _model_of_curve(self.curve, len(self.costs))
+        return _model(self.costs)
+
+
+def _model(costs: NDArray[np.uint8]) -> constriction.stream.model.Categorical:
+    weights = _WEIGHTS[costs]
+    return constriction.stream.model.Categorical(
+        (weights / weights.sum()).astype(np.float32), perfect=False
+    )
+
+
+@functools.lru_cache(1024)
+def _model_of_curve(curve: int, num_symbols: int) -> constriction.stream.model.Categorical:
+    """The distribution of few curves that come again and again."""
+    return _model(_CURVES[curve, :num_symbols])
+
+
+#: The table of symbols that all are zero.
+_ALIKE = _Table(0, 0, _CURVES[0, :1], 2.0)
 
 
 # -- encoding --------------------------------------------------------------------------------------
@@ -231,19 +274,7 @@ class _Table:
 def _encoded(q: NDArray[np.int16]) -> bytes:
     absolute = np.abs(q)
     magnitudes = np.minimum(absolute, _ESCAPE).astype(np.uint8)
-    contexts = _Contexts.one(*q.shape)
-    streams = [contexts.rows, contexts.columns, magnitudes.ravel()]
-    if q.size >= _FEW and magnitudes.any():
-        several = _streams(magnitudes, _Contexts.of(magnitudes))
-        counts = [_counts(stream) for stream in several]
-        of_several = [_Table.of(of_stream) for of_stream in counts]
-        together = _sum(counts[2:])
-        tables = [_Table.of(of_stream) for of_stream in (*map(_counts, streams[:2]), together)]
-        # Where little is not zero, its classes may cost more than they tell.
-        if sum(t.num_bytes for t in of_several) < sum(t.num_bytes for t in tables):
-            streams, tables = several, of_several
-    else:
-        tables = [_Table.of(_counts(stream)) for stream in streams]
+    tables, streams = _tables_and_streams(magnitudes)
     coder = constriction.stream.stack.AnsCoder()
     for table, stream in zip(reversed(tables), reversed(streams), strict=True):
         if len(table.costs) > 1:  # else all are alike
@@ -260,36 +291,37 @@ def _encoded(q: NDArray[np.int16]) -> bytes:
     return b"".join(parts)
 
 
-def _counts(symbols: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """Number of each symbol, from 0 to the largest that occurs; two are counted at a time."""
-    pairs = symbols[: len(symbols) // 2 * 2].view("<u2")
-    of_pairs = np.bincount(pairs, minlength=1)
-    square = np.zeros((-(-len(of_pairs) // 256), 256), np.int64)  # by second and first of a pair
-    square.reshape(-1)[: len(of_pairs)] = of_pairs
-    counts: NDArray[np.int64] = square.sum(0)
-    counts[: len(square)] += square.sum(1)
-    if len(symbols) % 2:
-        counts[symbols[-1]] += 1
-    last = int(np.flatnonzero(counts)[-1]) if len(symbols) else 0
-    return counts[: last + 1]
-
-
-def _sum(counts: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
-    """The counts of all streams together."""
-    total = np.zeros(max(map(len, counts)), np.int64)
-    for of_stream in counts:
-        total[: len(of_stream)] += of_stream
-    return total
-
-
-def _streams(magnitudes: NDArray[np.uint8], contexts: _Contexts) -> list[NDArray[np.uint8]]:
-    """The classes of rows, of columns, and the magnitudes of each context."""
+def _tables_and_streams(
+    magnitudes: NDArray[np.uint8],
+) -> tuple[list[_Table], list[NDArray[np.uint8]]]:
+    """Of the classes of rows, of columns, and the magnitudes of each context; fewest bytes."""
+    elements = magnitudes.reshape(-1)
+    alike = np.zeros(0, np.uint8)  # classes of a single context, which none needs to be told
+    largest = int(magnitudes.max())
+    if not largest:
+        return [_ALIKE, _ALIKE, _ALIKE], [alike, alike, elements]
+    if magnitudes.size < _FEW:
+        (table,) = _Table.of_each(np.bincount(elements)[None])
+        return [_ALIKE, _ALIKE, table], [alike, alike, elements]
+    contexts = _Contexts.of(magnitudes)
+    classes = contexts.rows, contexts.columns
+    num_symbols = 1 + max(largest, *(int(each.max()) for each in classes))
+    of_contexts = contexts.counts(magnitudes, largest)
+    counts = np.zeros((3 + len(of_contexts), num_symbols), np.int64)
+    counts[0, : largest + 1] = of_contexts.sum(0)
+    counts[1:3] = [np.bincount(each, minlength=num_symbols) for each in classes]
+    counts[3:, : largest + 1] = of_contexts
+    one, *several = _Table.of_each(counts)
+    # Where little is not zero, its classes may cost more than they tell.
+    if one.num_bytes + 2 * _ALIKE.num_bytes <= sum(table.num_bytes for table in several):
+        return [_ALIKE, _ALIKE, one], [alike, alike, elements]
     by_row, by_column = contexts.orders()
     ordered = magnitudes.take(by_column, 1).take(by_row, 0)
-    return [contexts.rows, contexts.columns] + [
-        np.concatenate([ordered[block].ravel() for block in blocks])
-        for _, blocks in contexts.blocks()
+    streams = [
+        np.concatenate([ordered[place].reshape(-1) for place in places])
+        for places in contexts.blocks()
     ]
+    return several, [*classes, *streams]
 
 
 # -- decoding --------------------------------------------------------------------------------------
@@ -313,23 +345,26 @@ class _Reader:
         except ValueError as error:
             raise _damaged(str(error)) from error
 
-    def take(self, num_bytes: int) -> NDArray[np.uint8]:
+    def take(self, num_bytes: int) -> bytes:
         """The next bytes."""
-        if self._at + num_bytes > self._end:
+        start, self._at = self._at, self._at + num_bytes
+        if self._at > self._end:
             raise _damaged("it ends too early")
-        taken = np.frombuffer(self._raw, np.uint8, num_bytes, self._at)
-        self._at += num_bytes
-        return taken
+        return self._raw[start : self._at]
+
+    def array(self, dtype: str, count: int) -> NDArray[Any]:
+        """The next numbers."""
+        return np.frombuffer(self.take(np.dtype(dtype).itemsize * count), dtype)
 
     def table(self) -> _Table:
         """The next table."""
-        curve, first = (int(byte) for byte in self.take(2))
+        curve, first = self.take(2)
         if curve < _EXPLICIT:  # the second byte is the last symbol
             return _Table(curve, 0, _CURVES[curve, : first + 1])
-        (others,) = (int(byte) for byte in self.take(1))
+        (others,) = self.take(1)
         if curve != _EXPLICIT or first + others > _ESCAPE:
             raise _damaged(f"table {curve} with symbols up to {first + others}")
-        return _Table(curve, first, self.take(others + 1))
+        return _Table(curve, first, self.array("u1", others + 1))
 
     def symbols(self, table: _Table, count: int) -> NDArray[np.uint8]:
         """The next symbols that are coded by a table."""
@@ -349,26 +384,27 @@ def _decoded(reader: _Reader, rows: int, columns: int, *, signed: bool) -> NDArr
     contexts = _Contexts(
         reader.symbols(class_tables[0], rows), reader.symbols(class_tables[1], columns)
     )
-    blocks = list(contexts.blocks())
+    blocks = contexts.blocks()
     tables = [reader.table() for _ in blocks]
     ordered = np.empty((rows, columns), np.uint8)
-    for table, (_, places) in zip(tables, blocks, strict=True):
-        sizes = [(r.stop - r.start) * (c.stop - c.start) for r, c in places]
-        stream = reader.symbols(table, sum(sizes))
+    for table, places in zip(tables, blocks, strict=True):
+        parts = [ordered[place] for place in places]
+        stream = reader.symbols(table, sum(part.size for part in parts))
         start = 0
-        for (r, c), size in zip(places, sizes, strict=True):
-            ordered[r, c] = stream[start : start + size].reshape(r.stop - r.start, -1)
-            start += size
+        for part in parts:
+            part[...] = stream[start : start + part.size].reshape(part.shape)
+            start += part.size
     # Whole rows and columns, and places of the few: numpy is slow where it goes by masks.
     by_row, by_column = (np.argsort(order) for order in contexts.orders())
     values = ordered.take(by_row, 0).take(by_column, 1).astype(np.int16).reshape(-1)
     present = np.flatnonzero(values != 0) if signed else values[:0]  # of bools it is far faster
-    signs = reader.take(-(-len(present) // 8))
+    signs = reader.array("u1", -(-len(present) // 8))
     escaped = np.flatnonzero(values == _ESCAPE)
-    large = reader.take(2 * len(escaped)).view("<u2")
+    large = reader.array("<u2", len(escaped))
     values[escaped] = np.minimum(large, LARGEST)
     reader.check_end()
-    negative = present[np.flatnonzero(np.unpackbits(signs, count=len(present), bitorder="little"))]
+    is_negative = np.unpackbits(signs, count=len(present), bitorder="little").view(np.bool_)
+    negative = present[np.flatnonzero(is_negative)]
     values[negative] = -values[negative]
     return values.reshape(rows, columns)
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -161,11 +162,24 @@ class Rotate(Compressor):
     ) -> Payload:
         return self.inner.compress_against(self.rotate(x), self.rotate(whole), generator)
 
+    def round_trip(
+        self, x: Tensor, whole: Tensor, meta: TensorMeta, draw: Callable[[], torch.Generator]
+    ) -> tuple[Payload, Tensor]:
+        wide = meta.with_dtype(torch.float32)
+        rotated_x = self.rotate(x)
+        rotated_whole = rotated_x if whole is x else self.rotate(whole)
+        payload, y = self.inner.round_trip(rotated_x, rotated_whole, wide, draw)
+        return payload, self._back(y, meta)
+
     def decompress(
         self, payload: Payload, meta: TensorMeta, generator: torch.Generator | None = None
     ) -> Tensor:
-        grouping = Grouping.of(meta, "token")
         y = self.inner.decompress(payload, meta.with_dtype(torch.float32), generator)
+        return self._back(y, meta)
+
+    def _back(self, y: Tensor, meta: TensorMeta) -> Tensor:
+        """The tensor like ``meta`` whose rotation is ``y``."""
+        grouping = Grouping.of(meta, "token")
         vectors = rotated_back(grouping.split(y), self.seed)
         limit = min(torch.finfo(meta.dtype).max, torch.finfo(torch.float32).max)
         return grouping.join(vectors.clamp_(-limit, limit).to(meta.dtype))

@@ -143,7 +143,7 @@ class Parts:
     layouts: tuple[tuple[TensorMeta, ...], ...]
     varies: tuple[bool, ...]
 
-    @property
+    @functools.cached_property
     def layout(self) -> tuple[TensorMeta, ...]:
         """The layout of all together."""
         known = [meta for meta, last in self._marked() if not last]
@@ -209,7 +209,7 @@ class Parts:
             )
         return tails[start : start + length], start + length
 
-    @property
+    @functools.cached_property
     def _prefix(self) -> int:
         """Bytes before each tail."""
         return 4 if sum(self.varies) > 1 else 0

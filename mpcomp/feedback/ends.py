@@ -6,6 +6,7 @@ that brought it be discarded, the former ends come back.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -68,7 +69,7 @@ class Ends:
                 end.prefetch(self._method.keys_to_come(each, known) for each in ids)
 
     def _adopt(self, meta: TensorMeta) -> None:
-        sample = replace(meta.with_rows(1), dtype=torch.float32)
+        sample = _sample_of(meta)
         if sample == self._held.sample:
             return
         if self._held.sample is not None and self._former is None:
@@ -122,3 +123,9 @@ class Ends:
             }
             if rows:
                 self.end(side, meta, device[side.value]).load_state_dict(rows)
+
+
+@functools.lru_cache(4096)
+def _sample_of(meta: TensorMeta) -> TensorMeta:
+    """One row of a tensor, whatever its dtype."""
+    return replace(meta.with_rows(1), dtype=torch.float32)

@@ -255,8 +255,9 @@ class MemoryPlan(Plan):
 
     def _encode_first(self, rows: _Rows, x: Tensor) -> tuple[list[Payload], Tensor]:
         (part,) = rows.parts
-        payload = part.compress(rows.meta.unflatten(x))
-        return [payload], self._first(rows, rows.decoded(part, payload))
+        given = rows.meta.unflatten(x)
+        payload, said = part.round_trip(given, given)
+        return [payload], self._first(rows, rows.meta.flatten(said))
 
     def _encode(self, rows: _Rows, x: Tensor) -> tuple[list[Payload], Tensor]:
         """The payloads of rows, and what the receiver will work with, [rows, n]."""
@@ -270,8 +271,8 @@ class MemoryPlan(Plan):
             # part of what is left, so that half precision loses nothing either.
             given = narrow(method.part(i, x, target, said, state), x.dtype)
             given = rows.meta.unflatten(blanked(given, rows.padded))
-            payload = part.compress_against(given, rows.meta.unflatten(x))
-            said.append(rows.decoded(part, payload))
+            payload, decoded = part.round_trip(given, rows.meta.unflatten(x))
+            said.append(rows.meta.flatten(decoded))
             payloads.append(payload)
         total = _sum(said)
 

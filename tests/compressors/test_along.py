@@ -72,3 +72,22 @@ def test_vectors_are_asked_for_when_they_are_needed():
     payload = along.compress(torch.ones(3, 4))
     assert same_bits(along.decompress(payload, meta), torch.ones(3, 4))
     assert len(asked) == 2
+
+
+@pytest.mark.parametrize("values", [*VALUES, Cast("bf16")], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_sender_knows_what_its_message_says(shape, values):
+    """Bit for bit what the receiver finds, for one look at the vectors."""
+    asked = []
+    g = torch.randn(shape)
+
+    def vectors():
+        asked.append(1)
+        return g
+
+    x, along = torch.randn(shape), AlongVectors(vectors, values)
+    meta = TensorMeta.of(x)
+    payload, said = along.round_trip(x, x, meta, torch.Generator)
+    assert len(asked) == 1
+    assert all(same_bits(a, b) for a, b in zip(payload, along.compress(x), strict=True))
+    assert same_bits(said, along.decompress(payload, meta))

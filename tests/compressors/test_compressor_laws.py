@@ -3,6 +3,9 @@
 A test over ``compressor`` is a law; `laws.laws_over` runs it over compressors from elsewhere.
 """
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 from everyday import slow_but_one_a_class
@@ -131,6 +134,27 @@ def test_same_input_and_seed_give_the_same_bits(compressor, dtype):
     results = [compressor.decompress(one, meta, drawn(7)) for _ in range(2)]
     assert same_bits(*results)
     assert all(same_bits(a, b) for a, b in zip(one, two, strict=True))
+
+
+@pytest.mark.each_once
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("compressor", slow_but_one_a_class(COMPRESSORS), ids=str)
+def test_a_round_trip_is_what_its_payload_says(compressor, dtype):
+    """Bit for bit, as both ends keep it; also of what is left of a tensor, whose zeros have signs.
+
+    Given a description that the tensor alone does not show: that of one row, channels last.
+    """
+    for shape in ((), (5, 23), (3, 6, 5, 4), (1, 6, 5, 4)):
+        for x in (torch.randn(shape), torch.full(shape, -0.0), -1e-3 * torch.rand(shape)):
+            whole, x = torch.randn(shape).to(dtype), x.to(dtype)
+            meta = TensorMeta.of(x)
+            if len(shape) == 4:
+                x, whole = (t.contiguous(memory_format=torch.channels_last) for t in (x, whole))
+                meta = replace(meta, channels_last=True)
+            payload, said = compressor.round_trip(x, whole, meta, partial(drawn, 7))
+            expected = compressor.compress_against(x, whole, drawn(7))
+            assert all(same_bits(a, b) for a, b in zip(payload, expected, strict=True))
+            assert same_bits(said, compressor.decompress(payload, meta, drawn(7)))
 
 
 @pytest.mark.parametrize("compressor", slow_but_one_a_class(COMPRESSORS), ids=str)

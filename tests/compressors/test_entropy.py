@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from mpcomp.compressors.entropy import LARGEST, _counts, decode, encode, max_bytes
+from mpcomp.compressors.entropy import LARGEST, _Contexts, decode, encode, max_bytes
 
 
 def assert_comes_back(q: NDArray[np.int16]) -> NDArray[np.uint8]:
@@ -246,9 +246,18 @@ def test_no_signs_are_sent_where_none_is_negative():
     assert 0.95 * signs < more < 1.05 * signs
 
 
-@pytest.mark.parametrize("length", [1, 2, 7, 8, 4097])
-@pytest.mark.parametrize("largest", [0, 1, 254, 255])
-def test_symbols_are_counted(length, largest):
-    rng = np.random.default_rng(length)
-    symbols = rng.integers(0, largest + 1, length).astype(np.uint8)
-    assert np.array_equal(_counts(symbols), np.bincount(symbols))
+@pytest.mark.parametrize("shape", [(1, 1), (7, 5), (70, 60)])
+@pytest.mark.parametrize("name", ["zeros", "rows", "columns", "edges"])
+def test_magnitudes_are_counted_by_their_contexts(name, shape):
+    """As where the blocks of each context are."""
+    magnitudes = np.clip(np.abs(content(name, shape)), 1, 255).astype(np.uint8)
+    contexts = _Contexts.of(magnitudes)
+    by_row, by_column = contexts.orders()
+    ordered = magnitudes[by_row][:, by_column]
+    largest = int(magnitudes.max())
+    found = contexts.counts(magnitudes, largest)
+    expected = [
+        np.bincount(np.concatenate([ordered[at].ravel() for at in places]), minlength=largest + 1)
+        for places in contexts.blocks()
+    ]
+    assert np.array_equal(found, expected) and found.sum() == magnitudes.size
