@@ -278,7 +278,8 @@ def _encoded(q: NDArray[np.int16]) -> bytes:
     coder = constriction.stream.stack.AnsCoder()
     for table, stream in zip(reversed(tables), reversed(streams), strict=True):
         if len(table.costs) > 1:  # else all are alike
-            coder.encode_reverse(stream.astype(np.int32) - table.first, table.model())
+            symbols = np.subtract(stream, table.first, dtype=np.int32)
+            coder.encode_reverse(symbols, table.model())
     words = coder.get_compressed().astype("<u4")
     signed = q.min() < 0
     parts = [_HEAD.pack(_SIGNED if signed else _UNSIGNED, len(words))]
@@ -370,8 +371,9 @@ class _Reader:
         """The next symbols that are coded by a table."""
         if len(table.costs) == 1 or not count:
             return np.full(count, table.first, np.uint8)
-        decoded: NDArray[np.int32] = self._coder.decode(table.model(), count)
-        return (decoded + table.first).astype(np.uint8)
+        decoded = self._coder.decode(table.model(), count)
+        symbols: NDArray[np.uint8] = np.add(decoded, table.first, dtype=np.uint8, casting="unsafe")
+        return symbols
 
     def check_end(self) -> None:
         """Whether all bytes were taken."""

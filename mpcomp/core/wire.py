@@ -49,7 +49,6 @@ __all__ = [
     "layout_check",
     "message_bytes",
     "pack",
-    "pack_into",
     "packed_length",
     "seal",
     "set_status",
@@ -89,15 +88,22 @@ def packed_length(layout: Sequence[TensorMeta], start: int = 0) -> int:
     return _offsets(layout, start)[1]
 
 
-def pack_into(buffer: Tensor, payload: Payload, start: int = 0) -> int:
-    """Writes the tensors into a uint8 buffer from byte ``start`` on; returns where they end."""
-    offsets, length = _offsets([TensorMeta.of(part) for part in payload], start)
-    end = start
-    for part, offset in zip(payload, offsets, strict=True):
-        buffer[end:offset] = 0  # padding, so that equal payloads are equal messages
-        end = offset + part.numel() * part.element_size()
-        buffer[offset:end].view(part.dtype).copy_(part.reshape(-1))
-    return length
+def _bytes(payload: Payload, start: int) -> tuple[list[Tensor], int]:
+    """The tensors as uint8, from byte ``start`` of a message on, and where they end.
+
+    Each is behind the zeros that align it; zeros, so that equal payloads are equal messages.
+    """
+    parts, end = [], start
+    for part in payload:
+        gap = -end % part.dtype.itemsize
+        if gap:
+            parts.append(torch.zeros(gap, dtype=torch.uint8, device=part.device))
+        flat = part.reshape(-1)
+        if flat.stride(0) != 1:  # which a single element may have, and be contiguous
+            flat = flat.clone(memory_format=torch.contiguous_format)
+        parts.append(flat.view(torch.uint8))
+        end += gap + part.nbytes
+    return parts, end
 
 
 def aligned_length(layout: Sequence[TensorMeta]) -> int:
@@ -108,11 +114,10 @@ def aligned_length(layout: Sequence[TensorMeta]) -> int:
 def pack(payloads: Iterable[Payload]) -> Tensor:
     """Payloads behind each other, uint8 [n] on their device."""
     payload = tuple(part for each in payloads for part in each)
-    length = aligned_length([TensorMeta.of(part) for part in payload])
     device = payload[0].device if payload else torch.device("cpu")
-    buffer = torch.empty(length, dtype=torch.uint8, device=device)
-    buffer[pack_into(buffer, payload) :] = 0
-    return buffer
+    parts, end = _bytes(payload, 0)
+    rest = torch.zeros(-end % _ALIGNED, dtype=torch.uint8, device=device)
+    return torch.cat([*parts, rest])
 
 
 def unpack(buffer: Tensor, layout: Sequence[TensorMeta], start: int = 0) -> Payload:
@@ -327,18 +332,13 @@ def frame(
         variable: whether it does.
         checked: whether there is room for a sum over its bits, which `seal` fills in.
     """
-    device = payload[0].device if payload else torch.device("cpu")
-    layout = tuple(map(TensorMeta.of, payload))
-    length = message_bytes(layout, variable=variable, checked=checked)
     if variable:
         assert payload and payload[-1].dtype == torch.uint8 and payload[-1].dim() == 1
+    parts, length = _bytes(payload, _header_bytes(variable, checked))
     if variable or checked:
         header = replace(header, length=length, checked=checked)
-    message = torch.empty(length, dtype=torch.uint8, device=device)
     head = header.to_tensor()
-    message[: head.numel()] = head.to(device, non_blocking=True)
-    pack_into(message, payload, head.numel())
-    return message
+    return torch.cat([head.to(parts[0].device, non_blocking=True) if parts else head, *parts])
 
 
 def seal(message: Tensor) -> None:
