@@ -119,7 +119,7 @@ class _Contexts:
         return cls(_classes(rows), _classes(columns))
 
     def blocks(self) -> list[list[tuple[slice, slice]]]:
-        """Where each context that occurs is in the matrix that is ordered by `orders`."""
+        """Places of each context that occurs, in the matrix that is ordered by `orders`."""
         blocks: list[list[tuple[slice, slice]]] = [[] for _ in range(_CONTEXTS)]
         columns = _runs(self.columns)
         for row, among_rows in _runs(self.rows):
@@ -128,7 +128,7 @@ class _Contexts:
         return [places for places in blocks if places]
 
     def counts(self, magnitudes: NDArray[np.uint8], largest: int) -> NDArray[np.int64]:
-        """How often each context has each magnitude: [contexts that occur, magnitudes].
+        """Occurrences of each magnitude by context: [contexts that occur, magnitudes].
 
         Args:
             magnitudes: as for `of`.

@@ -95,7 +95,7 @@ class AQSGD(EF21):
     training step needs ``sample_ids``. A sample that the first epoch left out (``drop_last``) has
     its first visit when it comes, and goes raw then.
 
-    With ``along=step/1`` a number a token goes besides: what Q leaves out along the gradient g of a
+    With ``along=bf16`` a number a token goes besides: what Q leaves out along the gradient g of a
     that came back at the sample's last visit. Both ends have it if ``grad_comp`` is such a memory,
     too::
 

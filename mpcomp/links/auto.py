@@ -34,7 +34,7 @@ AUTO: Final[Mapping[str, Mapping[str, str]]] = {
     # what the stages before have learned about it would not arrive; along its gradient it does.
     "auto:memory": {
         "act_comp": "aqsgd:first=step/0.4/centre=true/spikes=16"
-        ":eval=step/0.15/centre=true/spikes=16:along=step/1+step:0.4:spikes=16:dead_zone=0.7",
+        ":eval=step/0.15/centre=true/spikes=16:along=bf16+step:0.4:spikes=16:dead_zone=0.7",
         "grad_comp": "aqsgd:first=step/1.05/scale=tensor/dead_zone=0.6"
         "+step:0.9:scale=tensor:dead_zone=0.6",
     },

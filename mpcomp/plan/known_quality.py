@@ -64,7 +64,7 @@ KNOWN: Final = (
     Known("scratch", "auto", "auto", 7.77, 4.16, 3, _GPT2, "step 0.3 / 0.5"),
     Known("scratch", "quant:4", "quant:8", 15.32, 1.34, 3, _GPT2, "fw4-bw8"),
     Known("scratch", *_TOP_10, 1193.99, 2295.58, 3, _GPT2, "top 10 %"),
-    Known("finetune", "auto:memory", "auto:memory", 0.57, 0.11, 3, "finetune_study", "auto:memory"),
+    Known("finetune", "auto:memory", "auto:memory", 0.41, 0.27, 6, "finetune_study", "auto:memory"),
     Known("finetune", *_GROUPS, 33.36, 0.73, 3, _SMOLLM2, " / ".join(_GROUPS)),
     Known("images", "auto:relu", "auto:relu", 0.75, 0.74, 6, _CIFAR10, _RELU),
     Known("images", "quant:4", "quant:8", 0.54, 2.22, 3, _CIFAR10, "quant fw4-bw8"),
