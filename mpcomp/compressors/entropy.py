@@ -216,6 +216,7 @@ class _Table:
         last = counts.shape[1] - 1 - there[:, ::-1].argmax(1)
         num_symbols = counts.sum(1)
         bits = num_symbols[:, None] * _CURVE_TOTALS[last]
+        # Not "@", which goes to BLAS: see `_Contexts.of`.
         bits -= np.einsum("sk,kc->sc", counts.astype(np.float64), _CURVE_BITS[: counts.shape[1]])
         curve = bits.argmin(1)
         by_curve = 2 + bits.min(1) / 8

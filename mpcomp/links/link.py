@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,48 +48,11 @@ from mpcomp.feedback.memory import Side
 from mpcomp.feedback.plan import MemoryPlan, PlainPlan, Plan
 from mpcomp.feedback.state import EndState
 from mpcomp.links.bases import Bases
+from mpcomp.links.policy import Policy
 
-__all__ = ["ACT", "GRAD", "Link", "Policy"]
+__all__ = ["ACT", "GRAD", "Link"]
 
 ACT, GRAD = "act", "grad"
-
-
-class Policy(Protocol):
-    """Chooser of the compression factor of a link, which changes between steps alone."""
-
-    cf: float
-
-    @property
-    def coder(self) -> Compressor | Feedback:
-        """Coder of a message of training: the method at `cf`, or `Identity`."""
-
-    @property
-    def measures_energies(self) -> bool:
-        """Whether this step wants the tensor of `note_energies`."""
-
-    def compressor(self, cf: float) -> Compressor:
-        """The compressor at a compression factor, without feedback."""
-
-    def note_energies(
-        self,
-        target: Tensor,
-        against: Tensor,
-        padded: Tensor | None,
-        draw: Callable[[str], torch.Generator],
-    ) -> None:
-        """Takes what is compressed, and what its error is compared with."""
-
-    def note_message(self, num_bytes: int, meta: TensorMeta) -> None:
-        """Counts a message of training that was sent while compression was on."""
-
-    def fresh(self) -> Policy:
-        """A policy as this one was before the first step."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """State that JSON can hold: enough to go on exactly."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state_dict` gave."""
 
 
 #: Tensors of which ranks compare the layouts of messages.
