@@ -51,6 +51,9 @@ _MANTISSAS = np.array([1.0, 1.189207115002721, 1.4142135623730951, 1.68179283050
 _FLATTEST, _STEEPEST = (-6, -9, -13), 6  # octaves of c, the first ones for e = 1, 3/2, 2
 _PER_OCTAVE = 2  # classes
 _CONTEXTS = 24
+# Of rows, and of columns. Were there as many as contexts, one row of zeros would move all others to
+# the last context.
+_CLASSES = 16
 _FEW = 4096  # elements for which tables of several contexts would cost more than they save
 
 
@@ -151,7 +154,7 @@ def _classes(octaves: NDArray[np.float64]) -> NDArray[np.uint8]:
     """Whole numbers from 0, the largest for the largest; what is far below counts as alike."""
     rounded = np.rint(octaves)
     largest = int(rounded.max())
-    classes = np.clip(rounded - (largest - _CONTEXTS + 1), 0, None)
+    classes = np.maximum(rounded - (largest - _CLASSES + 1), 0)
     from_zero: NDArray[np.uint8] = (classes - classes.min()).astype(np.uint8)
     return from_zero
 

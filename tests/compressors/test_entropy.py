@@ -106,6 +106,16 @@ def test_rows_and_columns_that_differ_cost_less_than_their_mixture(axis):
     assert len(assert_comes_back(q)) < 0.93 * entropy(q) / 8
 
 
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_row_or_column_of_zeros_leaves_the_others_their_contexts(axis):
+    rng = np.random.default_rng(0)
+    spread = np.exp2(rng.uniform(-2, 2, (256, 1)) + rng.uniform(-2, 2, 256))
+    q = np.rint(rng.standard_normal((256, 256)) * spread * 0.3).astype(np.int16)
+    without = len(assert_comes_back(q))
+    first = np.zeros_like(q.take([0], axis))
+    assert len(assert_comes_back(np.concatenate([first, q], axis))) < 1.01 * without
+
+
 def test_noise_of_many_bits_is_sent_as_it_is():
     q = content("any", (50, 60))
     coded = assert_comes_back(q)
