@@ -113,8 +113,8 @@ class _Contexts:
         """The classes of magnitudes [rows, columns], of which some are not zero."""
         num_rows, num_columns = magnitudes.shape
         # Sums, not products with ones: those go to BLAS, whose threads are in the way of torch's.
-        by_row = magnitudes.sum(1, dtype=np.uint32) / num_columns
-        by_column = magnitudes.sum(0, dtype=np.uint32) / num_rows
+        by_row = magnitudes.sum(1, dtype=np.int64) / num_columns
+        by_column = magnitudes.sum(0, dtype=np.int64) / num_rows
         mean = by_row.mean()
         # What is added keeps a row of zeros near one that has a single one.
         rows = _PER_OCTAVE * np.log2((by_row + 0.25 / num_columns) / mean)

@@ -93,22 +93,26 @@ def _bytes(payload: Payload, start: int) -> tuple[list[Tensor], int]:
 
     Each is behind the zeros that align it; zeros, so that equal payloads are equal messages.
     """
+    offsets, length = _offsets([TensorMeta.of(part) for part in payload], start)
     parts, end = [], start
-    for part in payload:
-        gap = -end % part.dtype.itemsize
-        if gap:
-            parts.append(torch.zeros(gap, dtype=torch.uint8, device=part.device))
+    for part, offset in zip(payload, offsets, strict=True):
+        if offset > end:
+            parts.append(torch.zeros(offset - end, dtype=torch.uint8, device=part.device))
         flat = part.reshape(-1)
         if flat.stride(0) != 1:  # which a single element may have, and be contiguous
             flat = flat.clone(memory_format=torch.contiguous_format)
         parts.append(flat.view(torch.uint8))
-        end += gap + part.nbytes
-    return parts, end
+        end = offset + part.nbytes
+    return parts, length
 
 
 def aligned_length(layout: Sequence[TensorMeta]) -> int:
     """Bytes that `pack` gives; rounded up, so that such buffers behind each other are aligned."""
-    return -(-packed_length(layout) // _ALIGNED) * _ALIGNED
+    return _aligned(packed_length(layout))
+
+
+def _aligned(length: int) -> int:
+    return -(-length // _ALIGNED) * _ALIGNED
 
 
 def pack(payloads: Iterable[Payload]) -> Tensor:
@@ -116,7 +120,7 @@ def pack(payloads: Iterable[Payload]) -> Tensor:
     payload = tuple(part for each in payloads for part in each)
     device = payload[0].device if payload else torch.device("cpu")
     parts, end = _bytes(payload, 0)
-    rest = torch.zeros(-end % _ALIGNED, dtype=torch.uint8, device=device)
+    rest = torch.zeros(_aligned(end) - end, dtype=torch.uint8, device=device)
     return torch.cat([*parts, rest])
 
 
