@@ -61,7 +61,18 @@ def global_rng_untouched() -> Callable[[], AbstractContextManager[None]]:
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Callable[..., list[object]]:
+def _coder_is_compiled() -> None:
+    """The entropy coder's machine code, which processes of a test then do not wait for."""
+    import numpy as np
+
+    from mpcomp.compressors import entropy
+
+    q = np.full((2, 2), -1, np.int16)
+    entropy.decode(entropy.encode(q), *q.shape)
+
+
+@pytest.fixture(scope="session")
+def ranks(_coder_is_compiled: None) -> Callable[..., list[object]]:
     """Runs a function in several processes; see `ranks.run_ranks`."""
     from ranks import run_ranks
 

@@ -227,7 +227,7 @@ class ECSQ(Compressor):
         if rounded.means is not None:
             numbers.append(rounded.means[None])
         numbers.append(rounded.q.cpu().numpy())
-        coded = [(torch.tensor(entropy.encode(each)),) for each in numbers]
+        coded = [(torch.from_numpy(entropy.encode(each)),) for each in numbers]
         return tuple(part.to(rounded.q.device) for part in self._parts(tokens).joined(coded))
 
     def _tensor(

@@ -1,9 +1,8 @@
 """Entropy coding of small integers [rows, columns], of which most are zero or near it.
 
-Magnitudes go through an asymmetric numeral system (ANS; Duda, arXiv 1311.2540; the coder is that of
-the package constriction), signs as a bit each. How often which magnitude comes differs by row (a
-token) and by column (a channel), so each has a class, and an element is coded by the table of
-its context:
+Magnitudes go through an asymmetric numeral system (`mpcomp.compressors.ans`), signs as a bit each.
+How often which magnitude comes differs by row (a token) and by column (a channel), so each has a
+class, and an element is coded by the table of its context:
 
     log2 E|q_ij|  ~  r_i + c_j,         context_ij = clip(r_i + c_j),    r, c in halves of an octave
 
@@ -16,8 +15,8 @@ or, where that takes less with what it codes, -log2 of each magnitude's frequenc
 eighths of a bit, one byte each, from which both ends make the same integers. So nothing depends on
 how a machine rounds.
 
-    byte     0       1..4         then
-             kind    ANS words    classes' tables, tables, signs, large magnitudes, ANS words
+    byte     0       1           2         then
+             kind    contexts    tables    ANS states, ANS words, large magnitudes, signs
 
 Where no integer is below zero, as behind a ReLU, the kind says so, and no signs are sent. Where
 coding would gain nothing (noise of many bits) the integers are sent as int16.
@@ -25,24 +24,23 @@ coding would gain nothing (noise of many bits) the integers are sent as int16.
 
 from __future__ import annotations
 
-import functools
-import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-import constriction
 import numpy as np
 from numpy.typing import NDArray
+
+from mpcomp.compressors import ans
+from mpcomp.compressors.ans import ESCAPE
 
 __all__ = ["LARGEST", "decode", "encode", "max_bytes"]
 
 #: Magnitudes are at most this.
 LARGEST = 2**15 - 1
 
-# 1 was a coding without curves, which no longer is understood.
-_PLAIN, _SIGNED, _UNSIGNED = 0, 2, 3
-_HEAD = struct.Struct("<BI")
-_ESCAPE = 255  # the symbol of magnitudes from here on, which follow by themselves
+# 1 to 3 were by coders of before, which no longer are understood.
+_PLAIN, _SIGNED, _UNSIGNED = 0, 4, 5
 _ABSENT = 255
 # Weight of a frequency 2^(-cost / 8); rounded, as powers differ by machine in their last bits.
 _WEIGHTS = np.array([max(1, round(2 ** (24 - cost / 8))) for cost in range(256)], np.int64)
@@ -55,6 +53,7 @@ _CONTEXTS = 24
 # the last context.
 _CLASSES = 16
 _FEW = 4096  # elements for which tables of several contexts would cost more than they save
+_STATES = 4  # of more elements; as many bytes are lost
 
 
 def max_bytes(rows: int, columns: int) -> int:
@@ -68,9 +67,11 @@ def encode(q: NDArray[np.int16]) -> NDArray[np.uint8]:
     Args:
         q: magnitudes up to `LARGEST`.
     """
-    coded = _encoded(q) if q.size > 1 else b""  # of one, nothing is shorter than itself
-    if not coded or len(coded) > max_bytes(*q.shape):
-        coded = bytes([_PLAIN]) + q.astype("<i2").tobytes()
+    q = np.require(q, np.int16, ["C", "W"])  # else there would be machine code for each kind
+    parts = _encoded(q) if q.size > 1 else []  # of one, nothing is shorter than itself
+    if not parts or sum(map(len, parts)) > max_bytes(*q.shape):
+        parts = [bytes([_PLAIN]), q.astype("<i2").tobytes()]
+    coded = bytearray().join(parts)  # no bytes, of which an array could not be changed
     return np.frombuffer(coded, np.uint8)
 
 
@@ -80,17 +81,17 @@ def decode(data: NDArray[np.uint8], rows: int, columns: int) -> NDArray[np.int16
     Raises:
         RuntimeError: the data cannot be of such integers. (Of damaged data many are.)
     """
-    raw = data.tobytes()
-    if not raw:
+    if not len(data):
         raise RuntimeError("an empty message where coded integers were expected")
-    if raw[0] == _PLAIN:
-        if len(raw) != max_bytes(rows, columns):
-            raise _damaged(f"{len(raw)} bytes, expected {max_bytes(rows, columns)}")
-        plain = np.frombuffer(raw, "<i2", offset=1).astype(np.int16)
+    data = np.require(data, np.uint8, ["C", "W"])
+    if data[0] == _PLAIN:
+        if len(data) != max_bytes(rows, columns):
+            raise _damaged(f"{len(data)} bytes, expected {max_bytes(rows, columns)}")
+        plain = np.frombuffer(data, "<i2", offset=1).astype(np.int16)
         return np.maximum(plain, -LARGEST).reshape(rows, columns)
-    if raw[0] not in (_SIGNED, _UNSIGNED):
-        raise _damaged(f"kind {raw[0]}")
-    return _decoded(_Reader(raw), rows, columns, signed=raw[0] == _SIGNED)
+    if data[0] not in (_SIGNED, _UNSIGNED):
+        raise _damaged(f"kind {data[0]}")
+    return _decoded(data, rows, columns)
 
 
 # -- contexts --------------------------------------------------------------------------------------
@@ -98,7 +99,7 @@ def decode(data: NDArray[np.uint8], rows: int, columns: int) -> NDArray[np.int16
 
 @dataclass(frozen=True)
 class _Contexts:
-    """Rows and columns in the order of their classes, and the blocks that share a context.
+    """Classes of rows and columns.
 
     Attributes:
         rows: class of each row, uint8 [rows].
@@ -109,45 +110,49 @@ class _Contexts:
     columns: NDArray[np.uint8]
 
     @classmethod
-    def of(cls, magnitudes: NDArray[np.uint8]) -> _Contexts:
-        """The classes of magnitudes [rows, columns], of which some are not zero."""
-        num_rows, num_columns = magnitudes.shape
-        # Sums, not products with ones: those go to BLAS, whose threads are in the way of torch's.
-        by_row = magnitudes.sum(1, dtype=np.int64) / num_columns
-        by_column = magnitudes.sum(0, dtype=np.int64) / num_rows
-        mean = by_row.mean()
+    def single(cls, num_rows: int, num_columns: int) -> _Contexts:
+        """Rows and columns that all are alike."""
+        return cls(np.zeros(num_rows, np.uint8), np.zeros(num_columns, np.uint8))
+
+    @classmethod
+    def of(cls, by_row: NDArray[np.int64], by_column: NDArray[np.int64]) -> _Contexts:
+        """The classes of magnitudes, of which some are not zero, by their sums."""
+        mean_of_row, mean_of_column = by_row / len(by_column), by_column / len(by_row)
+        mean = mean_of_row.mean()
         # What is added keeps a row of zeros near one that has a single one.
-        rows = _PER_OCTAVE * np.log2((by_row + 0.25 / num_columns) / mean)
-        columns = _PER_OCTAVE * np.log2((by_column + 0.25 / num_rows) / mean)
+        rows = _PER_OCTAVE * np.log2((mean_of_row + 0.25 / len(by_column)) / mean)
+        columns = _PER_OCTAVE * np.log2((mean_of_column + 0.25 / len(by_row)) / mean)
         return cls(_classes(rows), _classes(columns))
 
-    def blocks(self) -> list[list[tuple[slice, slice]]]:
-        """Places of each context that occurs, in the matrix that is ordered by `orders`."""
-        blocks: list[list[tuple[slice, slice]]] = [[] for _ in range(_CONTEXTS)]
-        columns = _runs(self.columns)
-        for row, among_rows in _runs(self.rows):
-            for column, among_columns in columns:
-                blocks[min(row + column, _CONTEXTS - 1)].append((among_rows, among_columns))
-        return [places for places in blocks if places]
+    @property
+    def classes(self) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+        """Those of rows, and of columns."""
+        return self.rows, self.columns
 
-    def counts(self, magnitudes: NDArray[np.uint8], largest: int) -> NDArray[np.int64]:
-        """Occurrences of each magnitude by context: [contexts that occur, magnitudes].
+    def occurring(self) -> NDArray[np.intp]:
+        """The contexts that have elements, ascending."""
+        rows, columns = (np.flatnonzero(np.bincount(each)) for each in (self.rows, self.columns))
+        return np.unique(np.minimum(np.add.outer(rows, columns), _CONTEXTS - 1))
 
-        Args:
-            magnitudes: as for `of`.
-            largest: of them.
-        """
-        contexts = np.minimum(self.rows[:, None] + self.columns, np.uint16(_CONTEXTS - 1))
-        contexts *= largest + 1
-        contexts += magnitudes
-        counts: NDArray[np.int64] = np.bincount(
-            contexts.reshape(-1), minlength=_CONTEXTS * (largest + 1)
-        ).reshape(_CONTEXTS, -1)
-        return counts[counts.any(1)]
+    def place(self) -> _Place:
+        """Elements, whose tables come behind those of classes."""
+        table_of = np.zeros(_CONTEXTS, np.int64)
+        occurring = self.occurring()
+        table_of[occurring] = 2 + np.arange(len(occurring))
+        return _Place(self.rows, self.columns, table_of)
 
-    def orders(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-        """Rows, and columns, ordered by class."""
-        return np.argsort(self.rows, kind="stable"), np.argsort(self.columns, kind="stable")
+
+class _Place(NamedTuple):
+    """Where symbols are among contexts and tables, as `ans.push` and `ans.pop` take it."""
+
+    rows: NDArray[np.uint8]
+    columns: NDArray[np.uint8]
+    table_of: NDArray[np.int64]
+
+    @classmethod
+    def of_classes(cls, table: int, count: int) -> _Place:
+        """A row of classes, which all are coded by one table."""
+        return cls(np.zeros(1, np.uint8), np.zeros(count, np.uint8), np.full(1, table, np.int64))
 
 
 def _classes(octaves: NDArray[np.float64]) -> NDArray[np.uint8]:
@@ -157,13 +162,6 @@ def _classes(octaves: NDArray[np.float64]) -> NDArray[np.uint8]:
     classes = np.maximum(rounded - (largest - _CLASSES + 1), 0)
     from_zero: NDArray[np.uint8] = (classes - classes.min()).astype(np.uint8)
     return from_zero
-
-
-def _runs(classes: NDArray[np.uint8]) -> list[tuple[int, slice]]:
-    """Each class that occurs, and where it is among all in order."""
-    counts = np.bincount(classes)
-    ends = np.cumsum(counts)
-    return [(int(k), slice(int(ends[k] - counts[k]), int(ends[k]))) for k in np.flatnonzero(counts)]
 
 
 # -- tables ----------------------------------------------------------------------------------------
@@ -219,7 +217,7 @@ class _Table:
         last = counts.shape[1] - 1 - there[:, ::-1].argmax(1)
         num_symbols = counts.sum(1)
         bits = num_symbols[:, None] * _CURVE_TOTALS[last]
-        # Not "@", which goes to BLAS: see `_Contexts.of`.
+        # Not "@", which goes to BLAS, whose threads are in the way of torch's.
         bits -= np.einsum("sk,kc->sc", counts.astype(np.float64), _CURVE_BITS[: counts.shape[1]])
         curve = bits.argmin(1)
         by_curve = 2 + bits.min(1) / 8
@@ -248,24 +246,33 @@ class _Table:
             return bytes([self.curve, len(self.costs) - 1])
         return bytes([_EXPLICIT, self.first, len(self.costs) - 1]) + self.costs.tobytes()
 
-    def model(self) -> constriction.stream.model.Categorical:
-        """The distribution, of symbols counted from the first."""
-        if self.curve != _EXPLICIT:
-            return _model_of_curve(self.curve, len(self.costs))
-        return _model(self.costs)
 
+def _starts(tables: Sequence[_Table]) -> NDArray[np.int64]:
+    """Sums of the frequencies of each table before every symbol and behind the last.
 
-def _model(costs: NDArray[np.uint8]) -> constriction.stream.model.Categorical:
-    weights = _WEIGHTS[costs]
-    return constriction.stream.model.Categorical(
-        (weights / weights.sum()).astype(np.float32), perfect=False
-    )
+    Returns:
+        [tables, symbols + 1]; what a table does not have is of frequency zero.
 
-
-@functools.lru_cache(1024)
-def _model_of_curve(curve: int, num_symbols: int) -> constriction.stream.model.Categorical:
-    """The distribution of few curves that come again and again."""
-    return _model(_CURVES[curve, :num_symbols])
+    Raises:
+        RuntimeError: a table has no symbol.
+    """
+    num_symbols = max(table.first + len(table.costs) for table in tables)
+    costs = np.full((len(tables), num_symbols), _ABSENT, np.uint8)
+    for row, table in zip(costs, tables, strict=True):
+        row[table.first : table.first + len(table.costs)] = table.costs
+    there = costs != _ABSENT
+    weights = np.where(there, _WEIGHTS[costs], 0)
+    sums = weights.sum(1, keepdims=True)
+    if not sums.all():
+        raise _damaged("a table without symbols")
+    # Each has one at least; what rounding leaves goes to the most frequent.
+    left = ans.TOTAL - there.sum(1, keepdims=True)
+    frequencies = there + weights * left // sums
+    most = frequencies.argmax(1)
+    frequencies[np.arange(len(tables)), most] += ans.TOTAL - frequencies.sum(1)
+    starts = np.zeros((len(tables), num_symbols + 1), np.int64)
+    np.cumsum(frequencies, axis=1, out=starts[:, 1:])
+    return starts
 
 
 #: The table of symbols that all are zero.
@@ -275,144 +282,171 @@ _ALIKE = _Table(0, 0, _CURVES[0, :1], 2.0)
 # -- encoding --------------------------------------------------------------------------------------
 
 
-def _encoded(q: NDArray[np.int16]) -> bytes:
-    absolute = np.abs(q)
-    magnitudes = np.minimum(absolute, _ESCAPE).astype(np.uint8)
-    tables, streams = _tables_and_streams(magnitudes)
-    coder = constriction.stream.stack.AnsCoder()
-    for table, stream in zip(reversed(tables), reversed(streams), strict=True):
-        if len(table.costs) > 1:  # else all are alike
-            symbols = np.subtract(stream, table.first, dtype=np.int32)
-            coder.encode_reverse(symbols, table.model())
-    words = coder.get_compressed().astype("<u4")
-    signed = q.min() < 0
-    parts = [_HEAD.pack(_SIGNED if signed else _UNSIGNED, len(words))]
-    parts += [table.to_bytes() for table in tables]
-    if signed:
-        negative = np.compress((q != 0).ravel(), (q < 0).ravel())
-        parts.append(np.packbits(negative, bitorder="little").tobytes())
-    large = absolute[absolute >= _ESCAPE].astype("<u2")
-    parts += [large.tobytes(), words.tobytes()]
-    return b"".join(parts)
-
-
-def _tables_and_streams(
-    magnitudes: NDArray[np.uint8],
-) -> tuple[list[_Table], list[NDArray[np.uint8]]]:
-    """Of the classes of rows, of columns, and the magnitudes of each context; fewest bytes."""
-    elements = magnitudes.reshape(-1)
-    alike = np.zeros(0, np.uint8)  # classes of a single context, which none needs to be told
-    largest = int(magnitudes.max())
-    if not largest:
-        return [_ALIKE, _ALIKE, _ALIKE], [alike, alike, elements]
-    if magnitudes.size < _FEW:
-        (table,) = _Table.of_each(np.bincount(elements)[None])
-        return [_ALIKE, _ALIKE, table], [alike, alike, elements]
-    contexts = _Contexts.of(magnitudes)
-    classes = contexts.rows, contexts.columns
-    num_symbols = 1 + max(largest, *(int(each.max()) for each in classes))
-    of_contexts = contexts.counts(magnitudes, largest)
-    counts = np.zeros((3 + len(of_contexts), num_symbols), np.int64)
-    counts[0, : largest + 1] = of_contexts.sum(0)
-    counts[1:3] = [np.bincount(each, minlength=num_symbols) for each in classes]
-    counts[3:, : largest + 1] = of_contexts
-    one, *several = _Table.of_each(counts)
-    # Where little is not zero, its classes may cost more than they tell.
-    if one.num_bytes + 2 * _ALIKE.num_bytes <= sum(table.num_bytes for table in several):
-        return [_ALIKE, _ALIKE, one], [alike, alike, elements]
-    by_row, by_column = contexts.orders()
-    ordered = magnitudes.take(by_column, 1).take(by_row, 0)
-    streams = [
-        np.concatenate([ordered[place].reshape(-1) for place in places])
-        for places in contexts.blocks()
+def _encoded(q: NDArray[np.int16]) -> list[bytes]:
+    by_row, by_column, largest, num_signs, num_negative = ans.sums(q)
+    signs = np.zeros(num_signs // 8 + 1, np.uint8)
+    large = np.empty(num_signs if largest == ESCAPE else 0, np.uint16)
+    if q.size < _FEW or not largest:
+        contexts = _Contexts.single(*q.shape)
+        counts, num_large = ans.tally(q, *contexts.classes, 1, largest, signs, large)
+        tables = [_ALIKE, _ALIKE, *_Table.of_each(counts.astype(np.int64))]
+    else:
+        contexts = _Contexts.of(by_row, by_column)
+        counts, num_large = ans.tally(q, *contexts.classes, _CONTEXTS, largest, signs, large)
+        one, *tables = _tables_of(contexts, counts)
+        # Where little is not zero, its classes may cost more than they tell.
+        if one.num_bytes + 2 * _ALIKE.num_bytes <= sum(table.num_bytes for table in tables):
+            contexts, tables = _Contexts.single(*q.shape), [_ALIKE, _ALIKE, one]
+    states, words = _states_and_words(q, contexts, _starts(tables))
+    signs = signs[: -(-num_signs // 8) if num_negative else 0]
+    return [
+        bytes([_SIGNED if num_negative else _UNSIGNED, len(tables) - 2]),
+        *(table.to_bytes() for table in tables),
+        states.astype("<u4").tobytes(),
+        words.tobytes(),
+        large[:num_large].astype("<u2").tobytes(),
+        signs[::-1].tobytes(),
     ]
-    return several, [*classes, *streams]
+
+
+def _num_states(num_elements: int, starts: NDArray[np.int64]) -> int:
+    """States for so many elements, one if the tables say all of them."""
+    alike = starts[:, 1:] - starts[:, :-1] == ans.TOTAL
+    return 1 if num_elements < _FEW or alike.any(1).all() else _STATES
+
+
+def _tables_of(contexts: _Contexts, counts: NDArray[np.int32]) -> list[_Table]:
+    """The table of a single context, those of classes of rows and columns, and of the contexts.
+
+    Args:
+        contexts: of integers.
+        counts: of each symbol in each context, [`_CONTEXTS`, symbols].
+    """
+    largest = max(int(each.max()) for each in contexts.classes)
+    num_symbols = max(counts.shape[1], largest + 1)
+    occurring = contexts.occurring()
+    of_each = np.zeros((3 + len(occurring), num_symbols), np.int64)
+    of_each[0, : counts.shape[1]] = counts.sum(0)
+    of_each[1:3] = [np.bincount(each, minlength=num_symbols) for each in contexts.classes]
+    of_each[3:, : counts.shape[1]] = counts[occurring]
+    return _Table.of_each(of_each)
+
+
+def _states_and_words(
+    q: NDArray[np.int16], contexts: _Contexts, starts: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
+    """ANS states that say classes and integers, with the words that follow them."""
+    coded = [
+        *(
+            (classes[None].astype(np.int16), _Place.of_classes(table, len(classes)))
+            for table, classes in enumerate(contexts.classes)
+        ),
+        (q, contexts.place()),
+    ]
+    out = np.empty(2 * sum(symbols.size for symbols, _ in coded), np.uint8)  # a word each at most
+    at = len(out)
+    states = np.full(_num_states(q.size, starts), ans.LOWEST, np.int64)
+    for symbols, place in reversed(coded):
+        at = ans.push(symbols, place.rows, place.columns, place.table_of, starts, states, out, at)
+    return states, out[at:]
 
 
 # -- decoding --------------------------------------------------------------------------------------
 
 
 class _Reader:
-    """A message, read from its beginning, its ANS words apart."""
+    """A message, read from its beginning behind its kind."""
 
-    def __init__(self, raw: bytes) -> None:
-        if len(raw) < _HEAD.size:
-            raise _damaged(f"{len(raw)} bytes")
-        _, num_words = _HEAD.unpack_from(raw)
-        self._raw = raw
-        self._at = _HEAD.size
-        self._end = len(raw) - 4 * num_words
-        if self._end < self._at:
-            raise _damaged(f"{len(raw)} bytes, {num_words} words")
-        words = np.frombuffer(raw, "<u4", offset=self._end).astype(np.uint32)
-        try:
-            self._coder = constriction.stream.stack.AnsCoder(words)
-        except ValueError as error:
-            raise _damaged(str(error)) from error
-
-    def take(self, num_bytes: int) -> bytes:
-        """The next bytes."""
-        start, self._at = self._at, self._at + num_bytes
-        if self._at > self._end:
-            raise _damaged("it ends too early")
-        return self._raw[start : self._at]
+    def __init__(self, data: NDArray[np.uint8]) -> None:
+        self._data = data
+        self._at = 1
 
     def array(self, dtype: str, count: int) -> NDArray[Any]:
         """The next numbers."""
-        return np.frombuffer(self.take(np.dtype(dtype).itemsize * count), dtype)
+        start, self._at = self._at, self._at + np.dtype(dtype).itemsize * count
+        if self._at > len(self._data):
+            raise _damaged("it ends too early")
+        return np.frombuffer(self._data, dtype, count, start)
 
     def table(self) -> _Table:
         """The next table."""
-        curve, first = self.take(2)
+        curve, first = map(int, self.array("u1", 2))
         if curve < _EXPLICIT:  # the second byte is the last symbol
             return _Table(curve, 0, _CURVES[curve, : first + 1])
-        (others,) = self.take(1)
-        if curve != _EXPLICIT or first + others > _ESCAPE:
+        (others,) = map(int, self.array("u1", 1))
+        if curve != _EXPLICIT or first + others > ESCAPE:
             raise _damaged(f"table {curve} with symbols up to {first + others}")
         return _Table(curve, first, self.array("u1", others + 1))
 
-    def symbols(self, table: _Table, count: int) -> NDArray[np.uint8]:
-        """The next symbols that are coded by a table."""
-        if len(table.costs) == 1 or not count:
-            return np.full(count, table.first, np.uint8)
-        decoded = self._coder.decode(table.model(), count)
-        symbols: NDArray[np.uint8] = np.add(decoded, table.first, dtype=np.uint8, casting="unsafe")
-        return symbols
+    def states(self, num: int) -> NDArray[np.int64]:
+        """The next ANS states."""
+        states = self.array("<u4", num).astype(np.int64)
+        if (states < ans.LOWEST).any():
+            raise _damaged("an impossible state")
+        return states
 
-    def check_end(self) -> None:
-        """Whether all bytes were taken."""
-        if self._at != self._end:
-            raise _damaged(f"{self._end - self._at} bytes too many")
+    def symbols(
+        self,
+        shape: tuple[int, int],
+        place: _Place,
+        starts: NDArray[np.int64],
+        first: NDArray[np.uint8],
+        states: NDArray[np.int64],
+        *,
+        signed: bool,
+    ) -> tuple[NDArray[np.int16], int, int]:
+        """The next symbols, with their signs if there are any; see `ans.pop`."""
+        symbols = np.empty(shape, np.int16)
+        self._at, num_signs, num_large = ans.pop(
+            self._data,
+            self._at,
+            signed,
+            place.rows,
+            place.columns,
+            place.table_of,
+            starts,
+            first,
+            states,
+            symbols,
+        )
+        if self._at < 0:
+            raise _damaged("it ends too early")
+        return symbols, num_signs, num_large
+
+    def check_end(self, num_bytes: int) -> None:
+        """Whether so many bytes are left."""
+        if len(self._data) - self._at != num_bytes:
+            raise _damaged(f"{len(self._data) - self._at} bytes left, expected {num_bytes}")
 
 
-def _decoded(reader: _Reader, rows: int, columns: int, *, signed: bool) -> NDArray[np.int16]:
-    class_tables = reader.table(), reader.table()
-    contexts = _Contexts(
-        reader.symbols(class_tables[0], rows), reader.symbols(class_tables[1], columns)
+def _decoded(data: NDArray[np.uint8], rows: int, columns: int) -> NDArray[np.int16]:
+    reader = _Reader(data)
+    (num_contexts,) = map(int, reader.array("u1", 1))
+    tables = [reader.table() for _ in range(2 + num_contexts)]
+    starts = _starts(tables)
+    first = ans.buckets(starts)
+    states = reader.states(_num_states(rows * columns, starts))
+    classes = [
+        reader.symbols(
+            (1, count), _Place.of_classes(table, count), starts, first, states, signed=False
+        )[0][0]
+        for table, count in enumerate((rows, columns))
+    ]
+    contexts = _Contexts(*(each.astype(np.uint8) for each in classes))
+    if len(contexts.occurring()) != num_contexts:
+        raise _damaged(f"{num_contexts} tables for {len(contexts.occurring())} contexts")
+    q, num_signs, num_large = reader.symbols(
+        (rows, columns), contexts.place(), starts, first, states, signed=bool(data[0] == _SIGNED)
     )
-    blocks = contexts.blocks()
-    tables = [reader.table() for _ in blocks]
-    ordered = np.empty((rows, columns), np.uint8)
-    for table, places in zip(tables, blocks, strict=True):
-        parts = [ordered[place] for place in places]
-        stream = reader.symbols(table, sum(part.size for part in parts))
-        start = 0
-        for part in parts:
-            part[...] = stream[start : start + part.size].reshape(part.shape)
-            start += part.size
-    # Whole rows and columns, and places of the few: numpy is slow where it goes by masks.
-    by_row, by_column = (np.argsort(order) for order in contexts.orders())
-    values = ordered.take(by_row, 0).take(by_column, 1).astype(np.int16).reshape(-1)
-    present = np.flatnonzero(values != 0) if signed else values[:0]  # of bools it is far faster
-    signs = reader.array("u1", -(-len(present) // 8))
-    escaped = np.flatnonzero(values == _ESCAPE)
-    large = reader.array("<u2", len(escaped))
-    values[escaped] = np.minimum(large, LARGEST)
-    reader.check_end()
-    is_negative = np.unpackbits(signs, count=len(present), bitorder="little").view(np.bool_)
-    negative = present[np.flatnonzero(is_negative)]
-    values[negative] = -values[negative]
-    return values.reshape(rows, columns)
+    if (states != ans.LOWEST).any():
+        raise _damaged("a state that no encoder begins with")
+    large = reader.array("<u2", num_large)
+    reader.check_end(-(-num_signs // 8))
+    if num_large:
+        escaped = np.flatnonzero(np.abs(q) == ESCAPE)
+        magnitudes = np.minimum(large, LARGEST).astype(np.int16)
+        q.reshape(-1)[escaped] = np.where(q.reshape(-1)[escaped] < 0, -magnitudes, magnitudes)
+    return q
 
 
 def _damaged(what: str) -> RuntimeError:

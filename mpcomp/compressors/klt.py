@@ -126,12 +126,12 @@ class Basis:
         Raises:
             RuntimeError: no such numbers.
         """
-        return cls(torch.from_numpy(entropy.decode(coded.cpu().numpy(), width, width).copy()))
+        return cls(torch.from_numpy(entropy.decode(coded.cpu().numpy(), width, width)))
 
     @cached_property
     def coded(self) -> Tensor:
         """The numbers by their entropy: uint8 [n] on the CPU."""
-        return torch.from_numpy(entropy.encode(self.numbers.numpy()).copy())
+        return torch.from_numpy(entropy.encode(self.numbers.numpy()))
 
     @cached_property
     def checksum(self) -> int:

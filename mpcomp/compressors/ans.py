@@ -1,0 +1,273 @@
+"""An asymmetric numeral system: symbols by their frequencies, as bytes; and what is counted first.
+
+The range variant (rANS; Duda, arXiv 1311.2540, section 3). With frequencies f_s that sum to M and
+the sums before each b_s, a symbol s takes a state x to
+
+    x' = M floor(x / f_s) + b_s + x mod f_s,    log2 x' - log2 x  ~  log2 (M / f_s),
+
+and x' says s again: it is the one with b_s <= x' mod M < b_s + f_s. States are kept in
+[2^16, 2^32): what would go beyond leaves in words of two bytes, low byte first. What is pushed last
+is popped first, so symbols are pushed from the last to the first, and words are written towards the
+beginning. Several states that take turns along a row are independent of each other, which keeps a
+processor busy.
+
+Symbols are magnitudes up to `ESCAPE` of integers [rows, columns], each coded by the table of its
+context, which is its row's class plus its column's, at most the last one.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpcomp.core.compiled import compiled
+
+__all__ = ["ESCAPE", "LOWEST", "TOTAL", "buckets", "pop", "push", "sums", "tally"]
+
+#: The symbol of magnitudes from here on.
+ESCAPE: Final = 255
+#: States begin here, and are never below.
+LOWEST: Final = 1 << 16
+_BITS: Final = 15
+#: Frequencies of a table sum to this.
+TOTAL: Final = 1 << _BITS
+_BUCKETS: Final = 256
+# For a type checker, which knows no larger or absolute one of numpy's own numbers.
+_int32: Any = np.int32
+_int64: Any = np.int64
+_float64: Any = np.float64
+_IN_BUCKET: Final = _BITS - 8  # bits
+
+
+@compiled
+def sums(q: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any], int, int, int]:
+    """Sums of symbols.
+
+    Args:
+        q: integers, int16 [rows, columns].
+
+    Returns:
+        By row, int64 [rows], and by column, int64 [columns]; the largest symbol; how many integers
+        are not zero, and how many are below.
+    """
+    num_rows, num_columns = q.shape
+    by_row = np.zeros(num_rows, np.int64)
+    by_column = np.zeros(num_columns, np.int64)
+    largest = nonzero = negative = 0
+    for i in range(num_rows):
+        total = 0
+        for j in range(num_columns):
+            value = _int32(q[i, j])
+            symbol = min(abs(value), _int32(ESCAPE))
+            by_column[j] += symbol
+            total += symbol
+            largest = max(largest, symbol)
+            nonzero += value != 0
+            negative += value < 0
+        by_row[i] = total
+    return by_row, by_column, largest, nonzero, negative
+
+
+@compiled
+def tally(
+    q: NDArray[Any],
+    rows: NDArray[Any],
+    columns: NDArray[Any],
+    num_contexts: int,
+    largest: int,
+    signs: NDArray[Any],
+    large: NDArray[Any],
+) -> tuple[NDArray[Any], int]:
+    """How often each symbol occurs in each context.
+
+    Args:
+        q: integers, int16 [rows, columns].
+        rows: classes, uint8 [rows].
+        columns: classes, uint8 [columns].
+        num_contexts: contexts are counted from 0 to one less than that.
+        largest: of the symbols.
+        signs: takes a bit for each integer that is not zero, set if it is below: uint8 zeros, one
+            byte more than there are full ones.
+        large: takes the magnitudes from `ESCAPE` on, uint16.
+
+    Returns:
+        Occurrences, int32 [contexts, symbols], and the number of large magnitudes.
+    """
+    num_rows, num_columns = q.shape
+    num_symbols = largest + 1
+    # Two, by turns: a count that was just written would be waited for.
+    counts = np.zeros((2, num_contexts * num_symbols), np.int32)
+    places = np.zeros(num_columns, np.int64)
+    last, of_class, seen, escaped = num_contexts - 1, -1, 0, 0
+    for i in range(num_rows):
+        if rows[i] != of_class:
+            of_class = _int64(rows[i])
+            for j in range(num_columns):
+                places[j] = min(of_class + _int64(columns[j]), last) * num_symbols
+        largest_here = 0
+        for j in range(num_columns):
+            symbol = min(abs(_int64(q[i, j])), ESCAPE)
+            counts[j & 1, places[j] + symbol] += 1
+            largest_here = max(largest_here, symbol)
+        if largest_here > 0:
+            for j in range(num_columns):  # without branches, which are as random as signs are
+                value = q[i, j]
+                signs[seen >> 3] |= np.uint8((value < 0) << (seen & 7))
+                seen += value != 0
+        if largest_here == ESCAPE:
+            for j in range(num_columns):
+                magnitude = abs(_int64(q[i, j]))
+                if magnitude >= ESCAPE:
+                    large[escaped] = magnitude
+                    escaped += 1
+    return (counts[0] + counts[1]).reshape(num_contexts, num_symbols), escaped
+
+
+@compiled
+def push(
+    q: NDArray[Any],
+    rows: NDArray[Any],
+    columns: NDArray[Any],
+    table_of: NDArray[Any],
+    starts: NDArray[Any],
+    states: NDArray[Any],
+    out: NDArray[Any],
+    at: int,
+) -> int:
+    """Codes symbols, from the last to the first.
+
+    Args:
+        q: integers, int16 [rows, columns].
+        rows: classes, uint8 [rows].
+        columns: classes, uint8 [columns].
+        table_of: the table of each context, int64.
+        starts: sums of the frequencies before each symbol and behind the last, int64 [tables,
+            symbols + 1]; of symbols that occur none is zero.
+        states: a power of two of them, int64; they change.
+        out: takes the words, uint8.
+        at: where they begin so far.
+
+    Returns:
+        Where they begin now.
+    """
+    num_rows, num_columns = q.shape
+    lanes, last, of_class = len(states) - 1, len(table_of) - 1, -1
+    width = starts.shape[1]
+    flat = starts.reshape(-1)
+    inverses = np.empty(flat.size)
+    for n in range(flat.size - 1):
+        inverses[n] = 1.0 / max(flat[n + 1] - flat[n], 1)
+    places = np.zeros(num_columns, np.int64)
+    for i in range(num_rows - 1, -1, -1):
+        if rows[i] != of_class:
+            of_class = _int64(rows[i])
+            for j in range(num_columns):
+                places[j] = table_of[min(of_class + _int64(columns[j]), last)] * width
+        for j in range(num_columns - 1, -1, -1):
+            place = places[j] + min(abs(_int64(q[i, j])), ESCAPE)
+            start = flat[place]
+            frequency = flat[place + 1] - start
+            x = states[j & lanes]
+            if x >= frequency << (32 - _BITS):
+                at -= 2
+                out[at] = np.uint8(x)
+                out[at + 1] = np.uint8(x >> 8)
+                x >>= 16
+            # Exact: x + 1/2 is further from a multiple of the frequency than this may be wrong.
+            quotient = _int64((_float64(x) + 0.5) * inverses[place])
+            states[j & lanes] = (quotient << _BITS) + (x - quotient * frequency) + start
+    return at
+
+
+@compiled
+def buckets(starts: NDArray[Any]) -> NDArray[Any]:
+    """The first symbol that each 256th of a table's range may say: uint8 [tables, 256].
+
+    Args:
+        starts: as of `push`.
+    """
+    first = np.zeros((len(starts), _BUCKETS), np.uint8)
+    for table in range(len(starts)):
+        symbol = 0
+        for bucket in range(_BUCKETS):
+            while starts[table, symbol + 1] <= bucket << _IN_BUCKET:
+                symbol += 1
+            first[table, bucket] = symbol
+    return first
+
+
+@compiled
+def pop(
+    data: NDArray[Any],
+    at: int,
+    signed: bool,
+    rows: NDArray[Any],
+    columns: NDArray[Any],
+    table_of: NDArray[Any],
+    starts: NDArray[Any],
+    first: NDArray[Any],
+    states: NDArray[Any],
+    out: NDArray[Any],
+) -> tuple[int, int, int]:
+    """The inverse of `push`, of any bytes.
+
+    Args:
+        data: words from ``at`` on, and signs from the end backwards, uint8.
+        at: where words begin.
+        signed: whether there are signs.
+        rows: classes, uint8 [rows].
+        columns: classes, uint8 [columns].
+        table_of: the table of each context, int64.
+        starts: of those tables; the last of each is `TOTAL`.
+        first: their `buckets`.
+        states: as they were after `push`, int64; they change.
+        out: takes the integers, int16 [rows, columns], `ESCAPE` for magnitudes from there on.
+
+    Returns:
+        Where the words end, or -1 where the data ends before them; the number of signs, which may
+        be more than there is room for, and of integers with the magnitude `ESCAPE`.
+    """
+    num_rows, num_columns = out.shape
+    lanes, last, of_class = len(states) - 1, len(table_of) - 1, -1
+    width, end = starts.shape[1], len(data)
+    flat, flat_first = starts.reshape(-1), first.reshape(-1)
+    tables = np.zeros(num_columns, np.int64)
+    seen = escaped = 0
+    for i in range(num_rows):
+        if rows[i] != of_class:
+            of_class = _int64(rows[i])
+            for j in range(num_columns):
+                tables[j] = table_of[min(of_class + _int64(columns[j]), last)]
+        largest = 0
+        for j in range(num_columns):
+            table = tables[j]
+            x = states[j & lanes]
+            slot = x & (TOTAL - 1)
+            symbol = _int64(flat_first[table * _BUCKETS + (slot >> _IN_BUCKET)])
+            place = table * width + symbol
+            while flat[place + 1] <= slot:
+                place += 1
+            start = flat[place]
+            x = (flat[place + 1] - start) * (x >> _BITS) + slot - start
+            if x < LOWEST:
+                if at + 2 > end:
+                    return -1, 0, 0
+                x = x << 16 | _int64(data[at]) | _int64(data[at + 1]) << 8
+                at += 2
+            states[j & lanes] = x
+            symbol = place - table * width
+            out[i, j] = symbol
+            largest = max(largest, symbol)
+        if signed and largest > 0:
+            for j in range(num_columns):
+                symbol = _int64(out[i, j])
+                byte = max(end - 1 - (seen >> 3), 0)
+                negative = _int64(data[byte] >> (seen & 7) & 1) & (symbol != 0)
+                out[i, j] = (symbol ^ -negative) + negative
+                seen += symbol != 0
+        if largest == ESCAPE:
+            for j in range(num_columns):
+                escaped += abs(out[i, j]) == ESCAPE
+    return at, seen, escaped
