@@ -4,8 +4,9 @@
     python -m recipes.lm_inference --model model.gguf --data python-docs --methods quant:8 topk:0.1
 
 Loads the model once, cuts it, and evaluates the perplexity with one method after another at all
-cuts, in fp32. The first row is without compression, and says how far its logits are from those of
-the model in one piece: 0, as they are the same bits. Bytes are those that forward passes send.
+cuts, in fp32, and how far predictions are from the uncompressed ones (`recipes.divergence`). The
+first row is without compression, and says how far its logits are from those of the model in one
+piece: 0, as they are the same bits. Bytes are those that forward passes send.
 With --out each method is a line of a file as soon as it is evaluated; given again, the command
 goes on with those that are missing. With --table it prints that file, and evaluates nothing.
 """
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
 from tabulate import tabulate
 from torch import Tensor, nn
@@ -29,6 +31,7 @@ from tqdm import tqdm
 import mpcomp
 from mpcomp.links.build import method_of
 from recipes.command import Parser
+from recipes.divergence import Against
 from recipes.placement import devices_of, parse_split
 from recipes.ranks import Ranks, joined
 from recipes.run_folder import append_json_line, read_json_lines
@@ -200,28 +203,36 @@ def evaluate(
     num_batches = -(-len(blocks) // config.batch_size)
     first = next(iter(loaded.loader))
     logits = _plain_logits(loaded, first)  # before stages may go to several devices
+
+    def cut(method: mpcomp.Compressor) -> mpcomp.Pipeline:
+        # Pipelines share the model's weights, so that each costs next to nothing.
+        return mpcomp.pipeline(
+            loaded.model,
+            chunks=1,  # a message is a batch
+            split=parse_split(loaded.split),
+            act_comp=method,
+            devices=loaded.devices if len(loaded.devices) > 1 else loaded.devices[0],
+            seed=config.seed,
+        ).eval()
+
+    uncompressed = cut(UNCOMPRESSED)
     with tqdm(total=len(methods) * num_batches, unit="batch", disable=not progress) as bar:
         for method in methods:
             bar.set_description(str(method))
             begin = time.perf_counter()
-            # Pipelines share the model's weights, so that each costs next to nothing.
-            pipe = mpcomp.pipeline(
-                loaded.model,
-                chunks=1,  # a message is a batch
-                split=parse_split(loaded.split),
-                act_comp=method,
-                devices=loaded.devices if len(loaded.devices) > 1 else loaded.devices[0],
-                seed=config.seed,
-            )
-            losses = [pipe.evaluate([batch]) for batch in _counted(loaded.loader, bar)]
-            row = _row(pipe, method, losses, loaded.loader)
+            pipe = cut(method)
+            measures = [
+                # All logits would not fit in memory, so they are made again for each method.
+                pipe.evaluate([batch], Against(_logits(uncompressed, batch)))
+                for batch in _counted(loaded.loader, bar)
+            ]
+            row = _row(pipe, method, measures, loaded.loader)
             plain = row if plain is None else plain
             row |= _cost(row, plain)
             row["seconds"] = time.perf_counter() - begin
             if method == UNCOMPRESSED:
-                with torch.no_grad():
-                    difference = (pipe.eval()(first).cpu() - logits).abs().max()
-                row["largest_logit_difference"] = float(difference)
+                difference = _logits(pipe, first).cpu() - logits
+                row["largest_logit_difference"] = float(difference.abs().max())
             yield {
                 **row,
                 "settings": settings_of(config),
@@ -267,6 +278,13 @@ def _plain_logits(loaded: _Loaded, batch: Mapping[str, Tensor]) -> Tensor:
     return logits.cpu()
 
 
+@torch.no_grad()
+def _logits(pipe: mpcomp.Pipeline, batch: Mapping[str, Tensor]) -> Tensor:
+    """Logits of a pipeline for a batch, [b, s, vocabulary]."""
+    logits: Tensor = pipe(batch)
+    return logits
+
+
 def _counted(loader: TokenLoader, bar: tqdm[Any]) -> Iterator[dict[str, Tensor]]:
     for batch in loader:
         yield batch
@@ -274,12 +292,20 @@ def _counted(loader: TokenLoader, bar: tqdm[Any]) -> Iterator[dict[str, Tensor]]
 
 
 def _row(
-    pipe: mpcomp.Pipeline, method: mpcomp.Compressor, losses: Sequence[float], loader: TokenLoader
+    pipe: mpcomp.Pipeline,
+    method: mpcomp.Compressor,
+    measures: Sequence[Mapping[str, float]],
+    loader: TokenLoader,
 ) -> dict[str, Any]:
-    """The line of a method, without what relates it to others, from its losses of batches."""
+    """The line of a method, without what its perplexity is held against, from its batches."""
     blocks = loader.blocks
     predicted = [num_predicted(batch["labels"]) for batch in loader]
-    loss = sum(map(operator.mul, losses, predicted)) / sum(predicted)
+
+    def mean(name: str) -> float:
+        return float(np.average([batch[name] for batch in measures], weights=predicted))
+
+    loss = mean("loss")
+    divergences = [batch["divergence"] for batch in measures]
     cuts = [
         {"after": link["after"], **link["eval"]}
         for link in pipe.report(show=False)["boundaries"]
@@ -290,7 +316,12 @@ def _row(
         "method": str(method),
         "perplexity": float(torch.tensor(loss, dtype=torch.float64).exp()),  # math.exp would raise
         "loss": loss,
-        "losses": losses,
+        "losses": [batch["loss"] for batch in measures],
+        "divergence": mean("divergence"),
+        "divergence_half_interval": (
+            half_interval(divergences, PERCENT) if len(divergences) > 2 else None
+        ),
+        "agreement": mean("agreement"),
         "bytes_per_token_and_cut": wire_bytes / len(cuts) / blocks.input_ids.numel(),
         "wire_ratio": wire_bytes / sum(cut["dense_bytes"] for cut in cuts),
         "relative_error": sum(cut["relative_error"] for cut in cuts) / len(cuts),
@@ -323,12 +354,19 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
             + (f" ± {half:.3f}" if (half := row.get("times_half_interval")) else "")
             for row in rows
         ],
+        "KL [nats]": [_divergence(row) for row in rows],
+        "same first choice [%]": [f"{100 * row['agreement']:.1f}" for row in rows],
         "bytes a token and cut": [f"{row['bytes_per_token_and_cut']:.1f}" for row in rows],
         "sent/fp32": [f"{row['wire_ratio']:.4f}" for row in rows],
         "x below bf16": [f"{0.5 / row['wire_ratio']:.1f}" for row in rows],  # evaluated in fp32
         "relative error": [f"{row['relative_error']:.4f}" for row in rows],
     }
     return tabulate(columns, headers="keys", disable_numparse=True)
+
+
+def _divergence(row: Mapping[str, Any]) -> str:
+    half = row["divergence_half_interval"]
+    return f"{row['divergence']:.4f}" + (f" ± {half:.4f}" if half else "")
 
 
 def notes(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -339,6 +377,8 @@ def notes(rows: Sequence[Mapping[str, Any]]) -> str:
     return (
         f"{settings['model']}, cut after {after}; {first['predicted_tokens']} tokens of "
         f"{settings['data']} ({settings['eval_split']}) predicted in {first['blocks']} blocks\n"
+        "KL: divergence of predictions from the uncompressed ones, a token; same first choice: "
+        "share of tokens\n"
         "largest difference of uncompressed logits from those of the model in one piece: "
         f"{first['largest_logit_difference']:g}"
     )

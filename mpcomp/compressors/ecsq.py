@@ -307,11 +307,16 @@ def _whole(y: Tensor) -> Tensor:
 
 
 def _ordinary(exponents: NDArray[np.int16]) -> NDArray[np.bool_]:
-    """Whether a token does not stand out, of which both ends have the numbers: bool [T]."""
-    if not len(exponents):
-        return np.zeros(0, bool)
-    median = int(np.sort(exponents)[len(exponents) // 2])
-    return exponents.astype(np.int32) <= median + _SPIKE
+    """Whether a token is neither zero nor stands out, by what both ends have: bool [T].
+
+    Tokens that are zero, as padding is, count for nothing: were they in the median, or in means,
+    all others would stand out beside enough of them.
+    """
+    there: NDArray[np.bool_] = exponents > _NONE
+    if not there.any():
+        return there
+    median = int(np.sort(exponents[there])[there.sum() // 2])
+    return there & (exponents.astype(np.int32) <= median + _SPIKE)
 
 
 def _mean(y: Tensor, among: NDArray[np.bool_]) -> Tensor:
@@ -324,7 +329,7 @@ def _mean(y: Tensor, among: NDArray[np.bool_]) -> Tensor:
 def _offsets(
     means: NDArray[np.int16], exponents: NDArray[np.int16], device: torch.device
 ) -> Tensor:
-    """m of each token: fp32 [T, C], or [1, C]; zero for those that stand out."""
+    """m of each token: fp32 [T, C], or [1, C]; zero for those that stand out or are zero."""
     among = torch.from_numpy(_ordinary(exponents).astype(np.float32)).to(device)
     m = torch.from_numpy(means).to(device).to(torch.float32) / _FRACTIONS
     return among[:, None] * m

@@ -227,6 +227,20 @@ def test_a_token_that_stands_out_is_not_shifted_by_means_and_does_not_shift_them
     assert num_bytes(centred, x) < 0.9 * num_bytes(plain, x)
 
 
+@pytest.mark.parametrize("num_zeros", [90, 110, 300])
+@pytest.mark.parametrize("compressor", [ECSQ(0.3, centre=True, spikes=16), ECSQ(0.3, spikes=16)])
+def test_tokens_of_zeros_change_nothing_for_the_others(compressor, num_zeros):
+    """As of a padded batch, more than half of which may be zeros."""
+    x = torch.randn(100, 64) + 3 * torch.randn(64)
+    x[5] *= 100
+    padded = torch.cat([torch.zeros(num_zeros // 2, 64), x, torch.zeros(num_zeros // 2, 64)])
+    found = round_trip(compressor, padded)
+    assert same_bits(found[num_zeros // 2 : num_zeros // 2 + 100], round_trip(compressor, x))
+    assert found.count_nonzero(1).count_nonzero() == 100
+    # What is left are their classes in the entropy coder.
+    assert num_bytes(compressor, padded) < 1.15 * num_bytes(compressor, x)
+
+
 def test_a_token_that_stands_out_may_have_a_finer_step():
     """An error 16 times smaller there, the same elsewhere, for the bits of that token alone."""
     x = torch.randn(256, 100)
