@@ -52,3 +52,12 @@ PERPLEXITY: Final = Metric(
     higher_is_better=False,
     logarithmic=True,
 )
+# On text that the uncompressed model would write, a model's loss is larger by their divergence.
+OWN_TEXT: Final = Metric(
+    name="perplexity of the model's own text",
+    unit="",
+    axis="perplexity of the model's own text",
+    scale=1.0,
+    higher_is_better=False,
+    logarithmic=True,
+)

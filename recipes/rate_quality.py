@@ -10,13 +10,16 @@ with LoRA or without. The rate is the mean over all cuts, epochs and both direct
 an element of bf16 has 16 bits. The cost is what the method's runs lose, seed by seed, against the
 uncompressed ones with compression on (LoRA's against LoRA's): per cent of perplexity, or points of
 accuracy. A method is on the *front* if none other held to the same runs has fewer bits at a smaller
-or equal cost. With --epochs a fine-tuning's table says what each epoch sent, and the cost by
-training loss and with compression off, too.
+or equal cost. With --divergence the cost at inference is not of the text but of the uncompressed
+model's predictions: exp(KL) - 1, per cent of the perplexity of what that model itself would write.
+With --epochs a fine-tuning's table says what each epoch sent, and the cost by training loss and
+with compression off, too.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,7 +30,7 @@ from typing import Any, Final, NamedTuple
 from tabulate import tabulate
 
 from mpcomp.links.auto import AUTO
-from recipes.metric import ACCURACY, PERPLEXITY, Metric
+from recipes.metric import ACCURACY, OWN_TEXT, PERPLEXITY, Metric
 from recipes.plots import COLOURS
 from recipes.run_folder import read_json_lines
 from recipes.study_table import PERCENT, half_interval
@@ -99,7 +102,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = _parse(argv)
     try:
         rows = [row for path in options.results for row in read_json_lines(path)]
-        metric, points = points_of(rows, dense_bits=options.dense_bits)
+        metric, points = points_of(
+            rows, dense_bits=options.dense_bits, divergence=options.divergence
+        )
         if unknown := set(options.mark) - {point.method for point in points}:
             raise ValueError(f"no method to mark is called {' or '.join(sorted(unknown))}")
         text = table_of_epochs(rows) if options.epochs else table(points, metric)
@@ -121,6 +126,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="results (.jsonl) of lm_inference, of a study or of fine-tuning")  # fmt: skip
     add("--dense-bits", type=int, default=32, choices=(16, 32), help="of an element that goes "
         "uncompressed in these runs (default 32; 16 of runs in bf16)")  # fmt: skip
+    add("--divergence", action="store_true", help="from the uncompressed predictions, not the text")
     add("--epochs", action="store_true", help="the table of fine-tuning, epoch by epoch")
     add("--plot", type=Path, metavar="PNG", help="draws the picture")
     add("--mark", nargs="*", default=[], metavar="METHOD", help="methods with a ring: the defaults")
@@ -130,20 +136,22 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def points_of(
-    rows: Iterable[Mapping[str, Any]], *, dense_bits: int = 32
+    rows: Iterable[Mapping[str, Any]], *, dense_bits: int = 32, divergence: bool = False
 ) -> tuple[Metric, list[Point]]:
     """The metric of results, and their methods by rate.
 
     Args:
         rows: lines of files.
         dense_bits: of an element without compression.
+        divergence: whether the metric is `OWN_TEXT`.
 
     Raises:
         ValueError: a line is of another program or there twice, nothing is uncompressed, or
             metrics differ.
     """
     runs: dict[tuple[str, int], Run] = {}
-    for run in (_read(row, dense_bits) for row in rows if "diverged" not in row):
+    read = _of_divergence if divergence else _read
+    for run in (read(row, dense_bits) for row in rows if "diverged" not in row):
         if (run.method, run.seed) in runs:
             raise ValueError(f"two lines are of {run.method}, seed {run.seed}; pass one of the two")
         runs[run.method, run.seed] = run
@@ -176,6 +184,16 @@ def _of_inference(row: Mapping[str, Any], dense_bits: int) -> Run:
         bits=dense_bits * row["wire_ratio"],
         half_width=None if (half := row.get("times_half_interval")) is None else 100 * half,
         num_batches=len(row.get("losses", [0])),
+    )
+
+
+def _of_divergence(row: Mapping[str, Any], dense_bits: int) -> Run:
+    if "divergence" not in row:
+        raise ValueError("--divergence is for results of lm_inference, which have one")
+    times = math.exp(row["divergence"])
+    half = row["divergence_half_interval"]
+    return _of_inference(row, dense_bits)._replace(
+        metric=OWN_TEXT, quality=times, half_width=None if half is None else 100 * times * half
     )
 
 

@@ -112,6 +112,9 @@ def test_rows_say_what_each_method_costs(tmp_path, command, model, text, capsys)
     assert bf16["wire_ratio"] == pytest.approx(0.5, abs=0.01)
     assert 0.25 < quant["wire_ratio"] < 0.3 and topk["wire_ratio"] < 0.15  # compressed indeed
     assert topk["loss"] != off["loss"]
+    assert off["divergence"] == 0.0 and off["agreement"] == 1.0
+    assert 0 < bf16["divergence"] < quant["divergence"] < topk["divergence"]
+    assert topk["agreement"] < 1.0
     quantile = 4.303  # of Student's t, 0.975, two degrees of freedom: batches of 2, 2 and 1 blocks
     for row in rows:
         assert row["loss"] == pytest.approx(np.average(row["losses"], weights=[2, 2, 1]))

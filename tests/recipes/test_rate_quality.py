@@ -1,11 +1,13 @@
 """`recipes.rate_quality`: rates, costs and the front of results files."""
 
+import math
+
 import pytest
 from matplotlib.image import imread
 
 from mpcomp.links.auto import AUTO
 from recipes import rate_quality
-from recipes.metric import PERPLEXITY
+from recipes.metric import OWN_TEXT, PERPLEXITY
 from recipes.rate_quality import Point, family_of, front, points_of
 from recipes.run_folder import append_json_line
 
@@ -38,6 +40,20 @@ def test_the_interval_of_inference_is_over_batches_of_the_text():
     _, [point] = points_of(rows)
     assert point.half_width == pytest.approx(0.4)
     assert point.num_runs == 4
+
+
+def test_divergence_is_a_cost_on_the_models_own_text():
+    """exp(KL) times the perplexity, whatever the text's."""
+    rows = [of_inference("none", 1.0, 1.0), of_inference("step:0.3", 3 / 32, 0.98)]
+    for row, divergence in zip(rows, (0.0, 0.03), strict=True):
+        row |= {"losses": [3.0, 3.1, 2.9], "times_half_interval": 0.004}
+        row |= {"divergence": divergence, "divergence_half_interval": divergence / 10}
+    metric, [point] = points_of(rows, divergence=True)
+    assert metric == OWN_TEXT
+    assert point.cost == pytest.approx(100 * (math.exp(0.03) - 1))
+    assert point.half_width == pytest.approx(100 * math.exp(0.03) * 0.003)
+    with pytest.raises(ValueError, match="--divergence is for results of lm_inference"):
+        points_of([of_study("none", 0, 1.0, 0.5)], divergence=True)
 
 
 def test_costs_of_a_study_are_taken_seed_by_seed():
