@@ -355,7 +355,9 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
             for row in rows
         ],
         "KL [nats]": [_divergence(row) for row in rows],
-        "same first choice [%]": [f"{100 * row['agreement']:.1f}" for row in rows],
+        "same first choice [%]": [
+            f"{100 * row['agreement']:.1f}" if "agreement" in row else "" for row in rows
+        ],
         "bytes a token and cut": [f"{row['bytes_per_token_and_cut']:.1f}" for row in rows],
         "sent/fp32": [f"{row['wire_ratio']:.4f}" for row in rows],
         "x below bf16": [f"{0.5 / row['wire_ratio']:.1f}" for row in rows],  # evaluated in fp32
@@ -365,6 +367,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _divergence(row: Mapping[str, Any]) -> str:
+    if "divergence" not in row:  # of a time before it was measured
+        return ""
     half = row["divergence_half_interval"]
     return f"{row['divergence']:.4f}" + (f" ± {half:.4f}" if half else "")
 
