@@ -6,14 +6,9 @@ class, and an element is coded by the table of its context:
 
     log2 E|q_ij|  ~  r_i + c_j,         context_ij = clip(r_i + c_j),    r, c in halves of an octave
 
-Classes and tables are sent: some hundred bytes for a message of any size, which is why a small one
-has a single context. A table is the number of a curve,
-
-    -log2 p(k) = c k^e + constant,    c = 2^(i/4),    e = 1 (Laplace), 3/2, 2 (Gauss),
-
-or, where that takes less with what it codes, -log2 of each magnitude's frequency. Both are in
-eighths of a bit, one byte each, from which both ends make the same integers. So nothing depends on
-how a machine rounds.
+Classes and tables (`mpcomp.compressors.frequencies`) are sent: some hundred bytes for a message of
+any size, which is why a small one has a single context. All arithmetic of what both ends make is in
+whole numbers, so that nothing depends on how a machine rounds.
 
     byte     0       1           2         then
              kind    contexts    tables    ANS states, ANS words, large magnitudes, signs
@@ -24,7 +19,6 @@ coding would gain nothing (noise of many bits) the integers are sent as int16.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -33,6 +27,7 @@ from numpy.typing import NDArray
 
 from mpcomp.compressors import ans
 from mpcomp.compressors.ans import ESCAPE
+from mpcomp.compressors.frequencies import ALIKE, Table, starts_of
 
 __all__ = ["LARGEST", "decode", "encode", "max_bytes"]
 
@@ -41,12 +36,6 @@ LARGEST = 2**15 - 1
 
 # 1 to 3 were by coders of before, which no longer are understood.
 _PLAIN, _SIGNED, _UNSIGNED = 0, 4, 5
-_ABSENT = 255
-# Weight of a frequency 2^(-cost / 8); rounded, as powers differ by machine in their last bits.
-_WEIGHTS = np.array([max(1, round(2 ** (24 - cost / 8))) for cost in range(256)], np.int64)
-# Curves, from nearly flat ones up to c = 8 bits: c in eighths of a bit, in quarters of an octave.
-_MANTISSAS = np.array([1.0, 1.189207115002721, 1.4142135623730951, 1.681792830507429])
-_FLATTEST, _STEEPEST = (-6, -9, -13), 6  # octaves of c, the first ones for e = 1, 3/2, 2
 _PER_OCTAVE = 2  # classes
 _CONTEXTS = 24
 # Of rows, and of columns. Were there as many as contexts, one row of zeros would move all others to
@@ -164,121 +153,6 @@ def _classes(octaves: NDArray[np.float64]) -> NDArray[np.uint8]:
     return from_zero
 
 
-# -- tables ----------------------------------------------------------------------------------------
-
-
-def _curves() -> NDArray[np.uint8]:
-    """Costs of magnitudes 0 to 255 by each curve, [curves, 256]; rounded, but alike everywhere."""
-    k = np.arange(256, dtype=np.float64)
-    powers = (k, k * np.sqrt(k), k * k)
-    slopes = [
-        (power, np.ldexp(mantissa, octave))
-        for power, flattest in zip(powers, _FLATTEST, strict=True)
-        for octave in range(flattest, _STEEPEST)
-        for mantissa in _MANTISSAS
-    ]
-    curves = [np.minimum(np.rint(slope * power), _ABSENT - 1) for power, slope in slopes]
-    return np.stack(curves).astype(np.uint8)
-
-
-_CURVES = _curves()
-# Bits of each frequency but for what all have in common, and that; [256, curves].
-_CURVE_BITS = np.log2(_WEIGHTS[_CURVES]).T.copy()
-_CURVE_TOTALS = np.log2(_WEIGHTS[_CURVES].cumsum(1)).T.copy()
-_EXPLICIT = len(_CURVES)  # the number of no curve
-
-
-@dataclass(frozen=True)
-class _Table:
-    """Frequencies of symbols.
-
-    Attributes:
-        curve: number of the curve that they follow, or `_EXPLICIT`.
-        first: the smallest symbol that occurs; 0 of a curve.
-        costs: -log2 of the frequencies from there to the largest one, in eighths of a bit, of a
-            curve less a constant.
-        num_bytes: of the symbols that it was made of and of itself, nearly; 0 of one that was read.
-    """
-
-    curve: int
-    first: int
-    costs: NDArray[np.uint8]
-    num_bytes: float = 0.0
-
-    @classmethod
-    def of_each(cls, counts: NDArray[np.int64]) -> list[_Table]:
-        """The table of each stream that takes the fewest bytes with its symbols.
-
-        Args:
-            counts: how often each symbol occurs, [streams, symbols].
-        """
-        there = counts > 0
-        first = there.argmax(1)
-        last = counts.shape[1] - 1 - there[:, ::-1].argmax(1)
-        num_symbols = counts.sum(1)
-        bits = num_symbols[:, None] * _CURVE_TOTALS[last]
-        # Not "@", which goes to BLAS, whose threads are in the way of torch's.
-        bits -= np.einsum("sk,kc->sc", counts.astype(np.float64), _CURVE_BITS[: counts.shape[1]])
-        curve = bits.argmin(1)
-        by_curve = 2 + bits.min(1) / 8
-        with np.errstate(divide="ignore"):
-            exact = np.rint(-8 * np.log2(counts / num_symbols[:, None]))
-        costs = np.where(there, np.minimum(exact, _ABSENT - 1), _ABSENT).astype(np.uint8)
-        explicit = 4 + last - first + (counts * costs).sum(1) / 64
-        return [
-            cls(c, 0, _CURVES[c, : end + 1], by)
-            if by < exactly
-            else cls(_EXPLICIT, start, own[start : end + 1], exactly)
-            for c, start, end, own, by, exactly in zip(
-                curve.tolist(),
-                first.tolist(),
-                last.tolist(),
-                costs,
-                by_curve.tolist(),
-                explicit.tolist(),
-                strict=True,
-            )
-        ]
-
-    def to_bytes(self) -> bytes:
-        """Number of the curve, its last symbol; or first symbol, number of others, costs."""
-        if self.curve != _EXPLICIT:
-            return bytes([self.curve, len(self.costs) - 1])
-        return bytes([_EXPLICIT, self.first, len(self.costs) - 1]) + self.costs.tobytes()
-
-
-def _starts(tables: Sequence[_Table]) -> NDArray[np.int64]:
-    """Sums of the frequencies of each table before every symbol and behind the last.
-
-    Returns:
-        [tables, symbols + 1]; what a table does not have is of frequency zero.
-
-    Raises:
-        RuntimeError: a table has no symbol.
-    """
-    num_symbols = max(table.first + len(table.costs) for table in tables)
-    costs = np.full((len(tables), num_symbols), _ABSENT, np.uint8)
-    for row, table in zip(costs, tables, strict=True):
-        row[table.first : table.first + len(table.costs)] = table.costs
-    there = costs != _ABSENT
-    weights = np.where(there, _WEIGHTS[costs], 0)
-    sums = weights.sum(1, keepdims=True)
-    if not sums.all():
-        raise _damaged("a table without symbols")
-    # Each has one at least; what rounding leaves goes to the most frequent.
-    left = ans.TOTAL - there.sum(1, keepdims=True)
-    frequencies = there + weights * left // sums
-    most = frequencies.argmax(1)
-    frequencies[np.arange(len(tables)), most] += ans.TOTAL - frequencies.sum(1)
-    starts = np.zeros((len(tables), num_symbols + 1), np.int64)
-    np.cumsum(frequencies, axis=1, out=starts[:, 1:])
-    return starts
-
-
-#: The table of symbols that all are zero.
-_ALIKE = _Table(0, 0, _CURVES[0, :1], 2.0)
-
-
 # -- encoding --------------------------------------------------------------------------------------
 
 
@@ -289,15 +163,15 @@ def _encoded(q: NDArray[np.int16]) -> list[bytes]:
     if q.size < _FEW or not largest:
         contexts = _Contexts.single(*q.shape)
         counts, num_large = ans.tally(q, *contexts.classes, 1, largest, signs, large)
-        tables = [_ALIKE, _ALIKE, *_Table.of_each(counts.astype(np.int64))]
+        tables = [ALIKE, ALIKE, *Table.of_each(counts.astype(np.int64))]
     else:
         contexts = _Contexts.of(by_row, by_column)
         counts, num_large = ans.tally(q, *contexts.classes, _CONTEXTS, largest, signs, large)
         one, *tables = _tables_of(contexts, counts)
         # Where little is not zero, its classes may cost more than they tell.
-        if one.num_bytes + 2 * _ALIKE.num_bytes <= sum(table.num_bytes for table in tables):
-            contexts, tables = _Contexts.single(*q.shape), [_ALIKE, _ALIKE, one]
-    states, words = _states_and_words(q, contexts, _starts(tables))
+        if one.num_bytes + 2 * ALIKE.num_bytes <= sum(table.num_bytes for table in tables):
+            contexts, tables = _Contexts.single(*q.shape), [ALIKE, ALIKE, one]
+    states, words = _states_and_words(q, contexts, starts_of(tables))
     signs = signs[: -(-num_signs // 8) if num_negative else 0]
     return [
         bytes([_SIGNED if num_negative else _UNSIGNED, len(tables) - 2]),
@@ -315,7 +189,7 @@ def _num_states(num_elements: int, starts: NDArray[np.int64]) -> int:
     return 1 if num_elements < _FEW or alike.any(1).all() else _STATES
 
 
-def _tables_of(contexts: _Contexts, counts: NDArray[np.int32]) -> list[_Table]:
+def _tables_of(contexts: _Contexts, counts: NDArray[np.int32]) -> list[Table]:
     """The table of a single context, those of classes of rows and columns, and of the contexts.
 
     Args:
@@ -329,7 +203,7 @@ def _tables_of(contexts: _Contexts, counts: NDArray[np.int32]) -> list[_Table]:
     of_each[0, : counts.shape[1]] = counts.sum(0)
     of_each[1:3] = [np.bincount(each, minlength=num_symbols) for each in contexts.classes]
     of_each[3:, : counts.shape[1]] = counts[occurring]
-    return _Table.of_each(of_each)
+    return Table.of_each(of_each)
 
 
 def _states_and_words(
@@ -368,15 +242,12 @@ class _Reader:
             raise _damaged("it ends too early")
         return np.frombuffer(self._data, dtype, count, start)
 
-    def table(self) -> _Table:
+    def table(self) -> Table:
         """The next table."""
-        curve, first = map(int, self.array("u1", 2))
-        if curve < _EXPLICIT:  # the second byte is the last symbol
-            return _Table(curve, 0, _CURVES[curve, : first + 1])
-        (others,) = map(int, self.array("u1", 1))
-        if curve != _EXPLICIT or first + others > ESCAPE:
-            raise _damaged(f"table {curve} with symbols up to {first + others}")
-        return _Table(curve, first, self.array("u1", others + 1))
+        try:
+            return Table.read(lambda num_bytes: self.array("u1", num_bytes))
+        except ValueError as error:
+            raise _damaged(str(error)) from error
 
     def states(self, num: int) -> NDArray[np.int64]:
         """The next ANS states."""
@@ -423,7 +294,7 @@ def _decoded(data: NDArray[np.uint8], rows: int, columns: int) -> NDArray[np.int
     reader = _Reader(data)
     (num_contexts,) = map(int, reader.array("u1", 1))
     tables = [reader.table() for _ in range(2 + num_contexts)]
-    starts = _starts(tables)
+    starts = starts_of(tables)
     first = ans.buckets(starts)
     states = reader.states(_num_states(rows * columns, starts))
     classes = [
