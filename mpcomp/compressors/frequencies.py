@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mpcomp.compressors import ans
+from mpcomp.core.compiled import compiled
 
 __all__ = ["ALIKE", "Table", "starts_of"]
 
@@ -71,21 +73,9 @@ class Table:
         """The table of each stream that takes the fewest bytes with its symbols.
 
         Args:
-            counts: how often each symbol occurs, [streams, symbols].
+            counts: how often each symbol occurs, int64 [streams, symbols]; some do in each.
         """
-        there = counts > 0
-        first = there.argmax(1)
-        last = counts.shape[1] - 1 - there[:, ::-1].argmax(1)
-        num_symbols = counts.sum(1)
-        bits = num_symbols[:, None] * _CURVE_TOTALS[last]
-        # Not "@", which goes to BLAS, whose threads are in the way of torch's.
-        bits -= np.einsum("sk,kc->sc", counts.astype(np.float64), _CURVE_BITS[: counts.shape[1]])
-        curve = bits.argmin(1)
-        by_curve = 2 + bits.min(1) / 8
-        with np.errstate(divide="ignore"):
-            exact = np.rint(-8 * np.log2(counts / num_symbols[:, None]))
-        costs = np.where(there, np.minimum(exact, _ABSENT - 1), _ABSENT).astype(np.uint8)
-        explicit = 4 + last - first + (counts * costs).sum(1) / 64
+        first, last, curve, by_curve, costs, explicit = _fitted(counts, _CURVE_BITS, _CURVE_TOTALS)
         return [
             cls(c, 0, _CURVES[c, : end + 1], by)
             if by < exactly
@@ -136,16 +126,79 @@ def starts_of(tables: Sequence[Table]) -> NDArray[np.int64]:
     costs = np.full((len(tables), num_symbols), _ABSENT, np.uint8)
     for row, table in zip(costs, tables, strict=True):
         row[table.first : table.first + len(table.costs)] = table.costs
-    there = costs != _ABSENT
-    weights = np.where(there, _WEIGHTS[costs], 0)
-    sums = np.maximum(weights.sum(1, keepdims=True), 1)  # of a damaged table nothing may be there
-    # Each has one at least; what rounding leaves goes to the most frequent.
-    left = ans.TOTAL - there.sum(1, keepdims=True)
-    frequencies = there + weights * left // sums
-    most = frequencies.argmax(1)
-    frequencies[np.arange(len(tables)), most] += ans.TOTAL - frequencies.sum(1)
-    starts = np.zeros((len(tables), num_symbols + 1), np.int64)
-    np.cumsum(frequencies, axis=1, out=starts[:, 1:])
+    return _summed(costs, _WEIGHTS, ans.TOTAL)
+
+
+@compiled
+def _fitted(
+    counts: NDArray[Any], curve_bits: NDArray[Any], curve_totals: NDArray[Any]
+) -> tuple[NDArray[Any], ...]:
+    """The best curve of each stream, and its own table.
+
+    Args:
+        counts: how often each symbol occurs, int64 [streams, symbols].
+        curve_bits: `_CURVE_BITS`.
+        curve_totals: `_CURVE_TOTALS`.
+
+    Returns:
+        Of each stream: the first and the last symbol that occurs; the curve's number, and the bytes
+        that it takes; costs of the symbols [streams, symbols], and the bytes with these.
+    """
+    num_streams, num_symbols = counts.shape
+    first, last, curve = np.zeros((3, num_streams), np.int64)
+    by_curve, explicit = np.zeros((2, num_streams))
+    costs = np.full((num_streams, num_symbols), _ABSENT, np.uint8)
+    for stream in range(num_streams):
+        of_stream = counts[stream]
+        total = of_stream.sum()
+        there = np.flatnonzero(of_stream)
+        first[stream], last[stream] = there[0], there[-1]
+        bits = total * curve_totals[last[stream]]
+        own_bits = 0.0
+        for symbol in there:
+            count = of_stream[symbol]
+            bits -= count * curve_bits[symbol]
+            cost = min(np.rint(-8 * np.log2(count / total)), _ABSENT - 1)
+            costs[stream, symbol] = np.uint8(cost)
+            own_bits += count * cost / 8
+        curve[stream] = bits.argmin()
+        by_curve[stream] = 2 + bits.min() / 8
+        explicit[stream] = 4 + last[stream] - first[stream] + own_bits / 8
+    return first, last, curve, by_curve, costs, explicit
+
+
+@compiled
+def _summed(costs: NDArray[Any], weights: NDArray[Any], total: int) -> NDArray[Any]:
+    """See `starts_of`.
+
+    Args:
+        costs: of symbols, uint8 [tables, symbols].
+        weights: `_WEIGHTS`.
+        total: of a table's frequencies. (No constant: of another module's, what is compiled would
+            not follow a change.)
+    """
+    num_tables, num_symbols = costs.shape
+    starts = np.zeros((num_tables, num_symbols + 1), np.int64)
+    for table in range(num_tables):
+        sum_of_weights = num_there = 0
+        for cost in costs[table]:
+            if cost != _ABSENT:
+                sum_of_weights += weights[cost]
+                num_there += 1
+        # Each has one at least; what rounding leaves goes to the most frequent, the first of them.
+        left, most = total, 0
+        of_table = starts[table, 1:]
+        for symbol in range(num_symbols):
+            cost = costs[table, symbol]
+            if cost != _ABSENT:
+                share = weights[cost] * (total - num_there) // sum_of_weights
+                of_table[symbol] = 1 + share
+                left -= of_table[symbol]
+                if of_table[symbol] > of_table[most]:
+                    most = symbol
+        of_table[most] += left  # of a damaged table without symbols, all
+        for symbol in range(1, num_symbols):
+            of_table[symbol] += of_table[symbol - 1]
     return starts
 
 
