@@ -61,7 +61,7 @@ _TOP_10 = ("topk:0.1+fp16", "topk:0.1+fp16")
 KNOWN: Final = (
     Known("scratch", "auto:scratch", "auto:scratch", 1.55, 0.43, 6, _GPT2, "klt, step 0.1 / 0.5"),
     Known("scratch", *_KLT_02, 3.14, 2.64, 3, _GPT2, "klt, step 0.2 / 0.5"),
-    Known("scratch", "auto", "auto", 7.77, 4.16, 3, _GPT2, "step 0.3 / 0.5"),
+    Known("scratch", "auto", "auto", 7.29, 5.84, 3, _GPT2, "step 0.3 / 0.5"),
     Known("scratch", "quant:4", "quant:8", 15.32, 1.34, 3, _GPT2, "fw4-bw8"),
     Known("scratch", *_TOP_10, 1193.99, 2295.58, 3, _GPT2, "top 10 %"),
     Known("finetune", "auto:memory", "auto:memory", 0.41, 0.27, 6, "finetune_study", "auto:memory"),
