@@ -1,6 +1,6 @@
-"""An asymmetric numeral system: symbols by their frequencies, as bytes; and what is counted first.
+"""An asymmetric numeral system, which codes symbols by their frequencies, and what counts them.
 
-The range variant (rANS; Duda, arXiv 1311.2540, section 3). With frequencies f_s that sum to M and
+It is the range variant (rANS; Duda, arXiv 1311.2540). With frequencies f_s that sum to M and
 the sums before each b_s, a symbol s takes a state x to
 
     x' = M floor(x / f_s) + b_s + x mod f_s,    log2 x' - log2 x  ~  log2 (M / f_s),
@@ -34,11 +34,11 @@ _BITS: Final = 15
 #: Frequencies of a table sum to this.
 TOTAL: Final = 1 << _BITS
 _BUCKETS: Final = 256
+_IN_BUCKET: Final = _BITS - 8  # bits
 # For a type checker, which knows no larger or absolute one of numpy's own numbers.
 _int32: Any = np.int32
 _int64: Any = np.int64
 _float64: Any = np.float64
-_IN_BUCKET: Final = _BITS - 8  # bits
 
 
 @compiled
