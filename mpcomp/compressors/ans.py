@@ -80,7 +80,7 @@ def tally(
     signs: NDArray[Any],
     large: NDArray[Any],
 ) -> tuple[NDArray[Any], int]:
-    """How often each symbol occurs in each context.
+    """Occurrences of each symbol in each context.
 
     Args:
         q: integers, int16 [rows, columns].

@@ -115,7 +115,7 @@ class _Contexts:
 
     @property
     def classes(self) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-        """Those of rows, and of columns."""
+        """Classes of rows, and of columns."""
         return self.rows, self.columns
 
     def occurring(self) -> NDArray[np.intp]:
@@ -132,7 +132,7 @@ class _Contexts:
 
 
 class _Place(NamedTuple):
-    """Where symbols are among contexts and tables, as `ans.push` and `ans.pop` take it."""
+    """Places of symbols among contexts and tables, as `ans.push` and `ans.pop` take them."""
 
     rows: NDArray[np.uint8]
     columns: NDArray[np.uint8]
