@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 
@@ -53,11 +53,8 @@ PERPLEXITY: Final = Metric(
     logarithmic=True,
 )
 # On text that the uncompressed model would write, a model's loss is larger by their divergence.
-OWN_TEXT: Final = Metric(
+OWN_TEXT: Final = replace(
+    PERPLEXITY,
     name="perplexity of the model's own text",
-    unit="",
     axis="perplexity of the model's own text",
-    scale=1.0,
-    higher_is_better=False,
-    logarithmic=True,
 )

@@ -20,6 +20,7 @@ coding would gain nothing (noise of many bits) the integers are sent as int16.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -118,6 +119,7 @@ class _Contexts:
         """Classes of rows, and of columns."""
         return self.rows, self.columns
 
+    @cached_property
     def occurring(self) -> NDArray[np.intp]:
         """The contexts that have elements, ascending."""
         rows, columns = (np.flatnonzero(np.bincount(each)) for each in (self.rows, self.columns))
@@ -126,8 +128,7 @@ class _Contexts:
     def place(self) -> _Place:
         """Elements, whose tables come behind those of classes."""
         table_of = np.zeros(_CONTEXTS, np.int64)
-        occurring = self.occurring()
-        table_of[occurring] = 2 + np.arange(len(occurring))
+        table_of[self.occurring] = 2 + np.arange(len(self.occurring))
         return _Place(self.rows, self.columns, table_of)
 
 
@@ -198,11 +199,10 @@ def _tables_of(contexts: _Contexts, counts: NDArray[np.int32]) -> list[Table]:
     """
     largest = max(int(each.max()) for each in contexts.classes)
     num_symbols = max(counts.shape[1], largest + 1)
-    occurring = contexts.occurring()
-    of_each = np.zeros((3 + len(occurring), num_symbols), np.int64)
+    of_each = np.zeros((3 + len(contexts.occurring), num_symbols), np.int64)
     of_each[0, : counts.shape[1]] = counts.sum(0)
     of_each[1:3] = [np.bincount(each, minlength=num_symbols) for each in contexts.classes]
-    of_each[3:, : counts.shape[1]] = counts[occurring]
+    of_each[3:, : counts.shape[1]] = counts[contexts.occurring]
     return Table.of_each(of_each)
 
 
@@ -304,8 +304,8 @@ def _decoded(data: NDArray[np.uint8], rows: int, columns: int) -> NDArray[np.int
         for table, count in enumerate((rows, columns))
     ]
     contexts = _Contexts(*(each.astype(np.uint8) for each in classes))
-    if len(contexts.occurring()) != num_contexts:
-        raise _damaged(f"{num_contexts} tables for {len(contexts.occurring())} contexts")
+    if len(contexts.occurring) != num_contexts:
+        raise _damaged(f"{num_contexts} tables for {len(contexts.occurring)} contexts")
     q, num_signs, num_large = reader.symbols(
         (rows, columns), contexts.place(), starts, first, states, signed=bool(data[0] == _SIGNED)
     )
