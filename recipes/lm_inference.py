@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import operator
 import os
-import platform
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ import mpcomp
 from mpcomp.links.build import method_of
 from recipes.command import Parser
 from recipes.divergence import Against
-from recipes.placement import devices_of, parse_split
+from recipes.placement import device_name, devices_of, parse_split
 from recipes.ranks import Ranks, joined
 from recipes.run_folder import append_json_line, read_json_lines
 from recipes.study_table import PERCENT, half_interval
@@ -236,7 +235,7 @@ def evaluate(
             yield {
                 **row,
                 "settings": settings_of(config),
-                "device": _device_name(loaded.devices[0]),
+                "device": device_name(loaded.devices[0]),
                 "torch": torch.__version__,
             }
 
@@ -338,10 +337,6 @@ def _cost(row: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str, Any]:
     differences = list(map(operator.sub, row["losses"], plain.get("losses", ())))
     half = times * half_interval(differences, PERCENT) if len(differences) > 2 else None
     return {"times_uncompressed": times, "times_half_interval": half}
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:

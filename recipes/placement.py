@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from typing import Literal, TypeAlias
 
 import torch
@@ -84,6 +85,11 @@ def devices_of(config: RunConfig, ranks: Ranks) -> list[torch.device]:
                 f"device is {text!r}, but torch sees {num_gpus} GPUs; pass one of them"
             )
     return [torch.device("cuda", 0) if str(device) == "cuda" else device for device in devices]
+
+
+def device_name(device: torch.device) -> str:
+    """A GPU's name, or the processor's kind."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
 
 
 def _own_device(text: str, ranks: Ranks) -> str:

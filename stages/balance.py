@@ -10,7 +10,6 @@ machine like the others, `balance` does it all; unequal machines each measure th
 
 import copy
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, Literal
@@ -27,6 +26,7 @@ from stages.blocks import (
     random_state_kept,
     side_inputs,
 )
+from stages.clock import now
 from stages.hints import nearest
 
 By = Literal["parameters", "time", "bytes"]
@@ -216,13 +216,11 @@ def _time(
     """Run `module` once on fresh inputs; return the seconds it took and its detached output."""
     args = tuple(_fresh(value) for value in args)
     kwargs = {key: _fresh(value) for key, value in kwargs.items()}
-    _synchronize()
-    start = time.perf_counter()
+    start = now()
     output = one_tensor(unit, module(*args, **kwargs))
     if output.requires_grad:
         torch.autograd.backward(output, torch.ones_like(output))
-    _synchronize()
-    return time.perf_counter() - start, output.detach()
+    return now() - start, output.detach()
 
 
 def _fresh(value: object) -> object:
@@ -231,11 +229,6 @@ def _fresh(value: object) -> object:
         return value
     wants = value.is_floating_point()
     return value.detach().clone().requires_grad_(wants).mul(1) if wants else value.clone()
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def check_num_stages(num_stages: int, num_blocks: int) -> None:

@@ -29,7 +29,7 @@ def target_of(model: nn.Module, graph: fx.Graph) -> str | None:
         model: the model.
         graph: its forward, with optional arguments left out.
     """
-    result = next(reversed(graph.nodes)).args[0]
+    result = next(iter(reversed(graph.nodes))).args[0]
     if not isinstance(result, tuple | list) or len(result) != 2 or result[1] is not None:
         return None
     parameters = inspect.signature(model.forward).parameters

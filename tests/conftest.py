@@ -1,5 +1,6 @@
 """What all tests share: one thread, a seed each, and a guard for torch's global generator."""
 
+import os
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -16,6 +17,21 @@ settings.load_profile("mpcomp")
 
 def pytest_report_header() -> str:
     return f"torch: {torch.__version__}, {torch.cuda.device_count()} CUDA devices"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Where tests on GPUs are not asked for (``-m gpu``), all run as on a machine without one."""
+    if "gpu" not in config.option.markexpr:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Tests on GPUs are skipped where there are too few; the mark says how many, or 1 it is."""
+    mark = item.get_closest_marker("gpu")
+    if mark is not None:
+        (needed,) = mark.args or (1,)
+        if torch.cuda.device_count() < needed:
+            pytest.skip(f"needs {needed} CUDA devices, and pytest -m gpu")
 
 
 #: Of tests marked ``each_once``, the round in which their parameters are in turn.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import math
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from methods import COMPRESSORS, drawn, round_trip, same_bits
 from models import store_of
 
 import mpcomp
@@ -15,10 +17,7 @@ import stages
 from mpcomp.core.microbatch import rows_of_chunks, scatter
 from mpcomp.core.randomness import generator_for
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 DEVICES = ["cuda:0"] * 4
 SPECS = [
@@ -32,6 +31,10 @@ TRAINED = [
     ("ef21+topk:0.1", "ef21+quant:4"),
     ("efmixed+topk:0.1", "efmixed+topk:0.1"),
     ("aqsgd:storage=4+topk:0.1", "quant:4:rounding=stochastic"),
+    ("step:0.3:centre=true:spikes=16", "step:1:scale=tensor:rounding=dither"),
+    ("auto:relu", "auto:relu"),
+    ("auto:memory", "auto:memory"),
+    ("auto:scratch", "auto:scratch"),
 ]
 
 
@@ -69,6 +72,34 @@ def test_payloads_are_those_of_the_cpu(spec: str, dtype: torch.dtype) -> None:
     arrived = compressor.decompress(there, meta, generator_for(1))
     assert arrived.is_cuda
     assert torch.equal(compressor.decompress(here, meta, generator_for(1)), arrived.cpu())
+
+
+@pytest.mark.parametrize("shape", [(4, 24, 64), (4, 6, 8, 8)], ids=str)
+@pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
+def test_every_compressor_codes_on_a_gpu(
+    compressor: mpcomp.Compressor, shape: tuple[int, ...]
+) -> None:
+    """Laws 2 to 4, and receivers that have no GPU: sums of another order are all that differs."""
+    x = torch.randn(shape, generator=drawn(1)).add(0.5).relu()
+    x[0, 0] *= 30
+    meta, there = mpcomp.TensorMeta.of(x), x.cuda()
+    payload = compressor.compress(there, drawn())
+    for part, said in zip(payload, compressor.layout(meta), strict=True):
+        assert part.dtype == said.dtype and part.numel() <= math.prod(said.shape)
+    arrived = compressor.decompress(payload, meta, drawn())
+    assert arrived.is_cuda and arrived.shape == x.shape and arrived.dtype == x.dtype
+    for part, again in zip(payload, compressor.compress(there, drawn()), strict=True):
+        assert same_bits(part, again)
+    sent, kept = compressor.round_trip(there, there, meta, drawn)
+    for part, again in zip(payload, sent, strict=True):
+        assert same_bits(part, again)
+    assert same_bits(arrived, kept)
+
+    size = x.norm()
+    on_cpu = compressor.decompress([part.cpu() for part in payload], meta, drawn())
+    assert (on_cpu - arrived.cpu()).norm() <= 1e-5 * size
+    errors = [float((y.cpu() - x).norm() / size) for y in (arrived, round_trip(compressor, x))]
+    assert errors[0] == pytest.approx(errors[1], rel=0.02, abs=1e-5)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -111,7 +142,7 @@ def test_training_resumes_exactly_and_both_ends_agree(act: str, grad: str, tmp_p
     losses = advance(pipe, optimizer, 3)
     for link in pipe.links:
         if len(link.ends) == 2 and all(store_of(end) is not None for end in link.ends.values()):
-            sender, receiver = (link.ends[role].store for role in ("sender", "receiver"))
+            sender, receiver = (store_of(link.ends[role]) for role in ("sender", "receiver"))
             keys = list(sender.state_dict()["keys"].tolist())
             rows = [tuple(key) for key in keys]
             assert torch.equal(sender.read(rows), receiver.read(rows))

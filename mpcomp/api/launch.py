@@ -216,7 +216,7 @@ class DistributedLaunch(Launch):
     def __init__(self, config: PipelineConfig) -> None:
         super().__init__(config)
         self._schedule = schedule_named(config.schedule)
-        device = _device(config)
+        device = device_of_rank(config.devices)
         join(device, config.timeout)
         self.mesh = ProcessMesh(config.replicas, config.timeout, device)
         show_secret(self.mesh)
@@ -417,9 +417,14 @@ def _check_times(of_ranks: Sequence[Any]) -> None:
             )
 
 
-def _device(config: PipelineConfig) -> torch.device:
-    """This rank's device."""
-    given, local_rank = config.devices, int(os.environ.get("LOCAL_RANK", "0"))
+def device_of_rank(
+    given: str | torch.device | Sequence[str | torch.device] | None,
+) -> torch.device:
+    """This rank's device: as given, or a GPU for each process of a machine that has GPUs.
+
+    Raises:
+        ValueError: fewer devices than ranks.
+    """
     if isinstance(given, str | torch.device):
         return torch.device(given)
     if given is not None:
@@ -432,9 +437,17 @@ def _device(config: PipelineConfig) -> torch.device:
                 "for all"
             )
         return torch.device(given[rank])
-    if local_rank < torch.cuda.device_count():
-        return torch.device("cuda", local_rank)
-    return torch.device("cpu")
+    local_rank, num_gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if not num_gpus:
+        return torch.device("cpu")
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", str(local_rank + 1)))
+    if here > num_gpus:
+        raise ValueError(
+            f"devices: there are {here} processes on this machine, but torch sees {num_gpus} of "
+            "its GPUs; start one process for each, or pass devices='cpu', or 'cuda:0' for all to "
+            "share that one"
+        )
+    return torch.device("cuda", local_rank)
 
 
 def _check_there(device: torch.device) -> None:

@@ -132,12 +132,12 @@ class Quantize(Compressor):
         low, high = extremes(groups)
         low, high = low.clamp(-_LIMIT, _LIMIT), high.clamp(-_LIMIT, _LIMIT)
         low = _round_down(low, scale_dtype(self.scale))
-        step = _round_up((high - low.float()) / self._levels, scale_dtype(self.scale))
+        step = _round_up(_divided(high - low.float(), self._levels), scale_dtype(self.scale))
         return (low, step), (groups - low.float()[:, None]) / divisor(step)[:, None]
 
     def _maxabs_codes(self, groups: Tensor) -> tuple[Payload, Tensor]:
         largest = largest_of(groups).clamp(max=_LIMIT)
-        step = _round_up(largest / (self._levels / 2), scale_dtype(self.scale))
+        step = _round_up(_divided(largest, self._levels / 2), scale_dtype(self.scale))
         return (step,), groups / divisor(step)[:, None] + self._levels / 2
 
     def decompress(
@@ -169,6 +169,11 @@ def bit_ladder(lowest: float, highest: float) -> tuple[float, ...]:
     """CFs from ``lowest`` to ``highest``, with every number of bits between."""
     inner = (32 / bits for bits in range(8, 0, -1))
     return (lowest, *(step for step in inner if lowest < step < highest), highest)
+
+
+def _divided(x: Tensor, number: float) -> Tensor:
+    """``x / number``, rounded once on all devices: by a plain number CUDA multiplies instead."""
+    return x / torch.full((), number, device=x.device)
 
 
 def _round_up(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -270,7 +270,7 @@ class DistributedEngine(Engine):
         for stage in self._stages:
             stage.begin(step, metas, autocast, trained)
         return [
-            {stage.stage_index: stage.inputs(batch) for stage in self._stages}
+            {stage.stage_index: stage.taken_from(batch) for stage in self._stages}
             for batch in microbatches
         ]
 

@@ -197,7 +197,7 @@ class CutStage(PipelineStage):
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         pass  # the engine does, once a step and after the sum over tied weights
 
-    def inputs(self, batch: Any) -> Any:
+    def taken_from(self, batch: Any) -> Any:  # torch's own stages have an attribute `inputs`
         """The part of a microbatch that this stage takes, on its device."""
         return self._runner.inputs(batch)
 

@@ -14,6 +14,7 @@ from mpcomp.core.step import Step
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.links.build import MethodLike, boundaries_of
 from mpcomp.plan.timeline import Messages
+from stages.clock import now
 
 __all__ = ["Coding", "CutCost", "MeasuredCut", "measure_coding", "measure_cut"]
 
@@ -173,6 +174,6 @@ def _timed_after_rest(code: Callable[..., Tensor], *arguments: Any) -> tuple[Ten
 
 
 def _timed(code: Callable[..., Tensor], *arguments: Any) -> tuple[Tensor, float]:
-    begin = time.perf_counter()
+    begin = now()
     result = code(*arguments)
-    return result, time.perf_counter() - begin
+    return result, now() - begin

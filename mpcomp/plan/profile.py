@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import functools
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -25,6 +24,7 @@ from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.engines.shape_inference import attributes_kept
 from mpcomp.plan.prediction import Compute
 from stages.blocks import Block, arguments, blocks, one_tensor, random_state_kept, side_inputs
+from stages.clock import now
 from stages.sharing import shared_parameters
 from stages.stage import Stage
 
@@ -189,10 +189,9 @@ class _Walk:
             if self._kinds[i] != i:
                 continue  # the next one's gradient has the shape of its own, and about its size
             x, out = self._open.pop(i)
-            start = time.perf_counter()
+            start = now()
             torch.autograd.backward(out, gradient)
-            _synchronize()
-            self._times[i][1].append(time.perf_counter() - start)
+            self._times[i][1].append(now() - start)
             gradient = None if x is None else x.grad
 
     def profile(self, skip: int) -> Profile:
@@ -240,12 +239,11 @@ class _Walk:
             x = args[0].detach().clone().requires_grad_()
             args = (x.mul(1),)
         module.zero_grad()
-        start = time.perf_counter()
+        start = now()
         with self._casting():
             out = one_tensor(unit, module(*args, **kwargs))
         end = self._loss(out) if i == len(self._units) - 1 else out
-        _synchronize()
-        self._times[i][0].append(time.perf_counter() - start)
+        self._times[i][0].append(now() - start)
         self._open[i] = (x, end)
         return out.detach()
 
@@ -368,8 +366,3 @@ def _fill(tensor: Tensor) -> None:
             tensor.fill_(1.0)
         else:
             tensor.normal_(std=0.02)
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()

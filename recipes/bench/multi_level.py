@@ -16,7 +16,6 @@ import argparse
 import json
 import statistics
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -30,6 +29,7 @@ import mpcomp
 from mpcomp.compressors import Selecting
 from mpcomp.compressors.base import num_kept
 from mpcomp.compressors.multi_level import levels
+from stages.clock import now
 
 
 class Published(NamedTuple):
@@ -146,9 +146,9 @@ def measure(
     for repeat in range(-options.warmups, options.repeats):
         names = list(ways) if repeat % 2 == 0 else list(reversed(ways))
         for name in names:
-            start = clock(flat)
+            start = now()
             chosen[name] = ways[name](method, cf, flat, options.seed + repeat + options.warmups)
-            elapsed = clock(flat) - start
+            elapsed = now() - start
             if repeat >= 0:
                 seconds[name].append(elapsed)
         bar.update()
@@ -161,13 +161,6 @@ def measure(
         "kept": [positions.numel() for positions in two],
         "same_choice": all(torch.equal(a, b) for a, b in zip(one, two, strict=True)),
     }
-
-
-def clock(flat: Tensor) -> float:
-    """Now, with nothing left to do on the tensor's device."""
-    if flat.is_cuda:
-        torch.cuda.synchronize(flat.device)
-    return time.perf_counter()
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

@@ -8,7 +8,6 @@ not here can be asked for. The bytes are those that the race itself has counted.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -19,6 +18,8 @@ from mpcomp.plan.network import FIRST_WINDOW, PACKET_SHARE
 from recipes.bench.race import SIZES, Size
 from recipes.bench.workers import machine
 from recipes.decoder import decoder, equal_stages, token_batch, token_loss
+from recipes.placement import device_name
+from stages.clock import now
 
 _REPEATS: Final = 9
 
@@ -51,27 +52,35 @@ class Bits(NamedTuple):
         return Messages(*(each * size.message_elements / 8 for each in self))
 
 
-def measure(size: Size, methods: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
-    """Compute of every stage, and coding of every row, of one microbatch on one core.
+def measure(
+    size: Size, methods: Mapping[str, tuple[str, str]], device: torch.device
+) -> dict[str, Any]:
+    """Compute of every stage, and coding of every row, of one microbatch.
 
     Args:
         size: of the decoder.
         methods: of activations and gradients, by row.
+        device: of activations; what is not done there is done on one core.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         rows = size.batch // size.chunks
-        x = torch.randn(rows, size.context, size.width)
+        x = torch.randn(rows, size.context, size.width).to(device)
         coding = {}
         for row, (act, grad) in methods.items():
             coding[row], _ = measure_coding(act, grad, x, x.clone(), repeats=_REPEATS)
-        return {"compute": _compute(size), "coding": coding, "machine": machine()}
+        return {
+            "elements": x.numel(),
+            "compute": _compute(size, device),
+            "coding": coding,
+            "machine": {**machine(), "device": device_name(device)},
+        }
     finally:
         torch.set_num_threads(before)
 
 
-def _compute(size: Size) -> list[list[float]]:
+def _compute(size: Size, device: torch.device) -> list[list[float]]:
     """Seconds of each stage's forward and backward, medians."""
     model = decoder(
         num_blocks=size.num_blocks,
@@ -86,18 +95,20 @@ def _compute(size: Size) -> list[list[float]]:
         del blocks[:count]
     rows = size.batch // size.chunks
     tokens, targets = token_batch(batch=rows, context=size.context, vocab=size.vocab)
-    between = torch.randn(rows, size.context, size.width, requires_grad=True)
+    tokens, targets = tokens.to(device), targets.to(device)
+    between = torch.randn(rows, size.context, size.width).to(device).requires_grad_()
     found = []
     for i, stage in enumerate(stages):
+        stage.to(device)
         times: list[tuple[float, float]] = []
         for _ in range(_REPEATS):
-            begin = time.perf_counter()
+            begin = now()
             out = stage(tokens if i == 0 else between)
             if i == len(stages) - 1:
                 out = token_loss(out, targets)
-            middle = time.perf_counter()
+            middle = now()
             out.backward(torch.ones_like(out))
-            times.append((middle - begin, time.perf_counter() - middle))
+            times.append((middle - begin, now() - middle))
         found.append([statistics.median(each) for each in zip(*times, strict=True)])
     return found
 

@@ -16,7 +16,8 @@ from recipes.bench.race import SIZES, RaceConfig, load, race
 from recipes.bench.race_report import render
 from recipes.bench.race_speed import measure
 from recipes.bench.workers import write
-from recipes.ranks import Ranks
+from recipes.placement import devices_of
+from recipes.ranks import Ranks, joined
 from recipes.study import Line, Runs, Study, data_of, given, run_study, study_parser
 
 
@@ -51,8 +52,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs what is missing, then prints the tables; `--table` prints only."""
     options = parse_args(argv)
     if options.measure:
+        with joined() as ranks:
+            (device,) = devices_of(configuration(options, options.rows[0], 0), ranks)
         methods = {name: (row.act, row.grad) for name, row in ROWS.items() if row.rival is None}
-        write(measure(SIZES["small"], methods), options.speed)
+        write(measure(SIZES[options.model], methods, device), options.speed)
     speed = json.loads(options.speed.read_text()) if options.speed.exists() else None
     study = Study(
         parse=lambda _: options,

@@ -32,6 +32,7 @@ from mpcomp import (
     SameIndices,
     TopK,
 )
+from mpcomp.api.launch import device_of_rank
 
 
 def pipe_of(model=None, chunks=2, **kwargs):
@@ -363,11 +364,21 @@ def test_a_norm_of_something_else_than_a_pipeline(what):
         mpcomp.clip_grad_norm_(given, 1.0)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without CUDA")
 @pytest.mark.parametrize("devices", ["cuda", ["cpu", "cuda:1", "cpu"]])
 def test_devices_that_are_not_there(devices):
     with pytest.raises(ValueError, match=r"devices: 'cuda.* is not there, torch .*'cpu'"):
         pipe_of(devices=devices)
+
+
+def test_fewer_gpus_than_processes(monkeypatch):
+    """Of a machine: one on the GPU and one on the processor would not be one pipeline."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    for rank in ("0", "1"):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        with pytest.raises(ValueError, match=r"2 processes on this machine.*sees 1.*'cpu'"):
+            device_of_rank(None)
+        assert device_of_rank("cuda:0") == torch.device("cuda:0")
 
 
 LOADERS = {

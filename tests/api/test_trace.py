@@ -176,7 +176,6 @@ def test_a_clock_that_goes_otherwise_is_aligned(ranks: Any) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_an_accelerator_is_waited_for(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     devices = ["cuda:0"] * (len(MLP_SPLIT) + 1)

@@ -227,7 +227,6 @@ def test_zeros_and_nan_are_values_too():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_the_device_is_no_part_of_a_value():
     x = torch.randn(3, 100_000)
     assert fingerprint(x.cuda()) == fingerprint(x)

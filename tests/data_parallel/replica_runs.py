@@ -126,6 +126,7 @@ class Run:
             and none), or "never".
         dtype: of the parameters.
         channels_last: whether kernels are so.
+        device: of the parameters.
         accumulate: backward passes for one step.
         lr: learning rate.
     """
@@ -137,6 +138,7 @@ class Run:
     extra: str = "all"
     dtype: torch.dtype = torch.float32
     channels_last: bool = False
+    device: str = "cpu"
     accumulate: int = 1
     lr: float = 0.1
 
@@ -153,7 +155,7 @@ class Training:
     def __init__(self, run: Run) -> None:
         torch.manual_seed(0)
         self.run = run
-        self.model = Branching().to(run.dtype)
+        self.model = Branching().to(run.device, run.dtype)
         if run.channels_last:
             self.model = self.model.to(memory_format=torch.channels_last)
         # One bucket in the first step, three after that, in the order of the backward pass.
@@ -180,7 +182,7 @@ class Training:
         x = torch.randn(12, 3, 5, 5, generator=generator)
         rule = torch.randn(3, 5, generator=torch.Generator().manual_seed(1))
         y = (x + F.relu(x)).mean(dim=(2, 3)).matmul(rule).argmax(1)
-        x = x.to(self.run.dtype)
+        x, y = x.to(self.run.device, self.run.dtype), y.to(self.run.device)
         if self.run.channels_last:
             x = x.to(memory_format=torch.channels_last)
         out = self.ddp(x, uses_extra(self.run, step, rank))
@@ -223,7 +225,8 @@ def digest(tensors: dict[str, Tensor]) -> str:
     hashed = hashlib.blake2b(digest_size=16)
     for name, value in sorted(tensors.items()):
         hashed.update(name.encode() + str((value.dtype, tuple(value.shape))).encode())
-        hashed.update(value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        raw = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        hashed.update(raw.numpy().tobytes())
     return hashed.hexdigest()
 
 

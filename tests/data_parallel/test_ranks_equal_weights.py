@@ -130,6 +130,14 @@ def test_weights_are_equal_with_a_static_graph(ranks):
         check(outcomes, spec, rebuilt=False)
 
 
+@pytest.mark.gpu
+def test_weights_are_equal_on_a_gpu(ranks):
+    """Two replicas that share one, over gloo."""
+    outcomes = outcomes_of(ranks, 2, {s: Run(s, steps=20, device="cuda:0") for s in SPECS})
+    for spec in SPECS:
+        check(outcomes, spec)
+
+
 def alone(specs: list[str]) -> list[Outcome | str]:
     return train_all([Run(spec, steps=8) for spec in specs])
 

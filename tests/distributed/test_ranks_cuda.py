@@ -8,9 +8,6 @@ from models import MLP_SPLIT, mlp, rows, sgd
 
 import mpcomp
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-needs_gpus = pytest.mark.skipif(torch.cuda.device_count() < 3, reason="needs three CUDA devices")
-
 
 def _train(devices, act, grad):
     torch.manual_seed(0)
@@ -35,11 +32,23 @@ def _train(devices, act, grad):
     return losses, {name: value.cpu() for name, value in pipe.merge().state_dict().items()}
 
 
-@needs_gpu
-@pytest.mark.parametrize("grad", ["none", "topk:0.3+fp16", "ef21+topk:0.3", "aqsgd+quant:4"])
-def test_gloo_through_pinned_memory_is_the_local_engine_on_one_gpu(ranks, grad):
-    losses, weights = _train("cuda:0", "topk:0.3", grad)
-    for others, theirs in ranks(_train, 3, "cuda:0", "topk:0.3", grad):
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("act", "grad"),
+    [
+        ("topk:0.3", "none"),
+        ("topk:0.3", "topk:0.3+fp16"),
+        ("topk:0.3", "ef21+topk:0.3"),
+        ("topk:0.3", "aqsgd+quant:4"),
+        ("step:0.3:centre=true", "step:1:scale=tensor:rounding=dither"),
+        ("auto", "auto"),
+        ("auto:memory", "auto:memory"),
+        ("auto:scratch", "auto:scratch"),
+    ],
+)
+def test_gloo_through_pinned_memory_is_the_local_engine_on_one_gpu(ranks, act, grad):
+    losses, weights = _train("cuda:0", act, grad)
+    for others, theirs in ranks(_train, 3, "cuda:0", act, grad):
         assert others == losses
         assert all(same_bits(weights[name], theirs[name]) for name in weights)
 
@@ -56,7 +65,7 @@ def _train_with_nccl(act, grad):
     return _train([f"cuda:{i}" for i in range(3)], act, grad)
 
 
-@needs_gpus
+@pytest.mark.gpu(3)
 @pytest.mark.parametrize("grad", ["none", "ef21+topk:0.3"])
 def test_nccl_is_the_local_engine(ranks, grad):
     losses, weights = _train([f"cuda:{i}" for i in range(3)], "topk:0.3", grad)

@@ -301,7 +301,6 @@ def test_bad_ids():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("where", ["cpu", "files"])
 def test_rows_for_a_gpu_come_through_page_locked_memory(where, tmp_path):
     place = str(tmp_path) if where == "files" else "cpu"

@@ -89,7 +89,6 @@ def test_positions_beyond_the_tensor_are_refused(n, k):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("n, k", [(100, 3), (1000, 30), (100, 40)])
 def test_on_an_accelerator_positions_stay_within_the_tensor(n, k):
     """An index beyond it would end the process' use of the device."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from mpcomp.plan import Coding
 from recipes.bench import time_to_loss
@@ -65,7 +66,8 @@ def test_seconds_of_a_step() -> None:
 
 def test_measured_speed() -> None:
     size = SIZES["small"]._replace(batch=1, chunks=1, context=8)
-    found = measure(size, {"bf16": ("bf16", "bf16")})
+    found = measure(size, {"bf16": ("bf16", "bf16")}, torch.device("cpu"))
+    assert found["elements"] == 8 * size.width
     assert len(found["compute"]) == 8
     assert all(forward > 0 and backward > 0 for forward, backward in found["compute"])
     assert all(seconds > 0 for seconds in found["coding"]["bf16"])
