@@ -255,9 +255,17 @@ def reduce_now(root: nn.Module) -> None:
     root.set_requires_gradient_sync(True)
     state = root._get_fsdp_state()
     for each in state._state_ctx.all_states:
-        for param_group in each._fsdp_param_groups:
+        for param_group in parameter_groups(each):
             param_group.post_backward()
     state._root_post_backward_final_callback()
+
+
+def parameter_groups(state: Any) -> list[Any]:
+    """The parameter groups of a module's state in FSDP2; earlier torch keeps at most one."""
+    if hasattr(state, "_fsdp_param_groups"):
+        groups: list[Any] = state._fsdp_param_groups
+        return groups
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
 def _groups_of(model: nn.Module) -> list[tuple[FSDPModule, Any]]:
@@ -266,7 +274,7 @@ def _groups_of(model: nn.Module) -> list[tuple[FSDPModule, Any]]:
     for module in model.modules():
         if not isinstance(module, FSDPModule):
             continue
-        of_module = module._get_fsdp_state()._fsdp_param_groups
+        of_module = parameter_groups(module._get_fsdp_state())
         if len(of_module) > 1:
             raise ValueError(
                 "a module's parameters are sharded over several meshes: FSDP2 takes one custom "

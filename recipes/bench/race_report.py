@@ -30,29 +30,38 @@ four connections: each way, with stripes of every message on all of them; first 
 one connection, as in torch's own pipeline, then over four
 benchmark's shape: the same steps, with the messages and the link rules of Protocol NanoGPT \
 (8 x 1024 wide, 64 microbatches of 8,192 tokens, 200 Mbit/s, 50 ms); computing hidden as there, \
-coding free or on one core of this machine"""
+coding free, on one core of this machine, or on a GPU and a core"""
 
 
-def render(lines: Sequence[Line], speed: Mapping[str, Any] | None) -> str:
+def render(
+    lines: Sequence[Line],
+    speed: Mapping[str, Any] | None,
+    own_shape: Mapping[str, Any] | None = None,
+) -> str:
     """The tables.
 
     Args:
         lines: of the results file.
         speed: of `recipes.bench.race_speed.measure`; without it, or without a run of the
             reference, only steps are shown.
+        own_shape: likewise, of the benchmark's own size: one more column.
     """
     results = Results.of(lines)
     rows = {row: runs for row, runs in results.runs.items() if runs}
     diverged = [results.label(row) for row in results.runs if results.diverged[row]]
-    tables = _tables(rows, speed)
+    tables = _tables(rows, speed, own_shape)
     return f"{tables}\n\n{', '.join(diverged)}" if diverged else tables
 
 
-def _tables(rows: Mapping[str, Mapping[int, Run]], speed: Mapping[str, Any] | None) -> str:
+def _tables(
+    rows: Mapping[str, Mapping[int, Run]],
+    speed: Mapping[str, Any] | None,
+    own_shape: Mapping[str, Any] | None,
+) -> str:
     if speed is None or REFERENCE not in rows:
         return _steps(rows)
     return "\n\n".join(
-        (_headlines(rows, speed), _grid(rows, speed), _connections(rows, speed), LEGEND)
+        (_headlines(rows, speed, own_shape), _grid(rows, speed), _connections(rows, speed), LEGEND)
     )
 
 
@@ -74,11 +83,17 @@ def _bits(runs: Sequence[Run]) -> Bits:
     return Bits(*(statistics.fmean(run[key] for run in runs) for key in ("act_bits", "grad_bits")))
 
 
-def _headlines(rows: Mapping[str, Mapping[int, Run]], speed: Mapping[str, Any]) -> str:
+def _headlines(
+    rows: Mapping[str, Mapping[int, Run]],
+    speed: Mapping[str, Any],
+    own_shape: Mapping[str, Any] | None,
+) -> str:
     headers = ["row", "n", "steps", "bits"]
     for links in HEADLINES:
         headers += [f"s a step, {links}", "x"]
     headers += ["s a step, benchmark's shape", "x", "coded on a core"]
+    if own_shape is not None:
+        headers.append(f"coded on {own_shape['machine']['device']} and a core")
     table = []
     for row, runs in rows.items():
         cells = [row, *_of_steps(list(runs.values()))]
@@ -88,9 +103,12 @@ def _headlines(rows: Mapping[str, Mapping[int, Run]], speed: Mapping[str, Any]) 
             cells += [f"{seconds:.3f}", _gain(rows, row, seconds, base)]
         bits = _bits(list(runs.values()))
         base = benchmark_step_s(_bits(list(rows[REFERENCE].values())), Coding())
-        of_element = _coding(row, speed).times(1 / SIZES["small"].message_elements)
-        free, coded = (benchmark_step_s(bits, each) for each in (Coding(), of_element))
-        cells += [f"{free:.1f}", _gain(rows, row, free, base), _gain(rows, row, coded, base)]
+        codings = [Coding(), _coding(row, speed).times(1 / SIZES["small"].message_elements)]
+        if own_shape is not None:
+            codings.append(_coding(row, own_shape).times(1 / own_shape["elements"]))
+        seconds_at_shape = [benchmark_step_s(bits, coding) for coding in codings]
+        cells.append(f"{seconds_at_shape[0]:.1f}")
+        cells += [_gain(rows, row, seconds, base) for seconds in seconds_at_shape]
         table.append(cells)
     return tabulate(table, headers, disable_numparse=True)
 

@@ -57,13 +57,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         methods = {name: (row.act, row.grad) for name, row in ROWS.items() if row.rival is None}
         write(measure(SIZES[options.model], methods, device), options.speed)
     speed = json.loads(options.speed.read_text()) if options.speed.exists() else None
+    own_shape = None if options.speed_203M is None else json.loads(options.speed_203M.read_text())
     study = Study(
         parse=lambda _: options,
         runs=runs,
         train=train,
         settings=settings,
         same_settings=True,
-        render=lambda lines: render(lines, speed),
+        render=lambda lines: render(lines, speed, own_shape),
     )
     run_study(study, argv)
 
@@ -81,6 +82,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--workers", type=int, default=2, help="processes; 0: run in this one")
     add("--speed", type=Path, default=Path("runs/time_to_loss_speed.json"), metavar="JSON",
         help="what a stage computes and codes, for the seconds (default %(default)s)")  # fmt: skip
+    add("--speed-203M", type=Path, metavar="JSON",
+        help="likewise, of --model 203M --measure: a column at its shape")  # fmt: skip
     add("--measure", action="store_true", help="measure that first, on an idle machine")
     return parser.parse_args(argv)
 

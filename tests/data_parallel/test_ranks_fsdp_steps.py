@@ -1,6 +1,7 @@
 """Steps of FSDP2 that fail, layers that are not used, and changes of the loss scale."""
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from replica_runs import digest
 from sharded_runs import Run, Training
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+
+from mpcomp.data_parallel.fsdp import parameter_groups
 
 preload("replica_runs", "sharded_runs", "torch.distributed.fsdp")
 
@@ -91,7 +94,7 @@ def forget(model: nn.Module) -> None:
     """Gradients that were not exchanged yet, which torch would add to those of the next step."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            for param_group in module._get_fsdp_state()._fsdp_param_groups:
+            for param_group in parameter_groups(module._get_fsdp_state()):
                 for param in param_group.fsdp_params:
                     if hasattr(param, "_unsharded_param"):
                         param.unsharded_param.grad = None
@@ -183,3 +186,10 @@ def test_what_is_kept_is_free_of_the_loss_scale(ranks):
     """Scales are powers of two, so bit for bit."""
     specs = ["ef+topk:0.1", "conef+topk:0.1", "ef21+topk:0.2"]
     assert ranks(scaled, 2, specs, [1.0] * 4) == ranks(scaled, 2, specs, [256.0, 2.0, 64.0, 4.0])
+
+
+def test_parameter_groups_of_earlier_torch():
+    """Which has one or none under another name."""
+    assert parameter_groups(SimpleNamespace(_fsdp_param_group=None)) == []
+    assert parameter_groups(SimpleNamespace(_fsdp_param_group="one")) == ["one"]
+    assert parameter_groups(SimpleNamespace(_fsdp_param_groups=["a", "b"])) == ["a", "b"]
