@@ -189,7 +189,7 @@ def test_what_is_kept_is_free_of_the_loss_scale(ranks):
 
 
 def test_parameter_groups_of_earlier_torch():
-    """Which has one or none under another name."""
+    """One or none, under another name."""
     assert parameter_groups(SimpleNamespace(_fsdp_param_group=None)) == []
     assert parameter_groups(SimpleNamespace(_fsdp_param_group="one")) == ["one"]
     assert parameter_groups(SimpleNamespace(_fsdp_param_groups=["a", "b"])) == ["a", "b"]

@@ -92,6 +92,21 @@ def test_table_multiplies_steps_and_seconds() -> None:
     assert "above 900" in never
 
 
+def test_table_has_a_column_for_coding_at_the_own_shape() -> None:
+    lines = [
+        line(row, seed, 100.0, bits) for row, bits in (("bf16", 16), ("half", 8)) for seed in (0, 1)
+    ]
+    speed = {"compute": [[0.0, 0.0]] * 8, "coding": {}}
+    elements, coding = 1000, Coding(1e-4, 1e-4, 1e-4, 1e-4)
+    own_shape = {"elements": elements, "coding": {"half": coding}, "machine": {"device": "a GPU"}}
+    text = render(lines, speed, own_shape)
+    assert "coded on a GPU and a core" in text and "coded on a GPU" not in render(lines, speed)
+    base = benchmark_step_s(Bits(16, 16), Coding())
+    gain = base / benchmark_step_s(Bits(8, 8), coding.times(1 / elements))
+    (half,) = [row for row in text.splitlines() if row.startswith("half") and "2/2" in row]
+    assert half.split()[-3:] == [f"{gain:.2f}", "±", "0.00"]
+
+
 def test_table_of_runs_that_diverged_or_have_no_reference() -> None:
     speed = {"compute": [[0.0, 0.0]] * 8, "coding": {}}
     gone = {"row": "gone", "seed": 0, "diverged": "NaN"}
