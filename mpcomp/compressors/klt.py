@@ -8,9 +8,20 @@ U^T x are uncorrelated. Quantized with one step and coded by their entropy they 
 bits an element less than those of x, for the same error, and no orthonormal basis saves more (the
 coding gain; Huang and Schultheiss, 1963; Goyal, 2001).
 
-The receiver needs the basis too, so what is used is U^T rounded, B [C, C], whose rows are of length
-one but for some hundredths. The sender finds y with x = y B, exactly, and the receiver makes
-x^ = C(y) B: that B is not quite orthonormal changes the size of the error by as little.
+Where what an error costs hangs on its direction, e F e^T of an error e, the best basis is not
+orthonormal. The errors of coordinates in R = F^(1/2) x cost the same in all directions, and with
+R S R = V diag(l) V^T the basis B = V^T R^(-1) takes
+
+    1/2 (log2 mean f_i - mean log2 f_i)
+
+bits an element less than the best orthonormal one at the same cost, with f the eigenvalues of F (a
+weighted square error at high resolution; Gardner and Rao, 1995). Here F is the second moment of the
+gradients of the loss that come back for x, Fisher's information. B is scaled so that the errors of
+independent coordinates cost in the mean what they would in the plain basis: tr(F B^T B) = tr F.
+
+The receiver needs the basis too, so what is used is B rounded: without weights its rows are of
+length one but for some hundredths. The sender finds y with x = y B, exactly, and the receiver makes
+x^ = C(y) B: that B is not quite the best changes the cost of the error by as little.
 """
 
 from __future__ import annotations
@@ -49,7 +60,10 @@ class KLT(SpecValue):
     along the channels (dim 1 of images, else the last) and an inner compressor whose bytes follow
     its data, as `ECSQ`'s do: fewer bits at the same error. How many follows from the spectrum of
     what crosses: 2 bits an element of a small GPT-2's activations and 0.6 of their gradients, next
-    to nothing where all directions are as strong.
+    to nothing where all directions are as strong. A step is relative to the vector itself.
+
+    With ``weighted`` the error may be larger in directions in which the loss hardly changes, by the
+    gradients that have come back for the activations: fewer bits at the same cost to the loss.
 
     Each link has its own basis. Its sender keeps the covariance of what it sent in training, and
     puts a new basis (5 bits an entry) into a message as soon as those sent since the last one would
@@ -61,14 +75,16 @@ class KLT(SpecValue):
     `Compressor` itself.
 
     * Source: the Karhunen-Loeve transform as a transform code (Huang & Schultheiss, 1963; Goyal,
-      2001); learning it on the link, and when to send it, are this project's own.
-    * State: second moments of what was sent and the basis at the sender, the basis at the receiver,
-      per link; in checkpoints.
+      2001), weights by sensitivity (Gardner & Rao, 1995); learning both on the link, and when to
+      send a basis, are this project's own.
+    * State: second moments of what was sent, ``weighted`` of gradients too, and the basis at the
+      sender, the basis at the receiver, per link; in checkpoints.
     * Theory: no orthonormal basis saves more bits of a Gaussian at equal error. The error itself is
       that of ``inner`` but for some hundredths, as a basis is sent rounded; no theorem of training.
 
     Args:
         inner: compressor of the coordinates, fp32.
+        weighted: let the cost of an error hang on its direction; for activations.
 
     Raises:
         TypeError: inner is no compressor.
@@ -76,11 +92,17 @@ class KLT(SpecValue):
     """
 
     inner: Compressor
+    weighted: bool = False
     spec: ClassVar[str] = "klt"
     spec_inner: ClassVar[str | None] = "inner"
     at_cuts = True
     learns_basis = True
     variable_length = True  # of a message that brings a basis
+
+    @property
+    def weighs_by_gradients(self) -> bool:  # type: ignore[override]
+        """Whether gradients say what an error costs."""
+        return self.weighted
 
     def __post_init__(self) -> None:
         if not isinstance(self.inner, Compressor):
@@ -115,9 +137,25 @@ class Basis:
 
     @classmethod
     def rounded(cls, vectors: Tensor) -> Basis:
-        """The nearest to orthonormal rows, fp64 [C, C]."""
+        """The nearest to rows, fp64 [C, C], of a length of about one."""
         unit = _FRACTIONS * math.sqrt(len(vectors))
         return cls((vectors * unit).round().to(torch.int16))
+
+    @classmethod
+    def of(cls, covariance: Tensor, weights: Tensor | None = None) -> Basis:
+        """The best basis, strongest coordinates first.
+
+        Args:
+            covariance: S, fp64 [C, C].
+            weights: F, likewise, positive definite; None for the unit matrix.
+        """
+        if weights is None:
+            return cls.rounded(_directions(covariance))
+        values, vectors = torch.linalg.eigh(weights)
+        root = (vectors * values.sqrt()) @ vectors.T
+        rows = _directions(root @ covariance @ root) @ (vectors * values.rsqrt()) @ vectors.T
+        cost = (weights * (rows.T @ rows)).sum() / weights.trace()
+        return cls.rounded(rows * cost.rsqrt())
 
     @classmethod
     def decoded(cls, coded: Tensor, width: int) -> Basis:
@@ -165,6 +203,12 @@ class Basis:
         return self._copies[name, device]
 
 
+def _directions(covariance: Tensor) -> Tensor:
+    """Orthonormal rows, fp64 [C, C], along which variances are uncorrelated; falling."""
+    vectors: Tensor = torch.linalg.eigh(covariance).eigenvectors
+    return vectors.T.flip(0)
+
+
 @dataclass(frozen=True, eq=False)
 class InBasis(Compressor):
     """The compressor of one message of a link that has a basis, or has none yet."""
@@ -193,10 +237,11 @@ class InBasis(Compressor):
 
     def compress(self, x: Tensor, generator: torch.Generator | None = None) -> Payload:
         tokens = Tokens.of(TensorMeta.of(x).with_dtype(torch.float32))
-        y = tokens.split(x).clamp(-_LIMIT, _LIMIT)
+        vectors = tokens.split(x).clamp(-_LIMIT, _LIMIT)
+        whole = y = tokens.join(vectors)
         if self.basis is not None:
-            y = self.basis.coordinates(y)
-        payload = self.method.inner.compress(tokens.join(y), generator)
+            y = tokens.join(self.basis.coordinates(vectors))
+        payload = self.method.inner.compress_against(y, whole, generator)
         if not self.room:
             return payload
         news = torch.empty(0, dtype=torch.uint8) if self.news is None else self.news.coded

@@ -54,6 +54,8 @@ class SpecValue:
     looks_at_gradients: bool = False
     #: Whether its links learn a basis from what they carry, by which it codes.
     learns_basis: ClassVar[bool] = False
+    #: Whether that basis follows the gradients which come back for activations.
+    weighs_by_gradients: bool = False
     #: Whether it chooses by itself, while training, how much is compressed.
     adapts: ClassVar[bool] = False
     #: Whether its compressor may be replaced by one of another ratio in the course of a run.

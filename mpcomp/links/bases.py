@@ -1,13 +1,15 @@
 """The bases that the ends of a link have learned, and when its sender sends a new one.
 
 The sender keeps mean and covariance of the vectors of one microbatch a step, each divided by its
-root mean square, older ones with falling weight. From time to time it makes a basis of them, and
-encodes a microbatch in the basis that there is and in the new one. To send that is to buy where one
-has rented, and the old rule for it holds: as soon as the rent paid since the last one (the vectors
-sent, times what each would have been shorter by) is the price, its coded bytes. So a sender spends
-no more on bases than it has lost by waiting (Karlin et al., 1988), and none where data do not
-profit: where all directions are as strong, or many elements are zero. The microbatch is one that
-the new basis was not made from, so that one of too few vectors does not seem better than it is.
+root mean square, older ones with falling weight; for a weighted basis the same of the gradients
+that come back for them, so that no few tokens say alone what errors cost. From time to time it
+makes a basis of these, and encodes a microbatch in the basis that there is and in the new one. To
+send that is to buy where one has rented, and the old rule for it holds: as soon as the rent paid
+since the last one (the vectors sent, times what each would have been shorter by) is the price, its
+coded bytes. So a sender spends no more on bases than it has lost by waiting (Karlin et al., 1988),
+and none where data do not profit: where all directions are as strong, or many elements are zero.
+The microbatch is one that the new basis was not made from, so that one of too few vectors does not
+seem better than it is.
 
 A new basis rides on a message of the next step and is used from the step after it on, by both ends;
 nothing happens in a step that is discarded.
@@ -33,11 +35,14 @@ from mpcomp.feedback.memory import Side
 __all__ = ["Bases"]
 
 #: Microbatches, and vectors a channel, that moments go back at least.
-_MICROBATCHES, _VECTORS = 16, 16
+_MICROBATCHES, _VECTORS = 16, 64
+#: The share of what an error costs that hangs on its size alone: few gradients know the directions
+#: of little cost badly, and errors there would grow beyond what is known of them.
+_UNIFORM = 0.5
 #: Growth of the number of steps between looks for a better basis.
 _GROWTH = 1.25
-#: Bytes an entry: numbers and a matrix in fp32; of a sender its inverse and second moments too.
-_ENTRY_BYTES = {Side.SENDER: 2 + 4 + 4 + 8, Side.RECEIVER: 2 + 4}
+#: Bytes an entry: numbers and a matrix in fp32; of a sender its inverse too, and of each average.
+_ENTRY_BYTES, _MOMENT_BYTES = {Side.SENDER: 2 + 4 + 4, Side.RECEIVER: 2 + 4}, 8
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,50 @@ class _Moments:
         return cls(num, mean, (vectors.T @ vectors).to("cpu", torch.float64) / num)
 
 
+class _Average:
+    """Moments of what steps have brought, older ones with falling weight.
+
+    Attributes:
+        batches: that are in them.
+        mean: as of `_Moments`.
+        second: likewise.
+    """
+
+    def __init__(self) -> None:
+        self.batches = 0
+        self.mean = self.second = torch.zeros(())
+
+    def add(self, fresh: _Moments) -> None:
+        """Takes those of one more microbatch."""
+        self.batches += 1
+        least = min(1 / _MICROBATCHES, fresh.num / (_VECTORS * len(fresh.mean)))
+        weight = max(1 / self.batches, least)
+        self.mean = self.mean + weight * (fresh.mean - self.mean)
+        self.second = self.second + weight * (fresh.second - self.second)
+
+    @property
+    def covariance(self) -> Tensor:
+        """Fp64 [C, C]."""
+        return self.second - torch.outer(self.mean, self.mean)
+
+    def state_dict(self, name: str) -> dict[str, Tensor]:
+        """All that is kept, under names that begin with one."""
+        if not self.batches:
+            return {}
+        batches = torch.tensor(self.batches)
+        return {
+            f"{name}_batches": batches,
+            f"{name}_mean": self.mean,
+            f"{name}_second": self.second,
+        }
+
+    def load_state_dict(self, name: str, state: Mapping[str, Tensor]) -> None:
+        """Goes on from what `state_dict` gave."""
+        if f"{name}_batches" in state:
+            self.batches = int(state[f"{name}_batches"])
+            self.mean, self.second = (state[f"{name}_{of}"].cpu() for of in ("mean", "second"))
+
+
 class _Sender:
     """The sender's end, for vectors of one width.
 
@@ -79,74 +128,83 @@ class _Sender:
         self.basis: Basis | None = None
         self.news: Basis | None = None
         self._method = method
-        self._mean = self._second = torch.zeros(())
-        self._batches = 0  # in those
+        self._sent, self._came_back = _Average(), _Average()
         self._vectors = self._steps = 0  # since the last basis was sent
         self._due = 1  # step of those with the next look
         # What the open step has brought.
-        self._sent, self._announced = 0, False
+        self._num, self._announced = 0, False
         self._fresh: _Moments | None = None
+        self._gradients: _Moments | None = None
         self._x: Tensor | None = None
 
     def count(self, num: int, *, announces: bool) -> None:
         """Notes a message of so many vectors, and whether news go with it."""
-        self._sent += num
+        self._num += num
         self._announced |= announces
 
     def observe(self, x: Tensor) -> None:
         """Notes what is sent in a message."""
         self._fresh = _Moments.of(x)
-        looks = self._batches and self.news is None and self._steps + 1 >= self._due
+        looks = self._sent.batches and self.news is None and self._steps + 1 >= self._due
         # A copy, as the stage may write to the tensor before the step is over.
         self._x = x.clone() if looks else None
+
+    def weigh(self, gradient: Tensor) -> None:
+        """Notes what came back for what was sent in a message."""
+        self._gradients = _Moments.of(gradient)
 
     def commit(self) -> None:
         """Learns from the step, and looks for a better basis if it is time."""
         if self._announced:
             self.basis, self.news = self.news, None
             self._vectors, self._steps, self._due = 0, 0, 1
-        if self._sent:
-            self._vectors += self._sent
+        if self._num:
+            self._vectors += self._num
             self._steps += 1
         if self._fresh is not None:
             if self._x is not None:
                 self._look(self._x)
-            self._add(self._fresh)
+            self._sent.add(self._fresh)
+        if self._gradients is not None:
+            self._came_back.add(self._gradients)
         self.discard()
 
     def discard(self) -> None:
         """Forgets the step."""
-        self._sent, self._announced = 0, False
-        self._fresh = self._x = None
+        self._num, self._announced = 0, False
+        self._fresh = self._gradients = self._x = None
 
     def _look(self, x: Tensor) -> None:
         """Makes a new basis, and keeps it to be sent if it would have paid."""
         self._due = max(self._steps + 1, math.ceil(self._steps * _GROWTH))
-        covariance = self._second - torch.outer(self._mean, self._mean)
-        basis = Basis.rounded(torch.linalg.eigh(covariance).eigenvectors.T.flip(0))
+        basis = Basis.of(self._sent.covariance, self._weights)
         saved = self._bytes(x, self.basis) - self._bytes(x, basis)
         times = self._vectors / Tokens.of(TensorMeta.of(x)).num
         if saved * times >= basis.coded.numel():
             self.news = basis
+
+    @property
+    def _weights(self) -> Tensor | None:
+        """Costs of errors, F: fp64 [C, C], 1 in the mean; None where only their sizes count."""
+        if not self._came_back.batches:
+            return None
+        weights = self._came_back.second / self._came_back.second.diagonal().mean()
+        return (1 - _UNIFORM) * weights + _UNIFORM * torch.eye(len(weights))
 
     def _bytes(self, x: Tensor, basis: Basis | None) -> int:
         """Bytes that a tensor takes in a basis."""
         coder = self._method.at(basis, None, room=False)
         return sum(part.nbytes for part in coder.compress(x, generator_for("a look")))
 
-    def _add(self, fresh: _Moments) -> None:
-        self._batches += 1
-        least = min(1 / _MICROBATCHES, fresh.num / (_VECTORS * len(fresh.mean)))
-        weight = max(1 / self._batches, least)
-        self._mean = self._mean + weight * (fresh.mean - self._mean)
-        self._second = self._second + weight * (fresh.second - self._second)
-
     def state_dict(self) -> dict[str, Tensor]:
         """All that is kept."""
-        if not (self._batches or self._steps):
+        if not (self._sent.batches or self._steps):
             return {}
-        counts = [self._batches, self._vectors, self._steps, self._due]
-        state = {"counts": torch.tensor(counts), "mean": self._mean, "second": self._second}
+        state = {
+            "counts": torch.tensor([self._vectors, self._steps, self._due]),
+            **self._sent.state_dict("sent"),
+            **self._came_back.state_dict("came_back"),
+        }
         for name, basis in (("basis", self.basis), ("news", self.news)):
             if basis is not None:
                 state[name] = basis.numbers
@@ -154,8 +212,9 @@ class _Sender:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Goes on from what `state_dict` gave."""
-        self._batches, self._vectors, self._steps, self._due = state["counts"].tolist()
-        self._mean, self._second = (state[name].cpu() for name in ("mean", "second"))
+        self._vectors, self._steps, self._due = state["counts"].tolist()
+        self._sent.load_state_dict("sent", state)
+        self._came_back.load_state_dict("came_back", state)
         self.basis, self.news = _basis(state, "basis"), _basis(state, "news")
 
 
@@ -199,10 +258,11 @@ class Bases:
         self._senders: dict[int, _Sender] = {}
         self._receivers: dict[int, _Receiver] = {}
 
-    @staticmethod
-    def num_bytes(side: Side, meta: TensorMeta) -> int:
+    def num_bytes(self, side: Side, meta: TensorMeta) -> int:
         """Bytes that an end keeps for tensors like ``meta``."""
-        return _ENTRY_BYTES[side] * Tokens.of(meta).width ** 2
+        averages = (1 + self._method.weighted) if side is Side.SENDER else 0
+        entry = _ENTRY_BYTES[side] + averages * _MOMENT_BYTES
+        return entry * Tokens.of(meta).width ** 2
 
     def coder(self, side: Side, meta: TensorMeta, *, learns: bool, announces: bool) -> InBasis:
         """The compressor of a message.
@@ -226,6 +286,10 @@ class Bases:
     def observe(self, x: Tensor) -> None:
         """Learns from what is sent in a message of training, once a step; zero where padded."""
         self._sender(Tokens.of(TensorMeta.of(x)).width).observe(x)
+
+    def weigh(self, gradient: Tensor) -> None:
+        """Learns from what came back for that, if errors are weighted; zero where padded."""
+        self._sender(Tokens.of(TensorMeta.of(gradient)).width).weigh(gradient)
 
     def hear(self, payload: Payload, meta: TensorMeta) -> None:
         """Takes the new basis from a message that may have one."""

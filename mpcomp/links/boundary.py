@@ -112,7 +112,9 @@ class Boundary:
     ) -> Tensor:
         """The gradient from its message (earlier stage's side)."""
         positions = self._sent.get((step.index, microbatch))
-        return self.grad.decode(message, meta, step, microbatch, positions)
+        gradient = self.grad.decode(message, meta, step, microbatch, positions)
+        self.act.weigh(gradient, step, microbatch)
+        return gradient
 
     def finish_step(self, finite: bool) -> None:
         """Commits what both links noted if the step was finite, else discards it."""

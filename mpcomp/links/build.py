@@ -125,6 +125,11 @@ def method_of(argument: str, value: MethodLike) -> SpecValue:
         raise ValueError(
             f"tie_comp={value}: a weight's gradient is no set of vectors; a basis is for cuts"
         )
+    if value.weighs_by_gradients and argument != "act_comp":
+        raise ValueError(
+            f"{argument}={value}: weighted=true looks at the gradients of an activation, so it is "
+            "for act_comp"
+        )
     if value.adapts:
         inner = _check_adaptive(argument, value)
         method_of(argument, inner)

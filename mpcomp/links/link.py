@@ -208,8 +208,7 @@ class Link:
         if self.adaptive is not None:
             self._measure(x, plan, step, microbatch)
         if self.bases is not None and self._announces(step, microbatch):
-            padded = padded_positions(step.valid_of(microbatch), meta, x.device)
-            self.bases.observe(blanked(x.detach(), padded))
+            self.bases.observe(self._blanked(x, step, microbatch))
         header = self._header(plan, step)
         message = frame(header, payload, variable=plan.variable, checked=self.checked)
         if status is not None:
@@ -258,6 +257,17 @@ class Link:
             self._nonfinite.append(_Note(self._traffic(step), _has_nonfinite(x), counts=False))
         self._traffic(step).seconds += time.perf_counter() - begin
         return x
+
+    def weigh(self, gradient: Tensor, step: Step, microbatch: int) -> None:
+        """Notes what came back for an activation that was sent here, where a basis follows it."""
+        if self.method.weighs_by_gradients and self._announces(step, microbatch):
+            assert self.bases is not None
+            self.bases.weigh(self._blanked(gradient, step, microbatch))
+
+    def _blanked(self, x: Tensor, step: Step, microbatch: int) -> Tensor:
+        """A microbatch with zeros where it is padded."""
+        padded = padded_positions(step.valid_of(microbatch), TensorMeta.of(x), x.device)
+        return blanked(x.detach(), padded)
 
     def hand_over(
         self, x: Tensor, message: Tensor, channel: Channel, step: Step, microbatch: int

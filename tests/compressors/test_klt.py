@@ -66,6 +66,36 @@ def test_it_takes_the_coding_gain_less(step):
     assert error < 1.1 * (inner.decompress((plain,), meta) - x).square().mean()
 
 
+def spread(by: float, seed: int) -> Tensor:
+    """A symmetric matrix, fp64 [C, C], whose eigenvalues fall by a factor each; of mean 1."""
+    values = by ** -torch.arange(WIDTH, dtype=torch.float64)
+    vectors = orthonormal(seed=seed)
+    return (vectors * values) @ vectors.T * WIDTH / values.sum()
+
+
+def test_a_basis_of_weights_takes_less_for_the_same_cost():
+    """As much as the formula says; where errors cost the same in all directions, nothing."""
+    x, weights = correlated(4, 4000, WIDTH), spread(1.15, 7)
+    vectors = x.reshape(-1, WIDTH).double()
+    covariance = vectors.T @ vectors / len(vectors)
+    inner, meta = ECSQ(0.02, scale="tensor"), TensorMeta.of(x)
+    bits, costs = [], []
+    for basis in (Basis.of(covariance), Basis.of(covariance, weights)):
+        each = KLT(inner).at(basis, None, room=False)
+        (payload,) = each.compress(x)
+        error = (each.decompress((payload,), meta) - x).reshape(-1, WIDTH).double()
+        bits.append(8 * payload.numel() / x.numel())
+        costs.append(float(((error @ weights) * error).sum()))
+    values = torch.linalg.eigvalsh(weights)
+    gain = float(0.5 * (values.mean().log2() - values.log2().mean()))
+    assert bits[0] - bits[1] == pytest.approx(gain, rel=0.15) and gain > 0.15
+    assert costs[1] == pytest.approx(costs[0], rel=0.05)
+
+    alike = Basis.of(covariance, 3 * torch.eye(WIDTH).double())
+    lengths = alike.rows.norm(dim=1)
+    assert (lengths - 1).abs().max() < 0.05
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(3, 7, WIDTH), (5, WIDTH), (2, WIDTH, 3, 3)])
 @pytest.mark.parametrize("inner", [ECSQ(0.1), ECSQ(0.3, rounding="dither"), Quantize(8)], ids=str)
@@ -124,6 +154,8 @@ def test_damage_is_an_error_or_a_finite_tensor():
 
 def test_settings():
     assert parse("klt+step:0.15:centre=true") == KLT(ECSQ(0.15, centre=True))
+    weighted = KLT(ECSQ(0.15), weighted=True)
+    assert parse("klt:weighted=true+step:0.15") == parse(str(weighted)) == weighted
     assert str(KLT(ECSQ(0.15))) == str(coder(ECSQ(0.15))) == "klt+step:0.15"
     with pytest.raises(ValueError, match="gains nothing"):
         KLT(Identity())
@@ -133,5 +165,7 @@ def test_settings():
         parse("ef+klt+step:0.5")
     with pytest.raises(ValueError, match="a basis is for cuts"):
         method_of("tie_comp", "klt+step:0.5")
+    with pytest.raises(ValueError, match="gradients of an activation, so it is for act_comp"):
+        method_of("grad_comp", weighted)
     with pytest.raises(ValueError, match="5000 channels.*at most 4096; use step:0.5"):
         coder(ECSQ(0.5)).layout(TensorMeta((2, 5000)))

@@ -17,6 +17,8 @@ from mpcomp.core.step import Step
 WIDTH, ROWS = 32, 400
 METHOD = KLT(ECSQ(0.2, centre=True))
 
+WEIGHTED = KLT(ECSQ(0.2, centre=True), weighted=True)
+
 METHODS = [METHOD, KLT(ECSQ(1.0, scale="tensor", rounding="dither"))]
 OF_OTHERS = [  # laws of compressors alone, and of feedback
     "test_what_arrives_is_the_compressors_result",
@@ -24,7 +26,8 @@ OF_OTHERS = [  # laws of compressors alone, and of feedback
     "test_evaluation_reads_and_writes_no_state",
     "test_another_shape_per_sample_starts_anew",
 ]
-globals().update(laws_over("links/test_link.py", without=OF_OTHERS, method=METHODS))
+LINKS = [*METHODS, WEIGHTED]  # in pipelines that is for one way only
+globals().update(laws_over("links/test_link.py", without=OF_OTHERS, method=LINKS))
 globals().update(laws_over("engines/test_local.py", method=METHODS))
 
 
@@ -40,10 +43,14 @@ def white(seed: int) -> Tensor:
     return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
-def carry(link: Link, x: Tensor, step: Step, *, keep: bool = True) -> int:
-    """Sends a tensor; the bytes that took."""
+def carry(
+    link: Link, x: Tensor, step: Step, *, keep: bool = True, gradient: Tensor | None = None
+) -> int:
+    """Sends a tensor, for which a gradient comes back; the bytes that took."""
     message = link.encode(x, step, 0)
     link.decode(message, TensorMeta.of(x), step, 0)
+    if gradient is not None:
+        link.weigh(gradient, step, 0)
     if step.train:
         link.commit() if keep else link.discard()
     return message.numel()
@@ -109,6 +116,45 @@ def test_none_is_sent_where_all_directions_are_alike():
         bytes_without = carry(plain, white(i), Step(i, True))
         assert carry(link, white(i), Step(i, True)) <= bytes_without + 8
     assert not any(".basis" in name for name in link.state_dict())
+
+
+def test_errors_go_where_gradients_are_small():
+    """At the cost of the errors without weights, of which half is by size alone, in fewer bytes."""
+    strong = torch.linalg.qr(torch.randn(WIDTH, WIDTH)).Q[:8]
+    weighted, plain = link_of(WEIGHTED), link_of()
+    for i in range(12):
+        x = white(i) @ torch.diag(0.8 ** torch.arange(WIDTH))
+        g = white(100 + i)
+        g = 1e-3 * (g + 9 * g @ strong.T @ strong)
+        for link in (weighted, plain):
+            carry(link, x, Step(i, True), gradient=g)
+    errors, sizes = [], []
+    for link in (weighted, plain):
+        message = link.encode(x, Step(12, False), 0)
+        error = link.decode(message, TensorMeta.of(x), Step(12, False), 0) - x
+        along = (error @ strong.T).square().sum(1).mean() / 8
+        errors.append((float(along), float(error.square().sum(1).mean() - 8 * along) / 24))
+        sizes.append(message.numel())
+    (along, across), (plain_along, plain_across) = errors
+    assert along < 0.7 * plain_along and across > 1.4 * plain_across
+    mean = (8 * 100 + 24) / WIDTH  # of squared gradients, a hundred times as large along the strong
+    costs = [
+        8 * (1 + 100 / mean) * each_along + 24 * (1 + 1 / mean) * each_across
+        for each_along, each_across in errors
+    ]
+    assert costs[0] == pytest.approx(costs[1], rel=0.1)
+    assert sizes[0] < 0.98 * sizes[1]
+
+
+def test_gradients_of_no_size_or_of_discarded_steps_weigh_nothing():
+    link, plain = link_of(WEIGHTED), link_of()
+    for i in range(8):
+        x = correlated(i)
+        carry(link, x, Step(i, True), gradient=white(i), keep=False)
+        carry(link, x, Step(i, True), gradient=torch.zeros_like(x))
+        carry(plain, x, Step(i, True))
+    assert_same_kept(link, plain.state_dict())
+    assert bases(link)
 
 
 def test_other_directions_have_another_basis():
@@ -183,9 +229,9 @@ def model() -> nn.Module:
     )
 
 
-def pipe_of(split: int = 3) -> mpcomp.Pipeline:
+def pipe_of(split: int = 3, act: KLT = WEIGHTED) -> mpcomp.Pipeline:
     return mpcomp.pipeline(
-        model(), 2, split=split, act_comp=METHOD, grad_comp="klt+step:0.5", loss_fn=F.cross_entropy
+        model(), 2, split=split, act_comp=act, grad_comp="klt+step:0.5", loss_fn=F.cross_entropy
     )
 
 
@@ -226,11 +272,14 @@ def test_two_ranks_are_one_and_go_on_as_if_never_stopped(ranks, tmp_path):
         agree(link)
 
 
-def test_state_bytes_say_what_is_kept():
-    pipe = pipe_of()
+@pytest.mark.parametrize(("act", "num_averages"), [(METHOD, 1), (WEIGHTED, 2)])
+def test_state_bytes_say_what_is_kept(act, num_averages):
+    pipe = pipe_of(act=act)
     said = pipe.state_bytes(torch.randn(ROWS, 6))
-    assert [entry["bytes"] for entry in said["per_link"]] == [18 * WIDTH**2, 6 * WIDTH**2] * 4
-    assert said["total"] == 4 * 24 * WIDTH**2
+    of_act = [(10 + 8 * num_averages) * WIDTH**2, 6 * WIDTH**2]
+    of_grad = [18 * WIDTH**2, 6 * WIDTH**2]
+    assert [entry["bytes"] for entry in said["per_link"]] == [*of_act, *of_grad] * 2
+    assert said["total"] == 2 * sum(of_act + of_grad)
     optimizer = sgd(pipe)
     train(pipe, optimizer, 0, 8)
     held = sum(
