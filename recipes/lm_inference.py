@@ -6,7 +6,8 @@
 Loads the model once, cuts it, and evaluates the perplexity with one method after another at all
 cuts, in fp32, and how far predictions are from the uncompressed ones (`recipes.divergence`). The
 first row is without compression, and says how far its logits are from those of the model in one
-piece: 0, as they are the same bits. Bytes are those that forward passes send.
+piece: 0, as they are the same bits. Bytes are those that forward passes send. The bases of `klt`
+are learned first, from --calibrate blocks of the training text; that changes no weights.
 With --out each method is a line of a file as soon as it is evaluated; given again, the command
 goes on with those that are missing. With --table it prints that file, and evaluates nothing.
 """
@@ -52,8 +53,11 @@ METHODS: Final = (
     "topk:0.5", "topk:0.3", "topk:0.2", "topk:0.1", "topk:0.1:scope=row",
 )  # fmt: skip
 UNCOMPRESSED: Final = mpcomp.Identity()
+CALIBRATION: Final = 400
 # Options that are not of `TextConfig`.
-OWN_OPTIONS: Final = ("methods", "out", "table")
+OWN_OPTIONS: Final = ("methods", "calibrate", "out", "table")
+
+Method = mpcomp.Compressor | mpcomp.KLT
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -72,9 +76,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         chosen = {key: value for key, value in options.items() if key not in OWN_OPTIONS}
         config = TextConfig(**{"batch_size": 1, **chosen}, chunks=1)
         out = options.get("out")
-        rows = {} if out is None else _finished(out, settings_of(config))
+        calibrate = options.get("calibrate", CALIBRATION)
+        rows = {} if out is None else _finished(out, settings_of(config), calibrate)
         if missing := [method for method in methods if str(method) not in rows]:
-            for row in evaluate(config, missing, plain=rows.get(str(UNCOMPRESSED))):
+            plain = rows.get(str(UNCOMPRESSED))
+            for row in evaluate(config, missing, plain=plain, calibrate=calibrate):
                 rows[row["method"]] = row
                 if out is not None:
                     append_json_line(out, row)
@@ -103,6 +109,12 @@ def _parser() -> Parser:
     add("--eval-split", choices=EVAL_SPLITS)
     add("--eval-limit", type=int, metavar="BLOCKS", help="only the first blocks of the text")
     add("--seq-len", type=int, metavar="TOKENS", help=f"of a block (default {TextConfig.seq_len})")
+    add(
+        "--calibrate",
+        type=int,
+        metavar="BLOCKS",
+        help=f"of the training text, from which klt learns (default {CALIBRATION})",
+    )
     add("--batch-size", type=int, metavar="BLOCKS", help="of a message at a cut (default 1)")
     add("--device", help="auto, cpu, cuda, or one for each stage: cuda:0,cuda:1")
     add("--threads", type=int, help="of torch on the CPU")
@@ -123,7 +135,7 @@ def settings_of(config: TextConfig) -> dict[str, Any]:
     }
 
 
-def _finished(out: Path, here: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def _finished(out: Path, here: Mapping[str, Any], calibrate: int) -> dict[str, dict[str, Any]]:
     """The rows in the results file, by method.
 
     Raises:
@@ -145,16 +157,21 @@ def _finished(out: Path, here: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
                 f"{out} holds results of other settings ({there}), while this command has {here}; "
                 "pass the same options, or another --out"
             )
+        if (learned := row.get("calibration")) and learned["blocks"] != calibrate:
+            raise ValueError(
+                f"{row['method']} in {out} has learned from {learned['blocks']} blocks, while this "
+                f"command has {calibrate}; pass --calibrate {learned['blocks']}, or another --out"
+            )
     return {row["method"]: row for row in rows}
 
 
-def methods_of(specs: Sequence[str]) -> list[mpcomp.Compressor]:
+def methods_of(specs: Sequence[str]) -> list[Method]:
     """The methods to evaluate: no compression first, then each method once.
 
     Raises:
         ValueError: a spec that is none, or whose method does something in training only.
     """
-    methods: list[mpcomp.Compressor] = [UNCOMPRESSED]
+    methods: list[Method] = [UNCOMPRESSED]
     for spec in specs:
         method = method_of("act_comp", spec)
         if isinstance(method, mpcomp.Feedback):
@@ -162,7 +179,7 @@ def methods_of(specs: Sequence[str]) -> list[mpcomp.Compressor]:
                 f"{spec} remembers from step to step of a training, and in evaluation sends what "
                 f"{method.inner} sends; pass that"
             )
-        if not isinstance(method, mpcomp.Compressor):
+        if not isinstance(method, Method):
             raise ValueError(f"{spec} chooses its ratio in training; pass a compressor of one")
         methods.append(method)
     return list(dict.fromkeys(methods))
@@ -170,19 +187,21 @@ def methods_of(specs: Sequence[str]) -> list[mpcomp.Compressor]:
 
 @dataclass(frozen=True)
 class _Loaded:
-    """A model in one piece, and the text to evaluate it on."""
+    """A model in one piece, the text to evaluate it on, and that from which links learn."""
 
     model: nn.Module
     loader: TokenLoader
+    calibration: TokenLoader | None
     split: str
     devices: list[torch.device]
 
 
 def evaluate(
     config: TextConfig,
-    methods: Sequence[mpcomp.Compressor],
+    methods: Sequence[Method],
     *,
     plain: Mapping[str, Any] | None = None,
+    calibrate: int = CALIBRATION,
     progress: bool = True,
 ) -> Iterator[dict[str, Any]]:
     """One row of the results for each method.
@@ -191,19 +210,21 @@ def evaluate(
         config: model, text, cut, and place; what is for training does not matter.
         methods: what is done to activations at all cuts, one after another.
         plain: the row without compression; None if the first method is `Identity`.
+        calibrate: blocks of the training text from which links learn, where a method does.
         progress: show a progress bar.
 
     Raises:
         ValueError: there is no such model, text or device, or they do not fit.
     """
     assert plain is not None or methods[0] == UNCOMPRESSED
-    loaded = _load(config)
+    learns = any(method.learns_basis for method in methods)
+    loaded = _load(config, calibrate if learns else None)
     blocks = loaded.loader.blocks
     num_batches = -(-len(blocks) // config.batch_size)
     first = next(iter(loaded.loader))
     logits = _plain_logits(loaded, first)  # before stages may go to several devices
 
-    def cut(method: mpcomp.Compressor) -> mpcomp.Pipeline:
+    def cut(method: Method) -> mpcomp.Pipeline:
         # Pipelines share the model's weights, so that each costs next to nothing.
         return mpcomp.pipeline(
             loaded.model,
@@ -220,6 +241,7 @@ def evaluate(
             bar.set_description(str(method))
             begin = time.perf_counter()
             pipe = cut(method)
+            learned = {"calibration": _calibrate(pipe, loaded)} if method.learns_basis else {}
             measures = [
                 # All logits would not fit in memory, so they are made again for each method.
                 pipe.evaluate([batch], Against(_logits(uncompressed, batch)))
@@ -234,13 +256,14 @@ def evaluate(
                 row["largest_logit_difference"] = float(difference.abs().max())
             yield {
                 **row,
+                **learned,
                 "settings": settings_of(config),
                 "device": device_name(loaded.devices[0]),
                 "torch": torch.__version__,
             }
 
 
-def _load(config: TextConfig) -> _Loaded:
+def _load(config: TextConfig, calibrate: int | None) -> _Loaded:
     if config.is_new:
         raise ValueError(
             f"model is {config.model}, which has random weights; pass --model a pretrained one, or "
@@ -263,9 +286,32 @@ def _load(config: TextConfig) -> _Loaded:
         keep_tail=True,
         limit=config.eval_limit,
     )
+    calibration = None
+    if calibrate is not None:
+        learned = blocks_of(text.train, tokenizer, config.seq_len, keep_tail=False, limit=calibrate)
+        if len(learned) < calibrate:
+            raise ValueError(
+                f"calibrate is {calibrate} blocks, and the training text has {len(learned)}; pass "
+                "at most that"
+            )
+        calibration = TokenLoader(blocks=learned, batch_size=config.batch_size)
     loader = TokenLoader(blocks=blocks, batch_size=config.batch_size)
     model = make_model(config, tokenizer).eval()
-    return _Loaded(model, loader, split_of(config, chosen), devices)
+    # Nothing is trained, and a tied embedding's gradient is much larger than what crosses the cuts.
+    model.get_input_embeddings().requires_grad_(False)  # type: ignore[operator]
+    return _Loaded(model, loader, calibration, split_of(config, chosen), devices)
+
+
+def _calibrate(pipe: mpcomp.Pipeline, loaded: _Loaded) -> dict[str, int]:
+    """Lets the links learn from the training text, weights as they are; how much that took."""
+    assert loaded.calibration is not None
+    pipe.train()
+    loaded.model.eval()  # its blocks, which are the pipeline's: no dropout, as in evaluation
+    for batch in loaded.calibration:
+        pipe.forward_backward(batch)
+        loaded.model.zero_grad()
+    pipe.eval()
+    return {"blocks": len(loaded.calibration.blocks), "bytes": pipe.wire_bytes}
 
 
 def _plain_logits(loaded: _Loaded, batch: Mapping[str, Tensor]) -> Tensor:
@@ -292,7 +338,7 @@ def _counted(loader: TokenLoader, bar: tqdm[Any]) -> Iterator[dict[str, Tensor]]
 
 def _row(
     pipe: mpcomp.Pipeline,
-    method: mpcomp.Compressor,
+    method: Method,
     measures: Sequence[Mapping[str, float]],
     loader: TokenLoader,
 ) -> dict[str, Any]:
@@ -373,13 +419,23 @@ def notes(rows: Sequence[Mapping[str, Any]]) -> str:
     first = rows[0]
     settings = first["settings"]
     after = ", ".join(cut["after"] for cut in first["cuts"])
-    return (
+    lines = [
         f"{settings['model']}, cut after {after}; {first['predicted_tokens']} tokens of "
-        f"{settings['data']} ({settings['eval_split']}) predicted in {first['blocks']} blocks\n"
+        f"{settings['data']} ({settings['eval_split']}) predicted in {first['blocks']} blocks",
+        *(_calibration_note(row) for row in rows if row.get("calibration")),
         "KL: divergence of predictions from the uncompressed ones, a token; same first choice: "
-        "share of tokens\n"
+        "share of tokens",
         "largest difference of uncompressed logits from those of the model in one piece: "
-        f"{first['largest_logit_difference']:g}"
+        f"{first['largest_logit_difference']:g}",
+    ]
+    return "\n".join(lines)
+
+
+def _calibration_note(row: Mapping[str, Any]) -> str:
+    blocks, num_bytes = row["calibration"]["blocks"], row["calibration"]["bytes"]
+    return (
+        f"{row['method']}: learned from {blocks} blocks of the training text, for which "
+        f"{num_bytes / 1e6:,.0f} MB were sent both ways before"
     )
 
 

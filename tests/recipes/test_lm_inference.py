@@ -176,6 +176,29 @@ def test_the_command_goes_on_where_it_was_stopped(tmp_path, command, monkeypatch
     assert "holds results of other settings" in error_of(command("--seq-len", 8, "--out", parts))
 
 
+def test_a_basis_is_learned_before(tmp_path, command, capsys):
+    """From the training text, without which it is the step alone; no weights are changed."""
+    out = tmp_path / "rows.jsonl"
+    specs = ["step:0.05", "klt+step:0.05", "klt:weighted=true+step:0.05"]
+    longer = ["--eval-limit", 20, "--batch-size", 4, "--seq-len", 32]
+    lm_inference.main(command(*longer, "--calibrate", 40, "--methods", *specs, "--out", out))
+    off, step, klt, weighted = (json.loads(line) for line in out.read_text().splitlines())
+    assert "calibration" not in off and "calibration" not in step
+    printed = capsys.readouterr().out
+    for row in (klt, weighted):
+        assert row["calibration"]["blocks"] == 40
+        # Activations and gradients at two cuts, these in fp32; no gradient of the tied embedding.
+        sent = row["calibration"]["bytes"] / (40 * 32 * HIDDEN * 2)
+        assert 4 < sent < 6
+        assert row["bytes_per_token_and_cut"] < step["bytes_per_token_and_cut"]
+        assert row["divergence"] < 3 * step["divergence"]
+        assert f"{row['method']}: learned from 40 blocks of the training text" in printed
+    assert klt["divergence"] != weighted["divergence"]
+    again = [*longer, "--methods", "klt+step:0.05", "--out", out]
+    assert "has learned from 40 blocks" in error_of(command(*again))
+    assert "pass at most that" in error_of(command("--calibrate", 9999, "--methods", specs[1]))
+
+
 def test_padded_tail_does_not_count(command, tmp_path):
     """All of the held-out text: its last block is padded."""
     out = tmp_path / "rows.jsonl"
