@@ -288,6 +288,8 @@ def _load(config: TextConfig, calibrate: int | None) -> _Loaded:
     )
     calibration = None
     if calibrate is not None:
+        if calibrate < 1:
+            raise ValueError(f"calibrate is {calibrate} blocks; pass at least 1")
         learned = blocks_of(text.train, tokenizer, config.seq_len, keep_tail=False, limit=calibrate)
         if len(learned) < calibrate:
             raise ValueError(
