@@ -219,8 +219,11 @@ def evaluate(
     assert plain is not None or methods[0] == UNCOMPRESSED
     learns = any(method.learns_basis for method in methods)
     loaded = _load(config, calibrate if learns else None)
-    blocks = loaded.loader.blocks
-    num_batches = -(-len(blocks) // config.batch_size)
+    num_batches = sum(
+        _num_batches(loaded.loader)
+        + (_num_batches(loaded.calibration) if loaded.calibration and method.learns_basis else 0)
+        for method in methods
+    )
     first = next(iter(loaded.loader))
     logits = _plain_logits(loaded, first)  # before stages may go to several devices
 
@@ -236,12 +239,12 @@ def evaluate(
         ).eval()
 
     uncompressed = cut(UNCOMPRESSED)
-    with tqdm(total=len(methods) * num_batches, unit="batch", disable=not progress) as bar:
+    with tqdm(total=num_batches, unit="batch", disable=not progress) as bar:
         for method in methods:
             bar.set_description(str(method))
             begin = time.perf_counter()
             pipe = cut(method)
-            learned = {"calibration": _calibrate(pipe, loaded)} if method.learns_basis else {}
+            learned = {"calibration": _calibrate(pipe, loaded, bar)} if method.learns_basis else {}
             measures = [
                 # All logits would not fit in memory, so they are made again for each method.
                 pipe.evaluate([batch], Against(_logits(uncompressed, batch)))
@@ -304,12 +307,12 @@ def _load(config: TextConfig, calibrate: int | None) -> _Loaded:
     return _Loaded(model, loader, calibration, split_of(config, chosen), devices)
 
 
-def _calibrate(pipe: mpcomp.Pipeline, loaded: _Loaded) -> dict[str, int]:
+def _calibrate(pipe: mpcomp.Pipeline, loaded: _Loaded, bar: tqdm[Any]) -> dict[str, int]:
     """Lets the links learn from the training text, weights as they are; how much that took."""
     assert loaded.calibration is not None
     pipe.train()
     loaded.model.eval()  # its blocks, which are the pipeline's: no dropout, as in evaluation
-    for batch in loaded.calibration:
+    for batch in _counted(loaded.calibration, bar):
         pipe.forward_backward(batch)
         loaded.model.zero_grad()
     pipe.eval()
@@ -330,6 +333,11 @@ def _logits(pipe: mpcomp.Pipeline, batch: Mapping[str, Tensor]) -> Tensor:
     """Logits of a pipeline for a batch, [b, s, vocabulary]."""
     logits: Tensor = pipe(batch)
     return logits
+
+
+def _num_batches(loader: TokenLoader) -> int:
+    """All of them, the last one as full as it is."""
+    return -(-len(loader.blocks) // loader.batch_size)
 
 
 def _counted(loader: TokenLoader, bar: tqdm[Any]) -> Iterator[dict[str, Tensor]]:

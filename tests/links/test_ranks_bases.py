@@ -16,7 +16,6 @@ from mpcomp.core.step import Step
 
 WIDTH, ROWS = 32, 400
 METHOD = KLT(ECSQ(0.2, centre=True))
-
 WEIGHTED = KLT(ECSQ(0.2, centre=True), weighted=True)
 
 METHODS = [METHOD, KLT(ECSQ(1.0, scale="tensor", rounding="dither"))]

@@ -140,15 +140,15 @@ def test_order_of_methods_does_not_matter(model, text):
     """Pipelines share the model, and leave it as it was."""
     options = {"model": str(model), "data": str(text), "seq_len": 16, "eval_limit": 3}
     config = TextConfig(**options, split="2", batch_size=1, chunks=1, device="cpu")
-    specs = ["topk:0.1", "quant:2", "randomk:0.5"]
+    specs = ["topk:0.1", "klt:weighted=true+step:0.1", "quant:2", "randomk:0.5"]
 
     def losses(order: list[str]) -> dict[str, float]:
         methods = lm_inference.methods_of(order)
-        rows = lm_inference.evaluate(config, methods, progress=False)
+        rows = lm_inference.evaluate(config, methods, calibrate=40, progress=False)
         return {row["method"]: row["loss"] for row in rows}
 
     there = losses(specs)
-    assert len(set(there.values())) == 4
+    assert len(set(there.values())) == 5
     assert losses(specs[::-1]) == there
 
 
