@@ -85,6 +85,8 @@ def _coder_is_compiled() -> None:
 
     q = np.full((2, 2), -1, np.int16)
     entropy.decode(entropy.encode(q), *q.shape)
+    smooth = np.add.outer(np.arange(64), np.arange(64)).astype(np.int16)
+    entropy.decode(entropy.encode(smooth, (8, 8)), *smooth.shape, (8, 8))
 
 
 @pytest.fixture(scope="session")

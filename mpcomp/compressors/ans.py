@@ -11,8 +11,9 @@ is popped first, so symbols are pushed from the last to the first, and words are
 beginning. Several states that take turns along a row are independent of each other, which keeps a
 processor busy.
 
-Symbols are magnitudes up to `ESCAPE` of integers [rows, columns], each coded by the table of its
-context, which is its row's class plus its column's, at most the last one.
+Symbols are magnitudes up to `ESCAPE` of integers [rows, columns], or what says integers of images
+(`mpcomp.compressors.neighbours`). Each is coded by the table of its context, which is its row's
+class plus its column's or its own, at most the last one.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from mpcomp.compressors.neighbours import expect, integer
 from mpcomp.core.compiled import compiled
 
-__all__ = ["ESCAPE", "LOWEST", "TOTAL", "buckets", "pop", "push", "sums", "tally"]
+__all__ = ["ESCAPE", "LOWEST", "TOTAL", "buckets", "pop", "pop_images", "push", "sums", "tally"]
 
 #: The symbol of magnitudes from here on.
 ESCAPE: Final = 255
@@ -85,7 +87,7 @@ def tally(
     Args:
         q: integers, int16 [rows, columns].
         rows: classes, uint8 [rows].
-        columns: classes, uint8 [columns].
+        columns: classes, uint8 [1, columns], or of each integer [rows, columns].
         num_contexts: contexts are counted from 0 to one less than that.
         largest: of the symbols.
         signs: takes a bit for each integer that is not zero, set if it is below: uint8 zeros, one
@@ -96,16 +98,17 @@ def tally(
         Occurrences, int32 [contexts, symbols], and the number of large magnitudes.
     """
     num_rows, num_columns = q.shape
-    num_symbols = largest + 1
+    num_symbols, num_classes = largest + 1, len(columns)
     # Two, by turns: a count that was just written would be waited for.
     counts = np.zeros((2, num_contexts * num_symbols), np.int32)
     places = np.zeros(num_columns, np.int64)
     last, of_class, seen, escaped = num_contexts - 1, -1, 0, 0
     for i in range(num_rows):
-        if rows[i] != of_class:
+        if rows[i] != of_class or num_classes > 1:
             of_class = _int64(rows[i])
+            of_row = columns[min(i, num_classes - 1)]
             for j in range(num_columns):
-                places[j] = min(of_class + _int64(columns[j]), last) * num_symbols
+                places[j] = min(of_class + _int64(of_row[j]), last) * num_symbols
         largest_here = 0
         for j in range(num_columns):
             symbol = min(abs(_int64(q[i, j])), ESCAPE)
@@ -141,7 +144,7 @@ def push(
     Args:
         q: integers, int16 [rows, columns].
         rows: classes, uint8 [rows].
-        columns: classes, uint8 [columns].
+        columns: classes, uint8 [1, columns], or of each integer [rows, columns].
         table_of: the table of each context, int64.
         starts: sums of the frequencies before each symbol and behind the last, int64 [tables,
             symbols + 1]; of symbols that occur none is zero.
@@ -154,17 +157,18 @@ def push(
     """
     num_rows, num_columns = q.shape
     lanes, last, of_class = len(states) - 1, len(table_of) - 1, -1
-    width = starts.shape[1]
+    width, num_classes = starts.shape[1], len(columns)
     flat = starts.reshape(-1)
     inverses = np.empty(flat.size)
     for n in range(flat.size - 1):
         inverses[n] = 1.0 / max(flat[n + 1] - flat[n], 1)
     places = np.zeros(num_columns, np.int64)
     for i in range(num_rows - 1, -1, -1):
-        if rows[i] != of_class:
+        if rows[i] != of_class or num_classes > 1:
             of_class = _int64(rows[i])
+            of_row = columns[min(i, num_classes - 1)]
             for j in range(num_columns):
-                places[j] = table_of[min(of_class + _int64(columns[j]), last)] * width
+                places[j] = table_of[min(of_class + _int64(of_row[j]), last)] * width
         for j in range(num_columns - 1, -1, -1):
             place = places[j] + min(abs(_int64(q[i, j])), ESCAPE)
             start = flat[place]
@@ -218,7 +222,7 @@ def pop(
         at: where words begin.
         signed: whether there are signs.
         rows: classes, uint8 [rows].
-        columns: classes, uint8 [columns].
+        columns: classes, uint8 [1, columns].
         table_of: the table of each context, int64.
         starts: of those tables; the last of each is `TOTAL`.
         first: their `buckets`.
@@ -230,36 +234,17 @@ def pop(
         be more than there is room for, and of integers with the magnitude `ESCAPE`.
     """
     num_rows, num_columns = out.shape
-    lanes, last, of_class = len(states) - 1, len(table_of) - 1, -1
-    width, end = starts.shape[1], len(data)
-    flat, flat_first = starts.reshape(-1), first.reshape(-1)
+    last, of_class, end = len(table_of) - 1, -1, len(data)
     tables = np.zeros(num_columns, np.int64)
     seen = escaped = 0
     for i in range(num_rows):
         if rows[i] != of_class:
             of_class = _int64(rows[i])
             for j in range(num_columns):
-                tables[j] = table_of[min(of_class + _int64(columns[j]), last)]
-        largest = 0
-        for j in range(num_columns):
-            table = tables[j]
-            x = states[j & lanes]
-            slot = x & (TOTAL - 1)
-            symbol = _int64(flat_first[table * _BUCKETS + (slot >> _IN_BUCKET)])
-            place = table * width + symbol
-            while flat[place + 1] <= slot:
-                place += 1
-            start = flat[place]
-            x = (flat[place + 1] - start) * (x >> _BITS) + slot - start
-            if x < LOWEST:
-                if at + 2 > end:
-                    return -1, 0, 0
-                x = x << 16 | _int64(data[at]) | _int64(data[at + 1]) << 8
-                at += 2
-            states[j & lanes] = x
-            symbol = place - table * width
-            out[i, j] = symbol
-            largest = max(largest, symbol)
+                tables[j] = table_of[min(of_class + _int64(columns[0, j]), last)]
+        at, largest = _pop_row(data, at, tables, starts, first, states, out[i])
+        if at < 0:
+            return -1, 0, 0
         if signed and largest > 0:
             for j in range(num_columns):
                 symbol = _int64(out[i, j])
@@ -271,3 +256,100 @@ def pop(
             for j in range(num_columns):
                 escaped += abs(out[i, j]) == ESCAPE
     return at, seen, escaped
+
+
+@compiled
+def pop_images(
+    data: NDArray[Any],
+    at: int,
+    signed: bool,
+    height: int,
+    width: int,
+    table_of: NDArray[Any],
+    starts: NDArray[Any],
+    first: NDArray[Any],
+    states: NDArray[Any],
+    out: NDArray[Any],
+) -> tuple[int, int]:
+    """The inverse of `push` of what `mpcomp.compressors.neighbours` makes of images, of any bytes.
+
+    Args:
+        data: words from ``at`` on, and symbols from `ESCAPE` on from the end backwards, uint8.
+        at: where words begin.
+        signed: whether integers may be negative.
+        height: lines of an image.
+        width: pixels of a line.
+        table_of: the table of each context, int64.
+        starts: of those tables; the last of each is `TOTAL`.
+        first: their `buckets`.
+        states: as they were after `push`, int64; they change.
+        out: takes the integers, int16 [pixels, channels].
+
+    Returns:
+        Where the words end, or -1 where the data ends before them, and the number of symbols from
+        `ESCAPE` on, which may be more than there is room for.
+    """
+    num_pixels, num_channels = out.shape
+    end, escaped = len(data), 0
+    tables, expected = np.zeros((2, num_channels), np.int64)
+    sizes = np.empty(num_channels, np.uint8)
+    errors = np.empty(num_pixels, np.int64)
+    for i in range(num_pixels):
+        of_class = expect(out, i, height, width, errors, expected, sizes)
+        for j in range(num_channels):
+            tables[j] = table_of[of_class + _int64(sizes[j])]
+        at, largest = _pop_row(data, at, tables, starts, first, states, out[i])
+        if at < 0:
+            return -1, 0
+        error = 0
+        for j in range(num_channels):
+            symbol = _int64(out[i, j])
+            if largest == ESCAPE and symbol == ESCAPE:
+                escaped += 1
+                low = max(end - 2 * escaped, 0)
+                symbol = _int64(data[low]) | _int64(data[low + 1]) << 8
+            value = integer(symbol, expected[j], signed)
+            out[i, j] = value
+            error += abs(value - expected[j])
+        errors[i] = error
+    return at, escaped
+
+
+@compiled
+def _pop_row(
+    data: NDArray[Any],
+    at: int,
+    tables: NDArray[Any],
+    starts: NDArray[Any],
+    first: NDArray[Any],
+    states: NDArray[Any],
+    out: NDArray[Any],
+) -> tuple[int, int]:
+    """The symbols of a row, by the table of each.
+
+    Returns:
+        Where the words end, or -1 where the data ends before them, and the largest symbol.
+    """
+    lanes, width, end = len(states) - 1, starts.shape[1], len(data)
+    flat, flat_first = starts.reshape(-1), first.reshape(-1)
+    largest = 0
+    for j in range(len(out)):
+        table = tables[j]
+        x = states[j & lanes]
+        slot = x & (TOTAL - 1)
+        symbol = _int64(flat_first[table * _BUCKETS + (slot >> _IN_BUCKET)])
+        place = table * width + symbol
+        while flat[place + 1] <= slot:
+            place += 1
+        start = flat[place]
+        x = (flat[place + 1] - start) * (x >> _BITS) + slot - start
+        if x < LOWEST:
+            if at + 2 > end:
+                return -1, 0
+            x = x << 16 | _int64(data[at]) | _int64(data[at + 1]) << 8
+            at += 2
+        states[j & lanes] = x
+        symbol = place - table * width
+        out[j] = symbol
+        largest = max(largest, symbol)
+    return at, largest

@@ -17,7 +17,8 @@ where m [C] are channel means of y (``centre``), else zero. With ``dither`` an o
 The error is then uniform in [-u/2, u/2), has mean zero and does not depend on x (Roberts, 1962;
 Schuchman, 1964). The q are coded by their empirical entropy (`mpcomp.compressors.entropy`), for
 which a uniform quantizer is within 0.25 bits of the best there is at any rate (Gish and Pierce,
-1968; ECSQ), and at low rates, with a dead zone, closer.
+1968; ECSQ), and at low rates, with a dead zone, closer. Of images, pixels beside each other are
+alike, which saves a quarter to a half of the bits.
 """
 
 from __future__ import annotations
@@ -87,8 +88,9 @@ class ECSQ(Compressor):
     estimate keeps an error of a fixed size: ``aqsgd:first=step/0.4+step:0.4``.
 
     * Source: Gish & Pierce, IEEE Trans. Inf. Theory 1968, for the entropy-coded uniform step;
-      Roberts, 1962, and Schuchman, 1964, for the dither. Scales, means and spikes are this
-      project's own.
+      Roberts, 1962, and Schuchman, 1964, for the dither; Weinberger, Seroussi & Sapiro, IEEE Trans.
+      Image Processing 2000 (LOCO-I), for what pixels of images let expect of the next. Scales,
+      means and spikes are this project's own.
     * Theory: with nearest rounding and no means no element's error is larger than the element: a
       contraction, biased. With dither unbiased, of an error that does not depend on x, and no
       contraction; neither is it with means. Within 0.25 bits an element of the least rate for its
@@ -189,10 +191,12 @@ class ECSQ(Compressor):
         tokens = Tokens.of(meta)
         device = payload[0].device
         coded = self._parts(tokens).parted((payload[0].cpu(),))
-        lowest, above, *means, q = (
-            entropy.decode(part.numpy(), *shape)
-            for (part,), shape in zip(coded, self._shapes(tokens), strict=True)
+        *shapes, of_elements = self._shapes(tokens)
+        *numbers, elements = (part.numpy() for (part,) in coded)
+        lowest, above, *means = (
+            entropy.decode(each, *shape) for each, shape in zip(numbers, shapes, strict=True)
         )
+        q = entropy.decode(elements, *of_elements, tokens.image)
         exponents = _absolute(lowest, above)
         rounded = _Rounded(
             exponents,
@@ -226,8 +230,8 @@ class ECSQ(Compressor):
         numbers = _relative(rounded.exponents)
         if rounded.means is not None:
             numbers.append(rounded.means[None])
-        numbers.append(rounded.q.cpu().numpy())
-        coded = [(torch.from_numpy(entropy.encode(each)),) for each in numbers]
+        coded_q = entropy.encode(rounded.q.cpu().numpy(), tokens.image)
+        coded = [(torch.from_numpy(each),) for each in (*map(entropy.encode, numbers), coded_q)]
         return tuple(part.to(rounded.q.device) for part in self._parts(tokens).joined(coded))
 
     def _tensor(

@@ -15,18 +15,25 @@ whole numbers, so that nothing depends on how a machine rounds.
 
 Where no integer is below zero, as behind a ReLU, the kind says so, and no signs are sent. Where
 coding would gain nothing (noise of many bits) the integers are sent as int16.
+
+Of images rows are pixels, and neighbours tell more of an integer than its channel does: where that
+takes less, how far it is from what they let expect is coded, in contexts of theirs
+(`mpcomp.compressors.neighbours`). No classes and no signs are sent then, but which contexts occur:
+
+    byte     0       1 to 26             then
+             kind    contexts, by bit    tables, ANS states, ANS words, large symbols
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mpcomp.compressors import ans
+from mpcomp.compressors import ans, neighbours
 from mpcomp.compressors.ans import ESCAPE
 from mpcomp.compressors.frequencies import ALIKE, Table, starts_of
 
@@ -36,13 +43,14 @@ __all__ = ["LARGEST", "decode", "encode", "max_bytes"]
 LARGEST = 2**15 - 1
 
 # 1 to 3 were by coders of before, which no longer are understood.
-_PLAIN, _SIGNED, _UNSIGNED = 0, 4, 5
+_PLAIN, _SIGNED, _UNSIGNED, _SIGNED_IMAGES, _UNSIGNED_IMAGES = 0, 4, 5, 6, 7
 _PER_OCTAVE = 2  # classes
 _CONTEXTS = 24
 # Of rows, and of columns. Were there as many as contexts, one row of zeros would move all others to
 # the last context.
 _CLASSES = 16
 _FEW = 4096  # elements for which tables of several contexts would cost more than they save
+_ONE_OF = 8  # images is looked at first, where integers may be negative
 _STATES = 4  # of more elements; as many bytes are lost
 
 
@@ -51,21 +59,24 @@ def max_bytes(rows: int, columns: int) -> int:
     return 1 + 2 * rows * columns
 
 
-def encode(q: NDArray[np.int16]) -> NDArray[np.uint8]:
+def encode(q: NDArray[np.int16], image: tuple[int, int] | None = None) -> NDArray[np.uint8]:
     """The coded form of integers [rows, columns], uint8 [n], n <= `max_bytes`.
 
     Args:
         q: magnitudes up to `LARGEST`.
+        image: height and width of images, of which the rows are pixels.
     """
     q = np.require(q, np.int16, ["C", "W"])  # else there would be machine code for each kind
-    parts = _encoded(q) if q.size > 1 else []  # of one, nothing is shorter than itself
+    parts = _encoded(q, image) if q.size > 1 else []  # of one, nothing is shorter than itself
     if not parts or sum(map(len, parts)) > max_bytes(*q.shape):
         parts = [bytes([_PLAIN]), q.astype("<i2").tobytes()]
     coded = bytearray().join(parts)  # no bytes, of which an array could not be changed
     return np.frombuffer(coded, np.uint8)
 
 
-def decode(data: NDArray[np.uint8], rows: int, columns: int) -> NDArray[np.int16]:
+def decode(
+    data: NDArray[np.uint8], rows: int, columns: int, image: tuple[int, int] | None = None
+) -> NDArray[np.int16]:
     """Inverse of `encode`.
 
     Raises:
@@ -74,14 +85,18 @@ def decode(data: NDArray[np.uint8], rows: int, columns: int) -> NDArray[np.int16
     if not len(data):
         raise RuntimeError("an empty message where coded integers were expected")
     data = np.require(data, np.uint8, ["C", "W"])
-    if data[0] == _PLAIN:
+    kind = int(data[0])
+    if kind == _PLAIN:
         if len(data) != max_bytes(rows, columns):
             raise _damaged(f"{len(data)} bytes, expected {max_bytes(rows, columns)}")
         plain = np.frombuffer(data, "<i2", offset=1).astype(np.int16)
         return np.maximum(plain, -LARGEST).reshape(rows, columns)
-    if data[0] not in (_SIGNED, _UNSIGNED):
-        raise _damaged(f"kind {data[0]}")
-    return _decoded(data, rows, columns)
+    if kind in (_SIGNED, _UNSIGNED):
+        return _decoded(_Reader(data), rows, columns, signed=kind == _SIGNED)
+    if kind in (_SIGNED_IMAGES, _UNSIGNED_IMAGES) and image is not None:
+        signed = kind == _SIGNED_IMAGES
+        return _decoded_images(_Reader(data), rows, columns, image, signed=signed)
+    raise _damaged(f"kind {kind}")
 
 
 # -- contexts --------------------------------------------------------------------------------------
@@ -115,8 +130,8 @@ class _Contexts:
         return cls(_classes(rows), _classes(columns))
 
     @property
-    def classes(self) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-        """Classes of rows, and of columns."""
+    def sent(self) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+        """Classes that go with the message."""
         return self.rows, self.columns
 
     @cached_property
@@ -129,7 +144,7 @@ class _Contexts:
         """Elements, whose tables come behind those of classes."""
         table_of = np.zeros(_CONTEXTS, np.int64)
         table_of[self.occurring] = 2 + np.arange(len(self.occurring))
-        return _Place(self.rows, self.columns, table_of)
+        return _Place(self.rows, self.columns[None], table_of)
 
 
 class _Place(NamedTuple):
@@ -142,7 +157,37 @@ class _Place(NamedTuple):
     @classmethod
     def of_classes(cls, table: int, count: int) -> _Place:
         """A row of classes, which all are coded by one table."""
-        return cls(np.zeros(1, np.uint8), np.zeros(count, np.uint8), np.full(1, table, np.int64))
+        columns = np.zeros((1, count), np.uint8)
+        return cls(np.zeros(1, np.uint8), columns, np.full(1, table, np.int64))
+
+
+@dataclass(frozen=True)
+class _PixelContexts:
+    """Contexts of integers of images, by what is around them.
+
+    Attributes:
+        pixels: class of each pixel, uint8 [pixels].
+        integers: class of each integer, uint8 [pixels, channels].
+        occurring: the contexts that have elements, ascending.
+    """
+
+    pixels: NDArray[np.uint8]
+    integers: NDArray[np.uint8]
+    occurring: NDArray[np.intp]
+
+    #: Classes that go with the message.
+    sent: ClassVar[tuple[()]] = ()
+
+    def place(self) -> _Place:
+        """Integers, whose tables are all there are."""
+        return _Place(self.pixels, self.integers, _tables_of_pixels(self.occurring))
+
+
+def _tables_of_pixels(occurring: NDArray[np.intp]) -> NDArray[np.int64]:
+    """The table of each context of pixels; of one that does not occur, any."""
+    table_of = np.zeros(neighbours.CONTEXTS, np.int64)
+    table_of[occurring] = np.arange(len(occurring))
+    return table_of
 
 
 def _classes(octaves: NDArray[np.float64]) -> NDArray[np.uint8]:
@@ -157,31 +202,121 @@ def _classes(octaves: NDArray[np.float64]) -> NDArray[np.uint8]:
 # -- encoding --------------------------------------------------------------------------------------
 
 
-def _encoded(q: NDArray[np.int16]) -> list[bytes]:
-    by_row, by_column, largest, num_signs, num_negative = ans.sums(q)
+@dataclass(frozen=True)
+class _Message:
+    """A way to code integers.
+
+    Attributes:
+        head: the first bytes.
+        symbols: what is coded, int16 [rows, columns].
+        contexts: of these.
+        tables: by which these and classes that are sent are coded.
+        tail: the last bytes.
+    """
+
+    head: bytes
+    symbols: NDArray[np.int16]
+    contexts: _Contexts | _PixelContexts
+    tables: list[Table]
+    tail: bytes
+
+    @property
+    def num_bytes(self) -> float:
+        """Its length, nearly."""
+        return len(self.head) + sum(table.num_bytes for table in self.tables) + len(self.tail)
+
+    def parts(self) -> list[bytes]:
+        """The whole of it."""
+        states, words = _states_and_words(self.symbols, self.contexts, starts_of(self.tables))
+        tables = (table.to_bytes() for table in self.tables)
+        return [self.head, *tables, states.astype("<u4").tobytes(), words.tobytes(), self.tail]
+
+
+def _encoded(q: NDArray[np.int16], image: tuple[int, int] | None) -> list[bytes]:
+    sums = ans.sums(q)
+    message = _by_classes(q, *sums)
+    _, _, largest, _, num_negative = sums
+    signed = num_negative > 0
+    if image is not None and q.size >= _FEW and largest and _may_be_alike(q, *image, signed):
+        by_neighbours = _by_neighbours(q, *image, signed)
+        message = min(message, by_neighbours, key=lambda each: each.num_bytes)
+    return message.parts()
+
+
+def _may_be_alike(q: NDArray[np.int16], height: int, width: int, signed: bool) -> bool:
+    """Whether neighbours may tell of integers; where these have signs, by some of the images.
+
+    Noise, as gradients are, would cost the time of looking for what is not there.
+    """
+    if max(int(q.max()), -int(q.min())) > neighbours.LARGEST:
+        return False
+    if not signed:
+        return True
+    some = q[: height * width * max(1, len(q) // (_ONE_OF * height * width))]
+    symbols, _, _ = neighbours.symbols_of(some, height, width, signed)
+    # A symbol is about twice as large as what it is off.
+    return bool(symbols.sum(dtype=np.int64) < 2 * np.abs(some).sum(dtype=np.int64))
+
+
+def _by_classes(
+    q: NDArray[np.int16],
+    by_row: NDArray[np.int64],
+    by_column: NDArray[np.int64],
+    largest: int,
+    num_signs: int,
+    num_negative: int,
+) -> _Message:
+    """Magnitudes by classes of rows and columns.
+
+    Args:
+        q: integers.
+        by_row: this, and what follows, as of `ans.sums`.
+    """
     signs = np.zeros(num_signs // 8 + 1, np.uint8)
     large = np.empty(num_signs if largest == ESCAPE else 0, np.uint16)
     if q.size < _FEW or not largest:
         contexts = _Contexts.single(*q.shape)
-        counts, num_large = ans.tally(q, *contexts.classes, 1, largest, signs, large)
+        place = contexts.place()
+        counts, num_large = ans.tally(q, place.rows, place.columns, 1, largest, signs, large)
         tables = [ALIKE, ALIKE, *Table.of_each(counts.astype(np.int64))]
     else:
         contexts = _Contexts.of(by_row, by_column)
-        counts, num_large = ans.tally(q, *contexts.classes, _CONTEXTS, largest, signs, large)
+        place = contexts.place()
+        counts, num_large = ans.tally(
+            q, place.rows, place.columns, _CONTEXTS, largest, signs, large
+        )
         one, *tables = _tables_of(contexts, counts)
         # Where little is not zero, its classes may cost more than they tell.
         if one.num_bytes + 2 * ALIKE.num_bytes <= sum(table.num_bytes for table in tables):
             contexts, tables = _Contexts.single(*q.shape), [ALIKE, ALIKE, one]
-    states, words = _states_and_words(q, contexts, starts_of(tables))
     signs = signs[: -(-num_signs // 8) if num_negative else 0]
-    return [
+    return _Message(
         bytes([_SIGNED if num_negative else _UNSIGNED, len(tables) - 2]),
-        *(table.to_bytes() for table in tables),
-        states.astype("<u4").tobytes(),
-        words.tobytes(),
-        large[:num_large].astype("<u2").tobytes(),
-        signs[::-1].tobytes(),
-    ]
+        q,
+        contexts,
+        tables,
+        large[:num_large].astype("<u2").tobytes() + signs[::-1].tobytes(),
+    )
+
+
+def _by_neighbours(q: NDArray[np.int16], height: int, width: int, signed: bool) -> _Message:
+    """Distances of integers of images from what their neighbours let expect."""
+    symbols, pixels, integers = neighbours.symbols_of(q, height, width, signed)
+    largest = min(int(symbols.max()), ESCAPE)
+    no_signs = np.zeros(q.size // 8 + 1, np.uint8)
+    large = np.empty(q.size if largest == ESCAPE else 0, np.uint16)
+    counts, num_large = ans.tally(
+        symbols, pixels, integers, neighbours.CONTEXTS, largest, no_signs, large
+    )
+    occurs = counts.any(1)
+    kind = _SIGNED_IMAGES if signed else _UNSIGNED_IMAGES
+    return _Message(
+        bytes([kind]) + np.packbits(occurs).tobytes(),
+        symbols,
+        _PixelContexts(pixels, integers, np.flatnonzero(occurs)),
+        Table.of_each(counts[occurs].astype(np.int64)),
+        large[:num_large][::-1].astype("<u2").tobytes(),
+    )
 
 
 def _num_states(num_elements: int, starts: NDArray[np.int64]) -> int:
@@ -197,31 +332,31 @@ def _tables_of(contexts: _Contexts, counts: NDArray[np.int32]) -> list[Table]:
         contexts: of integers.
         counts: of each symbol in each context, [`_CONTEXTS`, symbols].
     """
-    largest = max(int(each.max()) for each in contexts.classes)
+    largest = max(int(each.max()) for each in contexts.sent)
     num_symbols = max(counts.shape[1], largest + 1)
     of_each = np.zeros((3 + len(contexts.occurring), num_symbols), np.int64)
     of_each[0, : counts.shape[1]] = counts.sum(0)
-    of_each[1:3] = [np.bincount(each, minlength=num_symbols) for each in contexts.classes]
+    of_each[1:3] = [np.bincount(each, minlength=num_symbols) for each in contexts.sent]
     of_each[3:, : counts.shape[1]] = counts[contexts.occurring]
     return Table.of_each(of_each)
 
 
 def _states_and_words(
-    q: NDArray[np.int16], contexts: _Contexts, starts: NDArray[np.int64]
+    symbols: NDArray[np.int16], contexts: _Contexts | _PixelContexts, starts: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
-    """ANS states that say classes and integers, with the words that follow them."""
+    """ANS states that say classes and symbols, with the words that follow them."""
     coded = [
         *(
             (classes[None].astype(np.int16), _Place.of_classes(table, len(classes)))
-            for table, classes in enumerate(contexts.classes)
+            for table, classes in enumerate(contexts.sent)
         ),
-        (q, contexts.place()),
+        (symbols, contexts.place()),
     ]
-    out = np.empty(2 * sum(symbols.size for symbols, _ in coded), np.uint8)  # a word each at most
+    out = np.empty(2 * sum(each.size for each, _ in coded), np.uint8)  # a word each at most
     at = len(out)
-    states = np.full(_num_states(q.size, starts), ans.LOWEST, np.int64)
-    for symbols, place in reversed(coded):
-        at = ans.push(symbols, place.rows, place.columns, place.table_of, starts, states, out, at)
+    states = np.full(_num_states(symbols.size, starts), ans.LOWEST, np.int64)
+    for each, place in reversed(coded):
+        at = ans.push(each, place.rows, place.columns, place.table_of, starts, states, out, at)
     return states, out[at:]
 
 
@@ -284,17 +419,34 @@ class _Reader:
             raise _damaged("it ends too early")
         return symbols, num_signs, num_large
 
+    def images(
+        self,
+        image: tuple[int, int],
+        occurring: NDArray[np.intp],
+        starts: NDArray[np.int64],
+        states: NDArray[np.int64],
+        out: NDArray[np.int16],
+        *,
+        signed: bool,
+    ) -> int:
+        """The next integers, of images, and how many symbols are large; see `ans.pop_images`."""
+        first, table_of = ans.buckets(starts), _tables_of_pixels(occurring)
+        self._at, num_large = ans.pop_images(
+            self._data, self._at, signed, *image, table_of, starts, first, states, out
+        )
+        if self._at < 0:
+            raise _damaged("it ends too early")
+        return num_large
+
     def check_end(self, num_bytes: int) -> None:
         """Whether so many bytes are left."""
         if len(self._data) - self._at != num_bytes:
             raise _damaged(f"{len(self._data) - self._at} bytes left, expected {num_bytes}")
 
 
-def _decoded(data: NDArray[np.uint8], rows: int, columns: int) -> NDArray[np.int16]:
-    reader = _Reader(data)
+def _decoded(reader: _Reader, rows: int, columns: int, *, signed: bool) -> NDArray[np.int16]:
     (num_contexts,) = map(int, reader.array("u1", 1))
-    tables = [reader.table() for _ in range(2 + num_contexts)]
-    starts = starts_of(tables)
+    starts = starts_of([reader.table() for _ in range(2 + num_contexts)])
     first = ans.buckets(starts)
     states = reader.states(_num_states(rows * columns, starts))
     classes = [
@@ -307,10 +459,9 @@ def _decoded(data: NDArray[np.uint8], rows: int, columns: int) -> NDArray[np.int
     if len(contexts.occurring) != num_contexts:
         raise _damaged(f"{num_contexts} tables for {len(contexts.occurring)} contexts")
     q, num_signs, num_large = reader.symbols(
-        (rows, columns), contexts.place(), starts, first, states, signed=bool(data[0] == _SIGNED)
+        (rows, columns), contexts.place(), starts, first, states, signed=signed
     )
-    if (states != ans.LOWEST).any():
-        raise _damaged("a state that no encoder begins with")
+    _check_first(states)
     large = reader.array("<u2", num_large)
     reader.check_end(-(-num_signs // 8))
     if num_large:
@@ -318,6 +469,28 @@ def _decoded(data: NDArray[np.uint8], rows: int, columns: int) -> NDArray[np.int
         magnitudes = np.minimum(large, LARGEST).astype(np.int16)
         q.reshape(-1)[escaped] = np.where(q.reshape(-1)[escaped] < 0, -magnitudes, magnitudes)
     return q
+
+
+def _decoded_images(
+    reader: _Reader, rows: int, columns: int, image: tuple[int, int], *, signed: bool
+) -> NDArray[np.int16]:
+    bits = np.unpackbits(reader.array("u1", -(-neighbours.CONTEXTS // 8)))
+    occurring = np.flatnonzero(bits[: neighbours.CONTEXTS])
+    if not len(occurring):
+        raise _damaged("no contexts")
+    starts = starts_of([reader.table() for _ in occurring])
+    states = reader.states(_num_states(rows * columns, starts))
+    q = np.empty((rows, columns), np.int16)
+    num_large = reader.images(image, occurring, starts, states, q, signed=signed)
+    _check_first(states)
+    reader.check_end(2 * num_large)
+    return q
+
+
+def _check_first(states: NDArray[np.int64]) -> None:
+    """Whether all is said: states are as encoding began with them."""
+    if (states != ans.LOWEST).any():
+        raise _damaged("a state that no encoder begins with")
 
 
 def _damaged(what: str) -> RuntimeError:

@@ -33,6 +33,14 @@ class Tokens:
         width = shape[1 if len(shape) >= 4 else -1] if len(shape) >= 2 else meta.numel
         return cls(meta, meta.numel // max(1, width), width)
 
+    @property
+    def image(self) -> tuple[int, int] | None:
+        """Height and width of images, whose pixels the vectors are, line by line; else None."""
+        if len(self.meta.shape) < 4:
+            return None
+        height, width = self.meta.shape[-2:]
+        return height, width
+
     def split(self, x: Tensor) -> Tensor:
         """fp32 [vectors, elements], finite."""
         if x.dim() >= 4:

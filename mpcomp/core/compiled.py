@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import zlib
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from types import FunctionType
+from typing import Any, ParamSpec, TypeVar
 
 __all__ = ["compiled"]
 
@@ -15,22 +17,46 @@ R = TypeVar("R")
 def compiled(function: Callable[P, R]) -> Callable[P, R]:
     """The function as machine code, of scalars and arrays of numpy, without the interpreter's lock.
 
-    What was compiled is kept beside the module, or in the user's cache, so that it takes seconds
-    once an installation and not once a process.
+    It may call others that are compiled. What was compiled is kept beside the module, or in the
+    user's cache, so that it takes seconds once an installation and not once a process.
     """
 
     @functools.cache
     def machine_code() -> Callable[P, R]:
         import numba  # takes a third of a second, which those who code nothing do not wait for
 
+        calling = _with_machine_code(function)
         try:
-            made: Callable[P, R] = numba.njit(cache=True, nogil=True)(function)
+            made: Callable[P, R] = numba.njit(cache=True, nogil=True)(calling)
         except RuntimeError:  # there is no folder that could be written to
-            made = numba.njit(nogil=True)(function)
+            made = numba.njit(nogil=True)(calling)
         return made
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         return machine_code()(*args, **kwargs)
 
+    call.machine_code = machine_code  # type: ignore[attr-defined]
     return call
+
+
+def _with_machine_code(function: Callable[P, R]) -> Callable[P, R]:
+    """The function, calling as machine code what else it calls that is `compiled`.
+
+    What was kept of it is found by its name, which here says the code of those others, too: a
+    change of theirs would not be seen otherwise.
+    """
+    known = function.__globals__
+    called: dict[str, Any] = {
+        name: known[name]
+        for name in function.__code__.co_names
+        if hasattr(known.get(name), "machine_code")
+    }
+    if not called:
+        return function
+    codes = [other.__wrapped__.__code__ for other in called.values()]
+    mark = zlib.crc32(repr([(code.co_code, code.co_consts) for code in codes]).encode())
+    as_machine_code = {name: other.machine_code() for name, other in called.items()}
+    made = FunctionType(function.__code__, known | as_machine_code, function.__name__)
+    made.__qualname__ = f"{function.__qualname__}_{mark:08x}"
+    return made

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from mpcomp.compressors import ans
 
 ROWS = np.array([0, 0, 2, 1, 3, 3, 0], np.uint8)
-COLUMNS = np.array([1, 0, 2, 0, 0, 3, 1, 1, 0], np.uint8)
+COLUMNS = np.array([[1, 0, 2, 0, 0, 3, 1, 1, 0]], np.uint8)
 TABLE_OF = np.array([0, 1, 1, 2, 3], np.int64)
 NUM_TABLES = 4
 
@@ -88,6 +88,26 @@ def test_machine_code_does_what_the_interpreter_does(seed):
         strict=True,
     ):
         assert np.array_equal(here, there)
+
+
+def test_classes_of_each_integer_take_the_place_of_those_of_columns():
+    q, starts = integers(1), tables(np.random.default_rng(1))
+    signs, large = np.zeros(1 + q.size // 8, np.uint8), np.zeros(q.size, np.uint16)
+    counts = [
+        ans.tally(q, ROWS, columns, 5, ans.ESCAPE, signs, large)[0]
+        for columns in (COLUMNS, np.repeat(COLUMNS, len(q), 0), COLUMNS[:, ::-1].repeat(len(q), 0))
+    ]
+    assert np.array_equal(counts[0], counts[1]) and not np.array_equal(counts[0], counts[2])
+
+    def push(columns):
+        states, out = np.full(4, ans.LOWEST, np.int64), np.empty(2 * q.size, np.uint8)
+        at = ans.push(q, ROWS, columns, TABLE_OF, starts, states, out, len(out))
+        return states.tobytes() + out[at:].tobytes()
+
+    mixed = np.repeat(COLUMNS, len(q), 0)
+    same = push(mixed)
+    mixed[2] = COLUMNS[0, ::-1]
+    assert push(COLUMNS) == same != push(mixed)
 
 
 @given(

@@ -184,6 +184,21 @@ def test_channels_of_images_are_dim_1_and_memory_order_is_not_seen(compressor):
     assert same_bits(arrived.permute(0, 2, 3, 1).reshape(60, 24), round_trip(compressor, pixels))
 
 
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("compressor", SETTINGS, ids=str)
+def test_images_take_fewer_bytes_than_their_pixels_in_any_order(compressor, relu):
+    """Neighbours are alike; what arrives is the same."""
+    waves = torch.sin(
+        torch.arange(16.0)[:, None] / 3 + torch.arange(16) / (1 + torch.arange(24)[:, None, None])
+    )
+    image = 3 * waves * torch.exp2(torch.randn(4, 24, 1, 1)) + 0.1 * torch.randn(4, 24, 16, 16)
+    image = image.relu() if relu else image
+    pixels = image.permute(0, 2, 3, 1).reshape(-1, 24)
+    assert num_bytes(compressor, image) < 0.9 * num_bytes(compressor, pixels)
+    arrived = round_trip(compressor, image)
+    assert same_bits(arrived.permute(0, 2, 3, 1).reshape(-1, 24), round_trip(compressor, pixels))
+
+
 @pytest.mark.parametrize("compressor", SETTINGS, ids=str)
 def test_equal_numbers_of_any_dtype_are_equal_messages(compressor):
     """Scales are whole numbers, of sums in fp64."""

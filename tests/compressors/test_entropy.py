@@ -148,6 +148,58 @@ def test_coded_bytes_stay_as_they_are():
     assert (len(coded), zlib.crc32(coded.tobytes())) == (3502, 1152253232)
 
 
+# -- images ----------------------------------------------------------------------------------------
+
+IMAGE, Y, X, CHANNEL = np.indices((4, 16, 12, 8))
+SMOOTH = (3 * Y + (4 + IMAGE) * X + (Y * X * (CHANNEL + 1) + CHANNEL) % 5) // 4 - 2 * CHANNEL
+IMAGES = {
+    "signed": SMOOTH.reshape(-1, 8).astype(np.int16),
+    "behind a ReLU": SMOOTH.clip(0).reshape(-1, 8).astype(np.int16),
+    "of fine steps": 30 * SMOOTH.reshape(-1, 8).astype(np.int16),
+}
+
+
+@pytest.mark.parametrize("name", CONTENTS)
+@pytest.mark.parametrize("image", [(16, 12), (1, 64), (64, 1), (1, 1), (2, 3)])
+def test_images_of_every_kind_come_back(name, image):
+    q = content(name, (192, 24))
+    coded = encode(q, image)
+    assert np.array_equal(decode(coded, *q.shape, image), q)
+    assert len(coded) <= len(encode(q)) + 16  # estimates of what takes less are off by little
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("signed", 6), ("behind a ReLU", 7), ("of fine steps", 6)]
+)
+def test_neighbours_that_are_alike_save_bytes(name, kind):
+    q = IMAGES[name]
+    coded = encode(q, (16, 12))
+    assert coded[0] == kind and np.array_equal(decode(coded, *q.shape, (16, 12)), q)
+    assert len(coded) < 0.75 * len(encode(q))
+
+
+def test_noise_is_coded_by_classes():
+    q = gaussian(np.random.default_rng(0), (192, 64), 1.5)
+    assert encode(q, (16, 12)).tobytes() == encode(q).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "checksum"), [("signed", (1431, 4101045403)), ("behind a ReLU", (1255, 4219345518))]
+)
+def test_coded_bytes_of_images_stay_as_they_are(name, checksum):
+    coded = encode(IMAGES[name], (16, 12))
+    assert (len(coded), zlib.crc32(coded.tobytes())) == checksum
+
+
+def test_images_are_refused_where_none_are_expected():
+    coded = encode(IMAGES["signed"], (16, 12))
+    with pytest.raises(RuntimeError, match="kind 6.*damaged, or the two ends have different"):
+        decode(coded, *IMAGES["signed"].shape)
+    coded[1:27] = 0
+    with pytest.raises(RuntimeError, match="no contexts"):
+        decode(coded, *IMAGES["signed"].shape, (16, 12))
+
+
 # -- damage ----------------------------------------------------------------------------------------
 
 DAMAGED = {
@@ -157,13 +209,19 @@ DAMAGED = {
     "rows": content("rows", (300, 20)),
     "plain": content("any", (6, 5)),
     "zeros": np.zeros((8, 8), np.int16),
+    **IMAGES,
 }
+
+
+def coded_of(name: str) -> NDArray[np.uint8]:
+    """The coded form of such integers."""
+    return encode(DAMAGED[name], (16, 12) if name in IMAGES else None)
 
 
 def assert_refused_or_integers(coded: NDArray[np.uint8], rows: int, columns: int) -> bool:
     """Whether it was refused; what was not has the right shape and magnitudes."""
     try:
-        found = decode(coded, rows, columns)
+        found = decode(coded, rows, columns, (16, 12))
     except RuntimeError:
         return True
     assert found.shape == (rows, columns) and found.dtype == np.int16
@@ -175,7 +233,7 @@ def assert_refused_or_integers(coded: NDArray[np.uint8], rows: int, columns: int
 def test_what_was_cut_short_or_is_too_long_is_refused(name):
     """Every length; of long messages every one near its ends, and some between."""
     q = DAMAGED[name]
-    coded = encode(q)
+    coded = coded_of(name)
     n = len(coded)
     for end in {*range(min(n, 200)), *range(200, n, 31), *range(max(0, n - 50), n)}:
         assert assert_refused_or_integers(coded[:end], *q.shape)
@@ -188,7 +246,7 @@ def test_what_was_cut_short_or_is_too_long_is_refused(name):
 def test_flipped_bits(name):
     """Every bit of the first bytes, and those of bytes anywhere; up to three at a time."""
     q = DAMAGED[name]
-    coded, rng = encode(q), np.random.default_rng(0)
+    coded, rng = coded_of(name), np.random.default_rng(0)
     for bit in range(8 * min(len(coded), 60)):
         hurt = coded.copy()
         hurt[bit // 8] ^= 1 << (bit % 8)
@@ -204,7 +262,7 @@ def test_flipped_bits(name):
 def test_overwritten_bytes(name):
     """Runs of equal or random bytes over any region."""
     q = DAMAGED[name]
-    coded, rng = encode(q), np.random.default_rng(0)
+    coded, rng = coded_of(name), np.random.default_rng(0)
     for turn in range(300):
         hurt = coded.copy()
         start = rng.integers(len(coded))
@@ -225,7 +283,7 @@ def test_random_bytes():
 @pytest.mark.parametrize("name", DAMAGED)
 def test_a_message_of_another_shape(name):
     q = DAMAGED[name]
-    coded = encode(q)
+    coded = coded_of(name)
     rows, columns = q.shape
     for shape in ((columns, rows), (rows + 1, columns), (rows, 1), (1, 1), (0, 5), (3000, 30)):
         assert_refused_or_integers(coded, *shape)

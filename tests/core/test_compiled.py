@@ -1,8 +1,28 @@
 """Compiled loops: the same results, and no need of a folder for what was compiled."""
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 
 from mpcomp.core.compiled import compiled
+
+CALLED = """
+from mpcomp.core.compiled import compiled
+
+@compiled
+def inner(x):
+    return x + 1
+"""
+CALLING = """
+from called import inner
+from mpcomp.core.compiled import compiled
+
+@compiled
+def outer(x):
+    return inner(x)
+"""
 
 
 def doubled(x):
@@ -24,3 +44,37 @@ def test_code_without_a_file_is_compiled_too():
     names = {}
     exec("def plus_one(x):\n    return x + 1", names)
     assert compiled(names["plus_one"])(3) == 4
+
+
+@compiled
+def one_more(x):
+    """A function that another calls."""
+    return x + 1
+
+
+def two_more(x):
+    """A function that calls it."""
+    return one_more(one_more(x))
+
+
+def test_compiled_functions_call_each_other():
+    assert compiled(two_more)(3) == two_more(3) == 5
+
+
+def test_code_that_was_kept_is_not_used_with_other_code_that_it_calls(tmp_path):
+    """Though its own file is as it was: what is kept says what is called."""
+    (tmp_path / "called.py").write_text(CALLED)
+    (tmp_path / "calling.py").write_text(CALLING)
+    run = [sys.executable, "-c", "import calling; print(calling.outer(3))"]
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "kept")}
+
+    def said() -> str:
+        paths = os.pathsep.join([str(tmp_path), *sys.path])
+        done = subprocess.run(
+            run, env=environment | {"PYTHONPATH": paths}, capture_output=True, text=True, check=True
+        )
+        return done.stdout.strip()
+
+    assert said() == said() == "4"
+    (tmp_path / "called.py").write_text(CALLED.replace("1", "20"))
+    assert said() == "23"
