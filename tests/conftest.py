@@ -81,7 +81,7 @@ def _coder_is_compiled() -> None:
     """The entropy coder's machine code, which processes of a test then do not wait for."""
     import numpy as np
 
-    from mpcomp.compressors import entropy
+    from mpcomp import entropy
 
     q = np.full((2, 2), -1, np.int16)
     entropy.decode(entropy.encode(q), *q.shape)

@@ -15,7 +15,7 @@ where m [C] are channel means of y (``centre``), else zero. With ``dither`` an o
     q = round(z + v),    x^ = u_t (q - v + m)
 
 The error is then uniform in [-u/2, u/2), has mean zero and does not depend on x (Roberts, 1962;
-Schuchman, 1964). The q are coded by their empirical entropy (`mpcomp.compressors.entropy`), for
+Schuchman, 1964). The q are coded by their empirical entropy (`mpcomp.entropy`), for
 which a uniform quantizer is within 0.25 bits of the best there is at any rate (Gish and Pierce,
 1968; ECSQ), and at low rates, with a dead zone, closer. Of images, pixels beside each other are
 alike, which saves a quarter to a half of the bits.
@@ -33,7 +33,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mpcomp.compressors import entropy
+from mpcomp import entropy
 from mpcomp.compressors.base import Compressor
 from mpcomp.compressors.tokens import Tokens
 from mpcomp.core.randomness import uniform

@@ -35,7 +35,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mpcomp.compressors import entropy
+from mpcomp import entropy
 from mpcomp.compressors.base import Compressor
 from mpcomp.compressors.tokens import Tokens
 from mpcomp.core.spec import SpecValue, shown

@@ -54,9 +54,18 @@ def _with_machine_code(function: Callable[P, R]) -> Callable[P, R]:
     }
     if not called:
         return function
-    codes = [other.__wrapped__.__code__ for other in called.values()]
-    mark = zlib.crc32(repr([(code.co_code, code.co_consts) for code in codes]).encode())
+    others = [_content(other.__wrapped__) for other in called.values()]
+    mark = zlib.crc32(repr(others).encode())
     as_machine_code = {name: other.machine_code() for name, other in called.items()}
     made = FunctionType(function.__code__, known | as_machine_code, function.__name__)
     made.__qualname__ = f"{function.__qualname__}_{mark:08x}"
     return made
+
+
+def _content(function: Callable[..., Any]) -> tuple[bytes, tuple[Any, ...], list[Any]]:
+    """Code, constants in it, and numbers of its module."""
+    code, known = function.__code__, function.__globals__
+    numbers = [
+        known.get(name) for name in code.co_names if isinstance(known.get(name), int | float)
+    ]
+    return code.co_code, code.co_consts, numbers

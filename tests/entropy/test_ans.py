@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from mpcomp.compressors import ans
+from mpcomp.entropy import ans
 
 ROWS = np.array([0, 0, 2, 1, 3, 3, 0], np.uint8)
 COLUMNS = np.array([[1, 0, 2, 0, 0, 3, 1, 1, 0]], np.uint8)

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpcomp.compressors import ans
 from mpcomp.core.compiled import compiled
+from mpcomp.entropy import ans
 
 __all__ = ["ALIKE", "Table", "starts_of"]
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from mpcomp.compressors import ans, frequencies
-from mpcomp.compressors.frequencies import ALIKE, Table, starts_of
+from mpcomp.entropy import ans, frequencies
+from mpcomp.entropy.frequencies import ALIKE, Table, starts_of
 
 COUNTS = {
     "Gaussian": [80000, 60000, 30000, 9000, 1500, 200, 9, 1],

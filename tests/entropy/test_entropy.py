@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from mpcomp.compressors.entropy import LARGEST, decode, encode, max_bytes
+from mpcomp.entropy import LARGEST, decode, encode, max_bytes
 
 
 def assert_comes_back(q: NDArray[np.int16]) -> NDArray[np.uint8]:

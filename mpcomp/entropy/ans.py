@@ -12,21 +12,31 @@ beginning. Several states that take turns along a row are independent of each ot
 processor busy.
 
 Symbols are magnitudes up to `ESCAPE` of integers [rows, columns], or what says integers of images
-(`mpcomp.compressors.neighbours`). Each is coded by the table of its context, which is its row's
+(`mpcomp.entropy.neighbours`). Each is coded by the table of its context, which is its row's
 class plus its column's or its own, at most the last one.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mpcomp.compressors.neighbours import expect, integer
 from mpcomp.core.compiled import compiled
 
-__all__ = ["ESCAPE", "LOWEST", "TOTAL", "buckets", "pop", "pop_images", "push", "sums", "tally"]
+__all__ = [
+    "ESCAPE",
+    "LOWEST",
+    "TOTAL",
+    "Sums",
+    "buckets",
+    "pop",
+    "pop_row",
+    "push",
+    "sums",
+    "tally",
+]
 
 #: The symbol of magnitudes from here on.
 ESCAPE: Final = 255
@@ -43,17 +53,27 @@ _int64: Any = np.int64
 _float64: Any = np.float64
 
 
-@compiled
-def sums(q: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any], int, int, int]:
-    """Sums of symbols.
+class Sums(NamedTuple):
+    """Sums of symbols of integers [rows, columns].
 
-    Args:
-        q: integers, int16 [rows, columns].
-
-    Returns:
-        By row, int64 [rows], and by column, int64 [columns]; the largest symbol; how many integers
-        are not zero, and how many are below.
+    Attributes:
+        by_row: int64 [rows].
+        by_column: int64 [columns].
+        largest: of the symbols.
+        nonzero: how many integers are not zero.
+        negative: how many are below.
     """
+
+    by_row: NDArray[np.int64]
+    by_column: NDArray[np.int64]
+    largest: int
+    nonzero: int
+    negative: int
+
+
+@compiled
+def sums(q: NDArray[Any]) -> Sums:
+    """Sums of symbols of integers, int16 [rows, columns]."""
     num_rows, num_columns = q.shape
     by_row = np.zeros(num_rows, np.int64)
     by_column = np.zeros(num_columns, np.int64)
@@ -69,7 +89,7 @@ def sums(q: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any], int, int, int]:
             nonzero += value != 0
             negative += value < 0
         by_row[i] = total
-    return by_row, by_column, largest, nonzero, negative
+    return Sums(by_row, by_column, largest, nonzero, negative)
 
 
 @compiled
@@ -242,7 +262,7 @@ def pop(
             of_class = _int64(rows[i])
             for j in range(num_columns):
                 tables[j] = table_of[min(of_class + _int64(columns[0, j]), last)]
-        at, largest = _pop_row(data, at, tables, starts, first, states, out[i])
+        at, largest = pop_row(data, at, tables, starts, first, states, out[i])
         if at < 0:
             return -1, 0, 0
         if signed and largest > 0:
@@ -259,64 +279,7 @@ def pop(
 
 
 @compiled
-def pop_images(
-    data: NDArray[Any],
-    at: int,
-    signed: bool,
-    height: int,
-    width: int,
-    table_of: NDArray[Any],
-    starts: NDArray[Any],
-    first: NDArray[Any],
-    states: NDArray[Any],
-    out: NDArray[Any],
-) -> tuple[int, int]:
-    """The inverse of `push` of what `mpcomp.compressors.neighbours` makes of images, of any bytes.
-
-    Args:
-        data: words from ``at`` on, and symbols from `ESCAPE` on from the end backwards, uint8.
-        at: where words begin.
-        signed: whether integers may be negative.
-        height: lines of an image.
-        width: pixels of a line.
-        table_of: the table of each context, int64.
-        starts: of those tables; the last of each is `TOTAL`.
-        first: their `buckets`.
-        states: as they were after `push`, int64; they change.
-        out: takes the integers, int16 [pixels, channels].
-
-    Returns:
-        Where the words end, or -1 where the data ends before them, and the number of symbols from
-        `ESCAPE` on, which may be more than there is room for.
-    """
-    num_pixels, num_channels = out.shape
-    end, escaped = len(data), 0
-    tables, expected = np.zeros((2, num_channels), np.int64)
-    sizes = np.empty(num_channels, np.uint8)
-    errors = np.empty(num_pixels, np.int64)
-    for i in range(num_pixels):
-        of_class = expect(out, i, height, width, errors, expected, sizes)
-        for j in range(num_channels):
-            tables[j] = table_of[of_class + _int64(sizes[j])]
-        at, largest = _pop_row(data, at, tables, starts, first, states, out[i])
-        if at < 0:
-            return -1, 0
-        error = 0
-        for j in range(num_channels):
-            symbol = _int64(out[i, j])
-            if largest == ESCAPE and symbol == ESCAPE:
-                escaped += 1
-                low = max(end - 2 * escaped, 0)
-                symbol = _int64(data[low]) | _int64(data[low + 1]) << 8
-            value = integer(symbol, expected[j], signed)
-            out[i, j] = value
-            error += abs(value - expected[j])
-        errors[i] = error
-    return at, escaped
-
-
-@compiled
-def _pop_row(
+def pop_row(
     data: NDArray[Any],
     at: int,
     tables: NDArray[Any],
@@ -325,7 +288,14 @@ def _pop_row(
     states: NDArray[Any],
     out: NDArray[Any],
 ) -> tuple[int, int]:
-    """The symbols of a row, by the table of each.
+    """The symbols of a row.
+
+    Args:
+        data: words from ``at`` on, uint8.
+        at: where they begin.
+        tables: the table of each symbol, int64 [columns].
+        starts: as of `pop`, and so are those that follow.
+        out: takes the symbols, int16 [columns].
 
     Returns:
         Where the words end, or -1 where the data ends before them, and the largest symbol.

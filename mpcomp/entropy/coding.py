@@ -1,0 +1,81 @@
+"""Integers [rows, columns] to bytes and back.
+
+A message's first byte says its kind. Integers are coded by their rows and columns
+(`mpcomp.entropy.classes`), or, of images, where that takes less, by what their neighbours let
+expect (`mpcomp.entropy.neighbours`). Where coding would gain nothing (noise of many bits) they go
+as int16. All arithmetic of what both ends make is in whole numbers, so that nothing depends on how
+a machine rounds.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpcomp.entropy import ans, classes, neighbours
+from mpcomp.entropy.message import Reader, damaged
+
+__all__ = ["LARGEST", "decode", "encode", "max_bytes"]
+
+#: Magnitudes are at most this.
+LARGEST = 2**15 - 1
+
+# 1 to 3 were by coders of before, which no longer are understood. Of each pair the first is with
+# negative integers.
+_PLAIN, _CLASSES, _NEIGHBOURS = 0, (4, 5), (6, 7)
+
+
+def max_bytes(rows: int, columns: int) -> int:
+    """The most that `encode` takes for integers [rows, columns]."""
+    return 1 + 2 * rows * columns
+
+
+def encode(q: NDArray[np.int16], image: tuple[int, int] | None = None) -> NDArray[np.uint8]:
+    """The coded form of integers [rows, columns], uint8 [n], n <= `max_bytes`.
+
+    Args:
+        q: magnitudes up to `LARGEST`.
+        image: height and width of images, whose pixels the rows are, line by line.
+    """
+    q = np.require(q, np.int16, ["C", "W"])  # else there would be machine code for each kind
+    parts = _encoded(q, image) if q.size > 1 else []  # of one, nothing is shorter than itself
+    if not parts or sum(map(len, parts)) > max_bytes(*q.shape):
+        parts = [bytes([_PLAIN]), q.astype("<i2").tobytes()]
+    coded = bytearray().join(parts)  # no bytes, of which an array could not be changed
+    return np.frombuffer(coded, np.uint8)
+
+
+def decode(
+    data: NDArray[np.uint8], rows: int, columns: int, image: tuple[int, int] | None = None
+) -> NDArray[np.int16]:
+    """Inverse of `encode`.
+
+    Raises:
+        RuntimeError: the data cannot be of such integers. (Of damaged data many are.)
+    """
+    if not len(data):
+        raise RuntimeError("an empty message where coded integers were expected")
+    data = np.require(data, np.uint8, ["C", "W"])
+    kind = int(data[0])
+    if kind == _PLAIN:
+        if len(data) != max_bytes(rows, columns):
+            raise damaged(f"{len(data)} bytes, expected {max_bytes(rows, columns)}")
+        plain = np.frombuffer(data, "<i2", offset=1).astype(np.int16)
+        return np.maximum(plain, -LARGEST).reshape(rows, columns)
+    if kind in _CLASSES:
+        return classes.decode(Reader(data), rows, columns, signed=kind == _CLASSES[0])
+    if kind in _NEIGHBOURS and image is not None:
+        return neighbours.decode(Reader(data), rows, columns, *image, signed=kind == _NEIGHBOURS[0])
+    raise damaged(f"kind {kind}")
+
+
+def _encoded(q: NDArray[np.int16], image: tuple[int, int] | None) -> list[bytes]:
+    """The kind, and the message."""
+    sums = ans.sums(q)
+    signed = sums.negative > 0
+    kinds, message = _CLASSES, classes.encode(q, sums)
+    if image is not None and neighbours.may_tell(q, *image, signed=signed):
+        by_neighbours = neighbours.encode(q, *image, signed=signed)
+        if by_neighbours.num_bytes < message.num_bytes:
+            kinds, message = _NEIGHBOURS, by_neighbours
+    return [bytes([kinds[not signed]]), *message.parts()]

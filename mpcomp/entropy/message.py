@@ -1,0 +1,168 @@
+"""A message of coded symbols: written as a whole, and read from its beginning.
+
+kind, what is ahead, tables (`mpcomp.entropy.frequencies`), ANS states, ANS words, what is behind
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpcomp.entropy import ans
+from mpcomp.entropy.frequencies import Table, starts_of
+
+__all__ = ["FEW", "Coder", "Message", "Place", "Reader", "damaged"]
+
+#: Integers for which tables of several contexts would cost more than they save.
+FEW = 4096
+_STATES = 4  # of more; as many bytes are lost
+
+
+class Place(NamedTuple):
+    """Places of symbols among contexts and tables, as `ans.push` takes them.
+
+    Attributes:
+        rows: class of each row, uint8 [rows].
+        columns: classes of columns, uint8 [1, columns], or of each symbol [rows, columns].
+        table_of: the table of each context, int64.
+    """
+
+    rows: NDArray[np.uint8]
+    columns: NDArray[np.uint8]
+    table_of: NDArray[np.int64]
+
+    @classmethod
+    def alike(cls, table: int, count: int) -> Place:
+        """A row of symbols, which all are coded by one table."""
+        columns = np.zeros((1, count), np.uint8)
+        return cls(np.zeros(1, np.uint8), columns, np.full(1, table, np.int64))
+
+
+@dataclass(frozen=True)
+class Message:
+    """A way to say integers.
+
+    Attributes:
+        ahead: the first bytes.
+        tables: of symbols.
+        coded: symbols, int16 [rows, columns], with their places; the last ones say the integers.
+        behind: the last bytes.
+    """
+
+    ahead: bytes
+    tables: Sequence[Table]
+    coded: Sequence[tuple[NDArray[np.int16], Place]]
+    behind: bytes
+
+    @property
+    def num_bytes(self) -> float:
+        """Its length, nearly."""
+        return len(self.ahead) + sum(table.num_bytes for table in self.tables) + len(self.behind)
+
+    def parts(self) -> list[bytes]:
+        """All of it but the kind."""
+        starts = starts_of(self.tables)
+        out = np.empty(
+            2 * sum(each.size for each, _ in self.coded), np.uint8
+        )  # a word each at most
+        at = len(out)
+        states = np.full(_num_states(self.coded[-1][0].size, starts), ans.LOWEST, np.int64)
+        for symbols, place in reversed(self.coded):
+            at = ans.push(symbols, *place, starts, states, out, at)
+        tables = (table.to_bytes() for table in self.tables)
+        return [
+            self.ahead,
+            *tables,
+            states.astype("<u4").tobytes(),
+            out[at:].tobytes(),
+            self.behind,
+        ]
+
+
+class Coder(NamedTuple):
+    """The state of decoding, as `ans.pop` takes it.
+
+    Attributes:
+        starts: sums of frequencies, int64 [tables, symbols + 1].
+        first: `ans.buckets` of these.
+        states: int64; they change.
+    """
+
+    starts: NDArray[np.int64]
+    first: NDArray[np.uint8]
+    states: NDArray[np.int64]
+
+    def check_end(self) -> None:
+        """Raises RuntimeError unless all is said, and states are as encoding began with them."""
+        if (self.states != ans.LOWEST).any():
+            raise damaged("a state that no encoder begins with")
+
+
+class Reader:
+    """A message, read from its beginning behind its kind.
+
+    Attributes:
+        data: all of it, uint8.
+    """
+
+    def __init__(self, data: NDArray[np.uint8]) -> None:
+        self.data = data
+        self._at = 1
+
+    @property
+    def at(self) -> int:
+        """The next byte."""
+        return self._at
+
+    def array(self, dtype: str, count: int) -> NDArray[Any]:
+        """The next numbers."""
+        start = self._at
+        self.go_to(start + np.dtype(dtype).itemsize * count)
+        return np.frombuffer(self.data, dtype, count, start)
+
+    def go_to(self, at: int) -> None:
+        """Reads on from this byte.
+
+        Raises:
+            RuntimeError: there are not so many, or it is below zero.
+        """
+        if not 0 <= at <= len(self.data):
+            raise damaged("it ends too early")
+        self._at = at
+
+    def coder(self, num_tables: int, num_integers: int) -> Coder:
+        """The next tables and states."""
+        starts = starts_of([self._table() for _ in range(num_tables)])
+        states = self.array("<u4", _num_states(num_integers, starts)).astype(np.int64)
+        if (states < ans.LOWEST).any():
+            raise damaged("an impossible state")
+        return Coder(starts, ans.buckets(starts), states)
+
+    def check_end(self, num_bytes: int) -> None:
+        """Raises RuntimeError unless so many bytes are left."""
+        if len(self.data) - self._at != num_bytes:
+            raise damaged(f"{len(self.data) - self._at} bytes left, expected {num_bytes}")
+
+    def _table(self) -> Table:
+        try:
+            return Table.read(lambda num_bytes: self.array("u1", num_bytes))
+        except ValueError as error:
+            raise damaged(str(error)) from error
+
+
+def damaged(what: str) -> RuntimeError:
+    """The error of a message that no encoder makes."""
+    return RuntimeError(
+        f"a coded message that says nothing ({what}): it is damaged, or the two ends have "
+        "different methods"
+    )
+
+
+def _num_states(num_integers: int, starts: NDArray[np.int64]) -> int:
+    """States for so many integers, one if the tables say all of them."""
+    alike = starts[:, 1:] - starts[:, :-1] == ans.TOTAL
+    return 1 if num_integers < FEW or alike.any(1).all() else _STATES
