@@ -9,11 +9,13 @@ a machine rounds.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
 from mpcomp.entropy import ans, classes, neighbours
-from mpcomp.entropy.message import Reader, damaged
+from mpcomp.entropy.message import FEW, Reader, damaged
 
 __all__ = ["LARGEST", "decode", "encode", "max_bytes"]
 
@@ -23,6 +25,7 @@ LARGEST = 2**15 - 1
 # 1 to 3 were by coders of before, which no longer are understood. Of each pair the first is with
 # negative integers.
 _PLAIN, _CLASSES, _NEIGHBOURS = 0, (4, 5), (6, 7)
+_LINE = 512  # integers of a vector that have a class in common, nearly
 
 
 def max_bytes(rows: int, columns: int) -> int:
@@ -37,10 +40,14 @@ def encode(q: NDArray[np.int16], image: tuple[int, int] | None = None) -> NDArra
         q: magnitudes up to `LARGEST`.
         image: height and width of images, whose pixels the rows are, line by line.
     """
+    shape = q.shape
+    if image is None:
+        q = _in_lines(q)
     q = np.require(q, np.int16, ["C", "W"])  # else there would be machine code for each kind
     parts = _encoded(q, image) if q.size > 1 else []  # of one, nothing is shorter than itself
-    if not parts or sum(map(len, parts)) > max_bytes(*q.shape):
-        parts = [bytes([_PLAIN]), q.astype("<i2").tobytes()]
+    if not parts or sum(map(len, parts)) > max_bytes(*shape):
+        plain = q.astype("<i2").tobytes()
+        parts = [bytes([_PLAIN]), plain[: max_bytes(*shape) - 1]]
     coded = bytearray().join(parts)  # no bytes, of which an array could not be changed
     return np.frombuffer(coded, np.uint8)
 
@@ -63,10 +70,32 @@ def decode(
         plain = np.frombuffer(data, "<i2", offset=1).astype(np.int16)
         return np.maximum(plain, -LARGEST).reshape(rows, columns)
     if kind in _CLASSES:
-        return classes.decode(Reader(data), rows, columns, signed=kind == _CLASSES[0])
+        shape = _lines_of(rows, columns) if image is None else (rows, columns)
+        q = classes.decode(Reader(data), *shape, signed=kind == _CLASSES[0])
+        return (
+            q
+            if shape == (rows, columns)
+            else q.reshape(-1)[: rows * columns].reshape(rows, columns)
+        )
     if kind in _NEIGHBOURS and image is not None:
         return neighbours.decode(Reader(data), rows, columns, *image, signed=kind == _NEIGHBOURS[0])
     raise damaged(f"kind {kind}")
+
+
+def _lines_of(rows: int, columns: int) -> tuple[int, int]:
+    """The shape in which integers are coded: a vector in lines, of which each has a class."""
+    if min(rows, columns) != 1 or rows * columns < FEW:
+        return rows, columns
+    num_lines = -(-rows * columns // _LINE)
+    return num_lines, -(-rows * columns // num_lines)
+
+
+def _in_lines(q: NDArray[np.int16]) -> NDArray[np.int16]:
+    """The integers in the shape in which they are coded, with zeros at the end to fill it up."""
+    shape = _lines_of(*q.shape)
+    if shape == q.shape:
+        return q
+    return np.pad(q.reshape(-1), (0, math.prod(shape) - q.size)).reshape(shape)
 
 
 def _encoded(q: NDArray[np.int16], image: tuple[int, int] | None) -> list[bytes]:

@@ -116,6 +116,15 @@ def test_a_row_or_column_of_zeros_leaves_the_others_their_contexts(axis):
     assert len(assert_comes_back(np.concatenate([first, q], axis))) < 1.01 * without
 
 
+@pytest.mark.parametrize("axis", [0, 1])
+def test_parts_of_a_vector_that_differ_cost_less_than_their_mixture(axis):
+    """As gradients of samples do, of which those at known positions are sent."""
+    rng = np.random.default_rng(0)
+    spread = np.exp2(rng.uniform(-3, 3, 30)).repeat(3000)
+    q = np.expand_dims(np.rint(rng.standard_normal(90000) * spread).astype(np.int16), axis)
+    assert len(assert_comes_back(q)) < 0.93 * entropy(q) / 8
+
+
 def test_noise_of_many_bits_is_sent_as_it_is():
     q = content("any", (50, 60))
     coded = assert_comes_back(q)
