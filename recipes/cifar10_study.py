@@ -37,6 +37,9 @@ ROWS: Final[dict[str, Row]] = {
     "step 0.4, finer dithered gradients of nonzero": Row(
         "step:0.4", "same:where=nonzero+step:1:scale=tensor:rounding=dither"
     ),
+    "step 0.3, dithered gradients of nonzero 0.7": Row(
+        "step:0.3", "same:where=nonzero+step:0.7:scale=tensor:rounding=dither"
+    ),
     "top 50 %": Row("topk:0.5", "topk:0.5"),
     "top 20 %": Row("topk:0.2", "topk:0.2"),
     "top 10 %": Row("topk:0.1", "topk:0.1"),

@@ -72,11 +72,7 @@ def decode(
     if kind in _CLASSES:
         shape = _lines_of(rows, columns) if image is None else (rows, columns)
         q = classes.decode(Reader(data), *shape, signed=kind == _CLASSES[0])
-        return (
-            q
-            if shape == (rows, columns)
-            else q.reshape(-1)[: rows * columns].reshape(rows, columns)
-        )
+        return q.reshape(-1)[: rows * columns].reshape(rows, columns)
     if kind in _NEIGHBOURS and image is not None:
         return neighbours.decode(Reader(data), rows, columns, *image, signed=kind == _NEIGHBOURS[0])
     raise damaged(f"kind {kind}")

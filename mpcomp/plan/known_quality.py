@@ -54,6 +54,7 @@ class Known:
 
 
 _GPT2, _SMOLLM2, _CIFAR10 = "gpt2_study", "smollm2_finetune", "cifar10_study"
+_DECAYED = "cifar10_study_decayed"
 _GROUPS = ("quant:4:scale=128", "quant:8:scale=128")
 _RELU = "step 0.4, finer dithered gradients of nonzero"
 _KLT_02 = ("klt+step:0.2:centre=true", "klt+step:0.5")
@@ -66,7 +67,7 @@ KNOWN: Final = (
     Known("scratch", *_TOP_10, 1193.99, 2295.58, 3, _GPT2, "top 10 %"),
     Known("finetune", "auto:memory", "auto:memory", 0.41, 0.27, 6, "finetune_study", "auto:memory"),
     Known("finetune", *_GROUPS, 33.36, 0.73, 3, _SMOLLM2, " / ".join(_GROUPS)),
-    Known("images", "auto:relu", "auto:relu", 0.75, 0.74, 6, _CIFAR10, _RELU),
+    Known("images", "auto:relu", "auto:relu", 0.02, 0.89, 6, _DECAYED, _RELU),
     Known("images", "quant:4", "quant:8", 0.54, 2.22, 3, _CIFAR10, "quant fw4-bw8"),
     Known("images", "topk:0.5", "topk:0.5", 0.12, 5.22, 3, _CIFAR10, "top 50 %"),
     Known("images", "topk:0.1", "topk:0.1", 12.08, 3.78, 3, _CIFAR10, "top 10 %"),
