@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+import numpy as np
 from tabulate import tabulate
 
 from mpcomp.links.auto import AUTO
@@ -390,12 +391,16 @@ def plot(
     families = list(dict.fromkeys(point.family for point in shown))
     for i, family in enumerate(families):
         own = [point for point in shown if point.family == family]
-        costs = [max(point.cost, SMALLEST_COST) for point in own]
-        widths = [point.half_width or 0 for point in own]
+        costs, lows, highs = (
+            np.array([point.cost + side * (point.half_width or 0) for point in own]).clip(
+                SMALLEST_COST
+            )
+            for side in (0, -1, 1)
+        )
         axes.errorbar(
             [point.bits for point in own],
             costs,
-            yerr=[[min(w, c - SMALLEST_COST) for w, c in zip(widths, costs, strict=True)], widths],
+            yerr=[costs - lows, highs - costs],
             marker=MARKERS[i % len(MARKERS)],
             linestyle="none",
             elinewidth=1,
@@ -428,7 +433,7 @@ def plot(
                 point.method,
                 (point.bits, max(point.cost, SMALLEST_COST)),
                 textcoords="offset points",
-                xytext=(10, -18),
+                xytext=(10, -18 if point.cost > SMALLEST_COST else 10),  # not over the axis
                 bbox={"facecolor": "white", "edgecolor": "none", "pad": 1, "alpha": 0.6},
                 zorder=1,  # behind all points, above the front
             )
