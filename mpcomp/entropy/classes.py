@@ -39,12 +39,14 @@ def encode(q: NDArray[np.int16], sums: ans.Sums) -> Message:
     if q.size < FEW or not sums.largest:
         classes = _Classes.single(*q.shape)
         place = classes.place()
-        counts, num_large = ans.tally(q, *place[:2], 1, sums.largest, signs, large)
+        counts, num_large = ans.tally(q, place.rows, place.columns, 1, sums.largest, signs, large)
         tables = [ALIKE, ALIKE, *Table.of_each(counts.astype(np.int64))]
     else:
         classes = _Classes.of(sums.by_row, sums.by_column)
         place = classes.place()
-        counts, num_large = ans.tally(q, *place[:2], _CONTEXTS, sums.largest, signs, large)
+        counts, num_large = ans.tally(
+            q, place.rows, place.columns, _CONTEXTS, sums.largest, signs, large
+        )
         one, *tables = _tables_of(classes, counts)
         # Where little is not zero, its classes may cost more than they tell.
         if one.num_bytes + 2 * ALIKE.num_bytes <= sum(table.num_bytes for table in tables):
