@@ -76,6 +76,12 @@ def global_rng_untouched() -> Callable[[], AbstractContextManager[None]]:
     return guard
 
 
+@pytest.fixture
+def _no_walk_through_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Coding timed as it comes: the walk before each message takes most of a measurement."""
+    monkeypatch.setattr("mpcomp.plan.coding._CACHE_BYTES", 1 << 20)
+
+
 @pytest.fixture(scope="session")
 def _coder_is_compiled() -> None:
     """The entropy coder's machine code, which processes of a test then do not wait for."""

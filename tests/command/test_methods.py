@@ -16,6 +16,9 @@ from mpcomp.command import main
 from mpcomp.core.spec import SpecValue, parse, registered
 from mpcomp.core.wire import message_bytes
 
+#: What coding takes is asserted nowhere here.
+pytestmark = pytest.mark.usefixtures("_no_walk_through_memory")
+
 SMALL = ["--shape", "4,16,64", "--repeats", "1"]
 
 

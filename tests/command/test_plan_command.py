@@ -12,6 +12,9 @@ import pytest
 
 from mpcomp.command import main
 
+#: What coding takes is asserted nowhere here.
+pytestmark = pytest.mark.usefixtures("_no_walk_through_memory")
+
 TINY = ["gpt2", "--config", "num_hidden_layers=4", "n_embd=32", "n_head=2", "vocab_size=64"]
 SMALL = [*TINY, "--seq-len", "16", "--batch", "4", "--precision", "fp32"]
 

@@ -20,6 +20,9 @@ from mpcomp.plan.outcome import Outcome, plan
 from mpcomp.plan.planner import BASELINE, DENSE, Planner, at_rate
 from mpcomp.plan.profile import Profile, Tie, count_profile
 
+#: What coding takes is asserted nowhere here.
+pytestmark = pytest.mark.usefixtures("_no_walk_through_memory")
+
 #: Such that a microbatch's activation is 64 kB.
 X = torch.randn(4, 16, 256, generator=torch.Generator().manual_seed(0))
 QUANT = ("quant:4", "quant:8")
