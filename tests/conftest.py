@@ -93,6 +93,9 @@ def _coder_is_compiled() -> None:
     entropy.decode(entropy.encode(q), *q.shape)
     smooth = np.add.outer(np.arange(64), np.arange(64)).astype(np.int16)
     entropy.decode(entropy.encode(smooth, (8, 8)), *smooth.shape, (8, 8))
+    signs, offsets = (smooth % 2).astype(np.int16), (smooth % 2 * 3).astype(np.int8)
+    coded = entropy.encode(signs, None, offsets)
+    entropy.decode(coded, *signs.shape, None, offsets)
 
 
 @pytest.fixture(scope="session")

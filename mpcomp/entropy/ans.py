@@ -12,8 +12,8 @@ beginning. Several states that take turns along a row are independent of each ot
 processor busy.
 
 Symbols are magnitudes up to `ESCAPE` of integers [rows, columns], or what says integers of images
-(`mpcomp.entropy.neighbours`). Each is coded by the table of its context, which is its row's
-class plus its column's or its own, at most the last one.
+(`mpcomp.entropy.neighbours`) or under a dither (`mpcomp.entropy.dithered`). Each is coded by the
+table of its context, which is its row's class plus its column's or its own, at most the last one.
 """
 
 from __future__ import annotations
@@ -242,7 +242,7 @@ def pop(
         at: where words begin.
         signed: whether there are signs.
         rows: classes, uint8 [rows].
-        columns: classes, uint8 [1, columns].
+        columns: classes, uint8 [1, columns], or of each integer [rows, columns].
         table_of: the table of each context, int64.
         starts: of those tables; the last of each is `TOTAL`.
         first: their `buckets`.
@@ -255,13 +255,14 @@ def pop(
     """
     num_rows, num_columns = out.shape
     last, of_class, end = len(table_of) - 1, -1, len(data)
-    tables = np.zeros(num_columns, np.int64)
+    tables, num_classes = np.zeros(num_columns, np.int64), len(columns)
     seen = escaped = 0
     for i in range(num_rows):
-        if rows[i] != of_class:
+        if rows[i] != of_class or num_classes > 1:
             of_class = _int64(rows[i])
+            of_row = columns[min(i, num_classes - 1)]
             for j in range(num_columns):
-                tables[j] = table_of[min(of_class + _int64(columns[0, j]), last)]
+                tables[j] = table_of[min(of_class + _int64(of_row[j]), last)]
         at, largest = pop_row(data, at, tables, starts, first, states, out[i])
         if at < 0:
             return -1, 0, 0

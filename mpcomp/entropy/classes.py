@@ -13,8 +13,10 @@ on as uint16, and signs. Where no integer is below zero, as behind a ReLU, no si
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,10 +25,11 @@ from mpcomp.entropy import ans
 from mpcomp.entropy.frequencies import ALIKE, Table
 from mpcomp.entropy.message import FEW, Coder, Message, Place, Reader, damaged
 
-__all__ = ["decode", "encode"]
+__all__ = ["CONTEXTS", "Classes", "decode", "encode", "message", "popped", "read", "with_tables"]
 
+#: Contexts by rows and columns.
+CONTEXTS: Final = 24
 _PER_OCTAVE = 2  # classes
-_CONTEXTS = 24
 # Of rows, and of columns. Were there as many as contexts, one row of zeros would move all others to
 # the last context.
 _CLASSES = 16
@@ -37,34 +40,20 @@ def encode(q: NDArray[np.int16], sums: ans.Sums) -> Message:
     signs = np.zeros(sums.nonzero // 8 + 1, np.uint8)
     large = np.empty(sums.nonzero if sums.largest == ans.ESCAPE else 0, np.uint16)
     if q.size < FEW or not sums.largest:
-        classes = _Classes.single(*q.shape)
+        classes = Classes.single(*q.shape)
         place = classes.place()
         counts, num_large = ans.tally(q, place.rows, place.columns, 1, sums.largest, signs, large)
         tables = [ALIKE, ALIKE, *Table.of_each(counts.astype(np.int64))]
     else:
-        classes = _Classes.of(sums.by_row, sums.by_column)
+        classes = Classes.of(sums)
         place = classes.place()
         counts, num_large = ans.tally(
-            q, place.rows, place.columns, _CONTEXTS, sums.largest, signs, large
+            q, place.rows, place.columns, CONTEXTS, sums.largest, signs, large
         )
-        one, *tables = _tables_of(classes, counts)
-        # Where little is not zero, its classes may cost more than they tell.
-        if one.num_bytes + 2 * ALIKE.num_bytes <= sum(table.num_bytes for table in tables):
-            classes, tables = _Classes.single(*q.shape), [ALIKE, ALIKE, one]
-            place = classes.place()
+        classes, tables = with_tables(classes, counts[None])
     signs = signs[: -(-sums.nonzero // 8) if sums.negative else 0]
-    return Message(
-        ahead=bytes([len(tables) - 2]),
-        tables=tables,
-        coded=[
-            *(
-                (each[None].astype(np.int16), Place.alike(table, len(each)))
-                for table, each in enumerate((classes.rows, classes.columns))
-            ),
-            (q, place),
-        ],
-        behind=large[:num_large].astype("<u2").tobytes() + signs[::-1].tobytes(),
-    )
+    behind = large[:num_large].astype("<u2").tobytes() + signs[::-1].tobytes()
+    return message(classes, tables, q, classes.place(), behind)
 
 
 def decode(reader: Reader, rows: int, columns: int, *, signed: bool) -> NDArray[np.int16]:
@@ -73,18 +62,8 @@ def decode(reader: Reader, rows: int, columns: int, *, signed: bool) -> NDArray[
     Raises:
         RuntimeError: it cannot be of such integers.
     """
-    (num_contexts,) = map(int, reader.array("u1", 1))
-    coder = reader.coder(2 + num_contexts, rows * columns)
-    of_rows, of_columns = (
-        _popped(reader, coder, (1, count), Place.alike(table, count), signed=False)[0]
-        for table, count in enumerate((rows, columns))
-    )
-    classes = _Classes(of_rows[0].astype(np.uint8), of_columns[0].astype(np.uint8))
-    if len(classes.occurring) != num_contexts:
-        raise damaged(f"{num_contexts} tables for {len(classes.occurring)} contexts")
-    q, num_signs, num_large = _popped(
-        reader, coder, (rows, columns), classes.place(), signed=signed
-    )
+    classes, coder = read(reader, rows, columns)
+    q, num_signs, num_large = popped(reader, coder, (rows, columns), classes.place(), signed=signed)
     coder.check_end()
     large = reader.array("<u2", num_large)
     reader.check_end(-(-num_signs // 8))
@@ -95,8 +74,72 @@ def decode(reader: Reader, rows: int, columns: int, *, signed: bool) -> NDArray[
     return q
 
 
+def message(
+    classes: Classes,
+    tables: Sequence[Table],
+    symbols: NDArray[np.int16],
+    place: Place,
+    behind: bytes = b"",
+) -> Message:
+    """The message of classes, and of symbols [rows, columns] by the contexts that these have.
+
+    Args:
+        classes: of rows and columns.
+        tables: as of `with_tables`.
+        symbols: of the integers.
+        place: theirs.
+        behind: the last bytes.
+    """
+    return Message(
+        ahead=bytes([len(tables) - 2]),
+        tables=tables,
+        coded=[
+            *(
+                (each[None].astype(np.int16), Place.alike(table, len(each)))
+                for table, each in enumerate((classes.rows, classes.columns))
+            ),
+            (symbols, place),
+        ],
+        behind=behind,
+    )
+
+
+def read(reader: Reader, rows: int, columns: int, tables_each: int = 1) -> tuple[Classes, Coder]:
+    """The beginning of a `message`: its classes, and what the symbols are decoded by.
+
+    Args:
+        reader: of the message.
+        rows: of its integers.
+        columns: likewise.
+        tables_each: of a context.
+
+    Raises:
+        RuntimeError: it cannot be of such integers.
+    """
+    (num_tables,) = map(int, reader.array("u1", 1))
+    coder = reader.coder(2 + num_tables, rows * columns)
+    of_rows, of_columns = (
+        popped(reader, coder, (1, count), Place.alike(table, count), signed=False)[0]
+        for table, count in enumerate((rows, columns))
+    )
+    classes = Classes(of_rows[0].astype(np.uint8), of_columns[0].astype(np.uint8))
+    if len(classes.occurring) * tables_each != num_tables:
+        raise damaged(f"{num_tables} tables for {len(classes.occurring)} contexts")
+    return classes, coder
+
+
+def popped(
+    reader: Reader, coder: Coder, shape: tuple[int, int], place: Place, *, signed: bool
+) -> tuple[NDArray[np.int16], int, int]:
+    """The next symbols, with their signs if there are any; see `ans.pop`."""
+    symbols = np.empty(shape, np.int16)
+    at, num_signs, num_large = ans.pop(reader.data, reader.at, signed, *place, *coder, symbols)
+    reader.go_to(at)
+    return symbols, num_signs, num_large
+
+
 @dataclass(frozen=True)
-class _Classes:
+class Classes:
     """Classes of rows and columns.
 
     Attributes:
@@ -108,13 +151,14 @@ class _Classes:
     columns: NDArray[np.uint8]
 
     @classmethod
-    def single(cls, num_rows: int, num_columns: int) -> _Classes:
+    def single(cls, num_rows: int, num_columns: int) -> Classes:
         """Rows and columns that all are alike."""
         return cls(np.zeros(num_rows, np.uint8), np.zeros(num_columns, np.uint8))
 
     @classmethod
-    def of(cls, by_row: NDArray[np.int64], by_column: NDArray[np.int64]) -> _Classes:
+    def of(cls, sums: ans.Sums) -> Classes:
         """The classes of magnitudes, of which some are not zero, by their sums."""
+        by_row, by_column = sums.by_row, sums.by_column
         mean_of_row, mean_of_column = by_row / len(by_column), by_column / len(by_row)
         mean = mean_of_row.mean()
         # What is added keeps a row of zeros near one that has a single one.
@@ -126,13 +170,18 @@ class _Classes:
     def occurring(self) -> NDArray[np.intp]:
         """The contexts that have elements, ascending."""
         rows, columns = (np.flatnonzero(np.bincount(each)) for each in (self.rows, self.columns))
-        return np.unique(np.minimum(np.add.outer(rows, columns), _CONTEXTS - 1))
+        return np.unique(np.minimum(np.add.outer(rows, columns), CONTEXTS - 1))
+
+    @cached_property
+    def table_of(self) -> NDArray[np.int64]:
+        """The table of each context, behind those of classes; of one that does not occur, any."""
+        table_of = np.full(CONTEXTS, 2, np.int64)
+        table_of[self.occurring] += np.arange(len(self.occurring))
+        return table_of
 
     def place(self) -> Place:
-        """Places of integers, whose tables come behind those of classes."""
-        table_of = np.zeros(_CONTEXTS, np.int64)
-        table_of[self.occurring] = 2 + np.arange(len(self.occurring))
-        return Place(self.rows, self.columns[None], table_of)
+        """Places of integers."""
+        return Place(self.rows, self.columns[None], self.table_of)
 
 
 def _from_zero(octaves: NDArray[np.float64]) -> NDArray[np.uint8]:
@@ -144,28 +193,25 @@ def _from_zero(octaves: NDArray[np.float64]) -> NDArray[np.uint8]:
     return from_zero
 
 
-def _tables_of(classes: _Classes, counts: NDArray[np.int32]) -> list[Table]:
-    """The table of a single context, those of classes of rows and columns, and of the contexts.
+def with_tables(classes: Classes, counts: NDArray[np.int32]) -> tuple[Classes, list[Table]]:
+    """Classes, and all tables of their message: those of rows and columns, and of the symbols.
+
+    Where little is not zero, classes may cost more than they tell; then there is a single one.
 
     Args:
         classes: of integers.
-        counts: of each symbol in each context, [`_CONTEXTS`, symbols].
+        counts: of each symbol in each context, [tables of a context, `CONTEXTS`, symbols].
     """
+    each, _, num_symbols = counts.shape
     of_both = classes.rows, classes.columns
-    largest = max(int(each.max()) for each in of_both)
-    num_symbols = max(counts.shape[1], largest + 1)
-    of_each = np.zeros((3 + len(classes.occurring), num_symbols), np.int64)
-    of_each[0, : counts.shape[1]] = counts.sum(0)
-    of_each[1:3] = [np.bincount(each, minlength=num_symbols) for each in of_both]
-    of_each[3:, : counts.shape[1]] = counts[classes.occurring]
-    return Table.of_each(of_each)
-
-
-def _popped(
-    reader: Reader, coder: Coder, shape: tuple[int, int], place: Place, *, signed: bool
-) -> tuple[NDArray[np.int16], int, int]:
-    """The next symbols, with their signs if there are any; see `ans.pop`."""
-    symbols = np.empty(shape, np.int16)
-    at, num_signs, num_large = ans.pop(reader.data, reader.at, signed, *place, *coder, symbols)
-    reader.go_to(at)
-    return symbols, num_signs, num_large
+    width = max(num_symbols, *(int(one.max()) + 1 for one in of_both))
+    of_table = np.zeros((each + 2 + each * len(classes.occurring), width), np.int64)
+    of_table[:each, :num_symbols] = counts.sum(1)
+    of_table[each : each + 2] = [np.bincount(one, minlength=width) for one in of_both]
+    of_table[each + 2 :, :num_symbols] = counts[:, classes.occurring].reshape(-1, num_symbols)
+    of_table[~of_table.any(1), 0] = 1  # a table of no symbols would be none
+    tables = Table.of_each(of_table)
+    single, several = [ALIKE, ALIKE, *tables[:each]], tables[each:]
+    if sum(one.num_bytes for one in single) <= sum(one.num_bytes for one in several):
+        return Classes.single(len(classes.rows), len(classes.columns)), single
+    return classes, several

@@ -1,8 +1,9 @@
 """Integers [rows, columns] to bytes and back.
 
 A message's first byte says its kind. Integers are coded by their rows and columns
-(`mpcomp.entropy.classes`), or, of images, where that takes less, by what their neighbours let
-expect (`mpcomp.entropy.neighbours`). Where coding would gain nothing (noise of many bits) they go
+(`mpcomp.entropy.classes`), or, where that takes less, by what their neighbours in an image let
+expect (`mpcomp.entropy.neighbours`) or the dither under which they were rounded
+(`mpcomp.entropy.dithered`). Where coding would gain nothing (noise of many bits) they go
 as int16. All arithmetic of what both ends make is in whole numbers, so that nothing depends on how
 a machine rounds.
 """
@@ -10,11 +11,12 @@ a machine rounds.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mpcomp.entropy import ans, classes, neighbours
+from mpcomp.entropy import ans, classes, dithered, neighbours
 from mpcomp.entropy.message import FEW, Reader, damaged
 
 __all__ = ["LARGEST", "decode", "encode", "max_bytes"]
@@ -24,7 +26,7 @@ LARGEST = 2**15 - 1
 
 # 1 to 3 were by coders of before, which no longer are understood. Of each pair the first is with
 # negative integers.
-_PLAIN, _CLASSES, _NEIGHBOURS = 0, (4, 5), (6, 7)
+_PLAIN, _CLASSES, _NEIGHBOURS, _DITHERED = 0, (4, 5), (6, 7), (8, 8)
 _LINE = 512  # integers of a vector that have a class in common, nearly
 
 
@@ -33,18 +35,26 @@ def max_bytes(rows: int, columns: int) -> int:
     return 1 + 2 * rows * columns
 
 
-def encode(q: NDArray[np.int16], image: tuple[int, int] | None = None) -> NDArray[np.uint8]:
+def encode(
+    q: NDArray[np.int16],
+    image: tuple[int, int] | None = None,
+    offsets: NDArray[np.int8] | None = None,
+) -> NDArray[np.uint8]:
     """The coded form of integers [rows, columns], uint8 [n], n <= `max_bytes`.
 
     Args:
         q: magnitudes up to `LARGEST`.
         image: height and width of images, whose pixels the rows are, line by line.
+        offsets: floor(`PARTS` v) of the dither v in [-1/2, 1/2) under which each was rounded,
+            [rows, columns], which `decode` will be given too.
     """
     shape = q.shape
     if image is None:
         q = _in_lines(q)
+        offsets = None if offsets is None else _in_lines(offsets)
     q = np.require(q, np.int16, ["C", "W"])  # else there would be machine code for each kind
-    parts = _encoded(q, image) if q.size > 1 else []  # of one, nothing is shorter than itself
+    # Of one, nothing is shorter than itself.
+    parts = _encoded(q, image, offsets) if q.size > 1 else []
     if not parts or sum(map(len, parts)) > max_bytes(*shape):
         plain = q.astype("<i2").tobytes()
         parts = [bytes([_PLAIN]), plain[: max_bytes(*shape) - 1]]
@@ -53,7 +63,11 @@ def encode(q: NDArray[np.int16], image: tuple[int, int] | None = None) -> NDArra
 
 
 def decode(
-    data: NDArray[np.uint8], rows: int, columns: int, image: tuple[int, int] | None = None
+    data: NDArray[np.uint8],
+    rows: int,
+    columns: int,
+    image: tuple[int, int] | None = None,
+    offsets: NDArray[np.int8] | None = None,
 ) -> NDArray[np.int16]:
     """Inverse of `encode`.
 
@@ -69,13 +83,16 @@ def decode(
             raise damaged(f"{len(data)} bytes, expected {max_bytes(rows, columns)}")
         plain = np.frombuffer(data, "<i2", offset=1).astype(np.int16)
         return np.maximum(plain, -LARGEST).reshape(rows, columns)
-    if kind in _CLASSES:
-        shape = _lines_of(rows, columns) if image is None else (rows, columns)
-        q = classes.decode(Reader(data), *shape, signed=kind == _CLASSES[0])
-        return q.reshape(-1)[: rows * columns].reshape(rows, columns)
     if kind in _NEIGHBOURS and image is not None:
         return neighbours.decode(Reader(data), rows, columns, *image, signed=kind == _NEIGHBOURS[0])
-    raise damaged(f"kind {kind}")
+    shape = _lines_of(rows, columns) if image is None else (rows, columns)
+    if kind in _CLASSES:
+        q = classes.decode(Reader(data), *shape, signed=kind == _CLASSES[0])
+    elif kind in _DITHERED and offsets is not None:
+        q = dithered.decode(Reader(data), *shape, _filled(offsets, shape))
+    else:
+        raise damaged(f"kind {kind}")
+    return q.reshape(-1)[: rows * columns].reshape(rows, columns)
 
 
 def _lines_of(rows: int, columns: int) -> tuple[int, int]:
@@ -86,21 +103,28 @@ def _lines_of(rows: int, columns: int) -> tuple[int, int]:
     return num_lines, -(-rows * columns // num_lines)
 
 
-def _in_lines(q: NDArray[np.int16]) -> NDArray[np.int16]:
-    """The integers in the shape in which they are coded, with zeros at the end to fill it up."""
-    shape = _lines_of(*q.shape)
+def _in_lines(q: NDArray[Any]) -> NDArray[Any]:
+    """The integers in the shape in which they are coded."""
+    return _filled(q, _lines_of(*q.shape))
+
+
+def _filled(q: NDArray[Any], shape: tuple[int, int]) -> NDArray[Any]:
+    """The integers in another shape, with zeros at the end to fill it up."""
     if shape == q.shape:
         return q
     return np.pad(q.reshape(-1), (0, math.prod(shape) - q.size)).reshape(shape)
 
 
-def _encoded(q: NDArray[np.int16], image: tuple[int, int] | None) -> list[bytes]:
-    """The kind, and the message."""
+def _encoded(
+    q: NDArray[np.int16], image: tuple[int, int] | None, offsets: NDArray[np.int8] | None
+) -> list[bytes]:
+    """The kind, and the message, which is the shortest of those that there may be."""
     sums = ans.sums(q)
     signed = sums.negative > 0
-    kinds, message = _CLASSES, classes.encode(q, sums)
+    ways = [(_CLASSES, classes.encode(q, sums))]
     if image is not None and neighbours.may_tell(q, *image, signed=signed):
-        by_neighbours = neighbours.encode(q, *image, signed=signed)
-        if by_neighbours.num_bytes < message.num_bytes:
-            kinds, message = _NEIGHBOURS, by_neighbours
+        ways.append((_NEIGHBOURS, neighbours.encode(q, *image, signed=signed)))
+    if offsets is not None and dithered.may_tell(q, sums):
+        ways.append((_DITHERED, dithered.encode(q, offsets, sums)))
+    kinds, message = min(ways, key=lambda way: way[1].num_bytes)
     return [bytes([kinds[not signed]]), *message.parts()]

@@ -209,6 +209,67 @@ def test_images_are_refused_where_none_are_expected():
         decode(coded, *IMAGES["signed"].shape, (16, 12))
 
 
+# -- dither ----------------------------------------------------------------------------------------
+
+
+def offsets(rows: int, columns: int) -> NDArray[np.int8]:
+    """Eighths of a dither."""
+    row, column = np.indices((rows, columns))
+    return ((row * 5 + column * 3 + row * column) % 8 - 4).astype(np.int8)
+
+
+def dithered(
+    rng: np.random.Generator, shape: tuple[int, int], size: float
+) -> tuple[NDArray[np.int16], NDArray[np.int8]]:
+    """Rounded Gaussian numbers, and the eighths of the dither that they were rounded under."""
+    eighths = offsets(*shape)
+    v = (eighths + rng.random(shape)) / 8
+    return np.rint(rng.standard_normal(shape) * size + v).astype(np.int16), eighths
+
+
+@pytest.mark.parametrize("name", CONTENTS)
+@pytest.mark.parametrize("shape", [(1, 1), (9, 30), (192, 24), (1, 9001), (5000, 1), (0, 7)])
+def test_integers_of_every_kind_come_back_under_a_dither(name, shape):
+    q, eighths = content(name, shape), offsets(*shape)
+    coded = encode(q, None, eighths)
+    assert np.array_equal(decode(coded, *shape, None, eighths), q)
+    assert len(coded) <= len(encode(q)) + 16
+
+
+@pytest.mark.parametrize(("size", "share"), [(0.2, 0.75), (0.5, 0.9), (1.0, 0.98), (4.0, 1.01)])
+def test_a_dither_tells_of_integers_by_as_much_as_it_moved_them(size, share):
+    q, eighths = dithered(np.random.default_rng(0), (512, 128), size)
+    coded = encode(q, None, eighths)
+    assert np.array_equal(decode(coded, *q.shape, None, eighths), q)
+    assert len(coded) <= share * len(encode(q))
+
+
+@pytest.mark.parametrize("shape", [(64, 80), (1, 5000)])
+def test_what_a_dither_told_is_refused_without_it(shape):
+    q, eighths = dithered(np.random.default_rng(0), shape, 0.4)
+    coded = encode(q, None, eighths)
+    with pytest.raises(RuntimeError, match="kind 8.*damaged, or the two ends have different"):
+        decode(coded, *shape)
+    other = np.where(eighths < 0, eighths, 3 - eighths).astype(np.int8)
+    assert_refused_or_integers(coded, *shape, other)
+
+
+def test_images_under_a_dither_are_coded_by_what_takes_least():
+    """Where they are smooth by their neighbours, and else by the dither."""
+    smooth, noise = IMAGES["signed"], dithered(np.random.default_rng(0), (768, 8), 0.5)
+    for q, eighths, kind in ((smooth, offsets(*smooth.shape), 6), (*noise, 8)):
+        coded = encode(q, (16, 12), eighths)
+        assert coded[0] == kind
+        assert np.array_equal(decode(coded, *q.shape, (16, 12), eighths), q)
+
+
+def test_coded_bytes_under_a_dither_stay_as_they_are():
+    q = (STEEP // 16 + offsets(*STEEP.shape) // 4).astype(np.int16)
+    coded = encode(q, None, offsets(*STEEP.shape))
+    assert coded[0] == 8
+    assert (len(coded), zlib.crc32(coded.tobytes())) == (1938, 2596635034)
+
+
 # -- damage ----------------------------------------------------------------------------------------
 
 DAMAGED = {
@@ -219,18 +280,24 @@ DAMAGED = {
     "plain": content("any", (6, 5)),
     "zeros": np.zeros((8, 8), np.int16),
     **IMAGES,
+    "under a dither": dithered(np.random.default_rng(1), (64, 80), 0.7)[0],
 }
 
 
 def coded_of(name: str) -> NDArray[np.uint8]:
     """The coded form of such integers."""
-    return encode(DAMAGED[name], (16, 12) if name in IMAGES else None)
+    q = DAMAGED[name]
+    eighths = offsets(*q.shape) if name == "under a dither" else None
+    return encode(q, (16, 12) if name in IMAGES else None, eighths)
 
 
-def assert_refused_or_integers(coded: NDArray[np.uint8], rows: int, columns: int) -> bool:
+def assert_refused_or_integers(
+    coded: NDArray[np.uint8], rows: int, columns: int, eighths: NDArray[np.int8] | None = None
+) -> bool:
     """Whether it was refused; what was not has the right shape and magnitudes."""
+    eighths = offsets(rows, columns) if eighths is None else eighths
     try:
-        found = decode(coded, rows, columns, (16, 12))
+        found = decode(coded, rows, columns, (16, 12), eighths)
     except RuntimeError:
         return True
     assert found.shape == (rows, columns) and found.dtype == np.int16
@@ -285,7 +352,8 @@ def test_random_bytes():
     for turn in range(1500):
         hurt = rng.integers(0, 256, rng.integers(0, 120), dtype=np.uint8)
         if turn % 2 and len(hurt) > 20:  # so that the first checks let it pass
-            hurt[:8] = 4, 1, 0, 0, 0, 0, rng.integers(0, 160), rng.integers(0, 9)
+            kind = (4, 8)[turn // 2 % 2]
+            hurt[:8] = kind, 1, 0, 0, 0, 0, rng.integers(0, 160), rng.integers(0, 9)
         assert_refused_or_integers(hurt, *(int(n) for n in rng.integers(0, 40, 2)))
 
 
