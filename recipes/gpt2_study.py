@@ -36,6 +36,12 @@ ROWS: Final[dict[str, Row]] = {
     "rotation, 3 bits": Row("rotate+lloyd:3", "rotate+lloyd:3"),
     "top 10 %": Row("topk:0.1+fp16", "topk:0.1+fp16"),
     "step 0.3 / 0.5": Row("step:0.3:centre=true:spikes=16", "step:0.5"),
+    "klt, step 0.2 / 0.7, dithered": Row(
+        "klt+step:0.2:centre=true", "klt+step:0.7:rounding=dither"
+    ),
+    "klt, step 0.1 / 0.7, dithered": Row(
+        "klt+step:0.1:centre=true", "klt+step:0.7:rounding=dither"
+    ),
     "klt, step 0.3 / 0.5": Row("klt+step:0.3:centre=true", "klt+step:0.5"),
     "klt, step 0.2 / 0.5": Row("klt+step:0.2:centre=true", "klt+step:0.5"),
     "klt, step 0.1 / 0.5": Row("klt+step:0.1:centre=true", "klt+step:0.5"),

@@ -222,7 +222,7 @@ class ECSQ(Compressor):
             means = _whole(_mean(y, _ordinary(exponents)).mul_(_FRACTIONS).round_()).cpu().numpy()
             y -= _offsets(means, exponents, x.device)
         if dither is not None:
-            y = (y + dither).round_()
+            y.add_(dither).round_()
         elif self.dead_zone == 0.5:
             y = y.round_()
         else:

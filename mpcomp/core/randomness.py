@@ -11,11 +11,25 @@ import hashlib
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["derive_seed", "generator_for", "normal", "stage_randomness", "uniform"]
+from mpcomp.core.compiled import compiled
+
+__all__ = [
+    "derive_seed",
+    "fill_uniform",
+    "generator_for",
+    "normal",
+    "stage_randomness",
+    "uniform",
+]
+
+_MANY: Final = 1 << 15  # numbers, from which on machine code is worth loading
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -40,6 +54,10 @@ def uniform(generator: torch.Generator, numel: int, device: torch.device) -> Ten
     and kernels may compute any element alone. int32 products wrap around.
     """
     keys = torch.randint(-(1 << 31), 1 << 31, (2,), generator=generator).tolist()
+    if device.type == "cpu" and numel >= _MANY:
+        numbers = np.empty(numel, np.float32)
+        fill_uniform(numbers, *keys)
+        return torch.from_numpy(numbers)
     x = torch.arange(numel, dtype=torch.int32, device=device) + keys[0]
     x ^= (x >> 16) & 0xFFFF  # >> of a signed number copies the sign: mask it away
     x *= 0x7FEB352D
@@ -49,6 +67,26 @@ def uniform(generator: torch.Generator, numel: int, device: torch.device) -> Ten
     x ^= (x >> 16) & 0xFFFF
     mantissa: Tensor = (x >> 8) & 0xFFFFFF
     return mantissa.to(torch.float32) / (1 << 24)
+
+
+@compiled
+def fill_uniform(out: NDArray[Any], first: int, second: int) -> None:
+    """The numbers of `uniform` in one pass over memory.
+
+    Args:
+        out: takes them, fp32.
+        first: key, an int32.
+        second: likewise.
+    """
+    for i in range(len(out)):
+        x = (i + first) & 0xFFFFFFFF
+        x ^= x >> 16
+        x = x * 0x7FEB352D & 0xFFFFFFFF
+        x ^= second & 0xFFFFFFFF
+        x ^= x >> 15
+        x = x * 0x846CA68B & 0xFFFFFFFF
+        x ^= x >> 16
+        out[i] = (x >> 8) / (1 << 24)
 
 
 def normal(generator: torch.Generator, numel: int, device: torch.device) -> Tensor:

@@ -47,13 +47,14 @@ def hashed(index: int, keys: list[int]) -> float:
     return (x >> 8) / 2**24
 
 
-def test_uniform_is_its_formula(global_rng_untouched):
-    """Any kernel on any device can compute element i alone."""
+@pytest.mark.parametrize("n", [1000, (1 << 15) + 7])
+def test_uniform_is_its_formula(n, global_rng_untouched):
+    """Any kernel on any device can compute element i alone; many are made by machine code."""
     keys = torch.randint(-(1 << 31), 1 << 31, (2,), generator=drawn(3)).tolist()
     with global_rng_untouched():
-        got = uniform(drawn(3), 1000, CPU)
+        got = uniform(drawn(3), n, CPU)
     assert got.dtype == torch.float32
-    assert got.tolist() == [hashed(i, keys) for i in range(1000)]
+    assert got.tolist() == [hashed(i, keys) for i in range(n)]
 
 
 @pytest.mark.parametrize("seed", range(4))
