@@ -23,8 +23,12 @@ __all__ = ["AUTO"]
 AUTO: Final[Mapping[str, Mapping[str, str]]] = {
     # Gradients with a step for each token: from scratch, one for all loses those of most tokens.
     "auto": {"act_comp": "step:0.3:centre=true:spikes=16", "grad_comp": "step:0.5"},
-    # Activations of such a model lie along few directions, and it learns in the weak ones.
-    "auto:scratch": {"act_comp": "klt+step:0.1:centre=true", "grad_comp": "klt+step:0.5"},
+    # Activations of such a model lie along few directions, and it learns in the weak ones. There
+    # gradients are mostly below half a step: dithered they arrive right on average.
+    "auto:scratch": {
+        "act_comp": "klt+step:0.1:centre=true",
+        "grad_comp": "klt+step:0.7:rounding=dither",
+    },
     # One step for all gradients leaves most of a heavy tail at zero; dithered, right on average.
     "auto:relu": {
         "act_comp": "step:0.4",

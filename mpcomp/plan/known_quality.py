@@ -57,11 +57,12 @@ _GPT2, _SMOLLM2, _CIFAR10 = "gpt2_study", "smollm2_finetune", "cifar10_study"
 _DECAYED = "cifar10_study_decayed"
 _GROUPS = ("quant:4:scale=128", "quant:8:scale=128")
 _RELU = "step 0.4, finer dithered gradients of nonzero"
-_KLT_02 = ("klt+step:0.2:centre=true", "klt+step:0.5")
+_KLT_02 = ("klt+step:0.2:centre=true", "klt+step:0.7:rounding=dither")
+_SCRATCH = "klt, step 0.1 / 0.7, dithered"
 _TOP_10 = ("topk:0.1+fp16", "topk:0.1+fp16")
 KNOWN: Final = (
-    Known("scratch", "auto:scratch", "auto:scratch", 1.55, 0.43, 6, _GPT2, "klt, step 0.1 / 0.5"),
-    Known("scratch", *_KLT_02, 3.14, 2.64, 3, _GPT2, "klt, step 0.2 / 0.5"),
+    Known("scratch", "auto:scratch", "auto:scratch", 1.31, 0.71, 6, _GPT2, _SCRATCH),
+    Known("scratch", *_KLT_02, 3.21, 1.54, 6, _GPT2, "klt, step 0.2 / 0.7, dithered"),
     Known("scratch", "auto", "auto", 7.29, 5.84, 3, _GPT2, "step 0.3 / 0.5"),
     Known("scratch", "quant:4", "quant:8", 15.32, 1.34, 3, _GPT2, "fw4-bw8"),
     Known("scratch", *_TOP_10, 1193.99, 2295.58, 3, _GPT2, "top 10 %"),

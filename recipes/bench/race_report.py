@@ -15,6 +15,7 @@ from recipes.study import Line
 from recipes.study_table import Results, Run, half_interval
 
 REFERENCE: Final = "bf16"
+MISSING: Final = "–"
 #: Conditions of the first table, and of the second one.
 HEADLINES: Final = (Links(200, 50), Links(10, 20))
 #: Of the third table, each way.
@@ -30,13 +31,14 @@ four connections: each way, with stripes of every message on all of them; first 
 one connection, as in torch's own pipeline, then over four
 benchmark's shape: the same steps, with the messages and the link rules of Protocol NanoGPT \
 (8 x 1024 wide, 64 microbatches of 8,192 tokens, 200 Mbit/s, 50 ms); computing hidden as there, \
-coding free, on one core of this machine, or on a GPU and a core"""
+coding free, on one core of this machine, or on a GPU and a core; –: coding was not measured"""
 
 
 def render(
     lines: Sequence[Line],
     speed: Mapping[str, Any] | None,
     own_shape: Mapping[str, Any] | None = None,
+    order: Sequence[str] = (),
 ) -> str:
     """The tables.
 
@@ -45,8 +47,9 @@ def render(
         speed: of `recipes.bench.race_speed.measure`; without it, or without a run of the
             reference, only steps are shown.
         own_shape: likewise, of the benchmark's own size: one more column.
+        order: of rows; others come last.
     """
-    results = Results.of(lines)
+    results = Results.of(lines, order)
     rows = {row: runs for row, runs in results.runs.items() if runs}
     diverged = [results.label(row) for row in results.runs if results.diverged[row]]
     tables = _tables(rows, speed, own_shape)
@@ -100,13 +103,15 @@ def _headlines(
         for links in HEADLINES:
             seconds = _seconds(row, runs, links, speed)
             base = _seconds(REFERENCE, rows[REFERENCE], links, speed)
-            cells += [f"{seconds:.3f}", _gain(rows, row, seconds, base)]
+            cells += [_in_words(seconds), _gain(rows, row, seconds, base)]
         bits = _bits(list(runs.values()))
         base = benchmark_step_s(_bits(list(rows[REFERENCE].values())), Coding())
-        codings = [Coding(), _coding(row, speed).times(1 / SIZES["small"].message_elements)]
+        codings = [Coding(), _coding(row, runs, speed)]
         if own_shape is not None:
-            codings.append(_coding(row, own_shape).times(1 / own_shape["elements"]))
-        seconds_at_shape = [benchmark_step_s(bits, coding) for coding in codings]
+            codings.append(_coding(row, runs, own_shape))
+        seconds_at_shape = [
+            None if coding is None else benchmark_step_s(bits, coding) for coding in codings
+        ]
         cells.append(f"{seconds_at_shape[0]:.1f}")
         cells += [_gain(rows, row, seconds, base) for seconds in seconds_at_shape]
         table.append(cells)
@@ -122,7 +127,7 @@ def _grid(rows: Mapping[str, Mapping[int, Run]], speed: Mapping[str, Any]) -> st
             seconds = _seconds(row, runs, links, speed)
             base = _seconds(REFERENCE, rows[REFERENCE], links, speed)
             gains = _gains(rows, row, seconds, base)
-            cells.append(f"{statistics.fmean(gains):.2f}" if gains else "–")
+            cells.append(f"{statistics.fmean(gains):.2f}" if gains else MISSING)
         table.append(cells)
     headers = ("x", *(f"{each.mbps:g} / {each.latency_ms:g}" for each in conditions))
     return f"Mbit/s / ms\n{tabulate(table, headers, disable_numparse=True)}"
@@ -138,7 +143,7 @@ def _connections(rows: Mapping[str, Mapping[int, Run]], speed: Mapping[str, Any]
         for links in HEADLINES:
             several = links._replace(connections=CONNECTIONS)
             seconds = _seconds(row, runs, several, speed)
-            cells.append(f"{seconds:.3f}")
+            cells.append(_in_words(seconds))
             for of_base in (links, several):
                 base = _seconds(REFERENCE, rows[REFERENCE], of_base, speed)
                 cells.append(_gain(rows, row, seconds, base))
@@ -146,20 +151,41 @@ def _connections(rows: Mapping[str, Mapping[int, Run]], speed: Mapping[str, Any]
     return f"{CONNECTIONS} connections\n{tabulate(table, headers, disable_numparse=True)}"
 
 
-def _seconds(row: str, runs: Mapping[int, Run], links: Links, speed: Mapping[str, Any]) -> float:
-    bits = _bits(list(runs.values()))
-    return step_s(SIZES["small"], bits, links, speed["compute"], _coding(row, speed))
+def _seconds(
+    row: str, runs: Mapping[int, Run], links: Links, speed: Mapping[str, Any]
+) -> float | None:
+    """Of a step; None if its coding was not measured."""
+    coding, bits = _coding(row, runs, speed), _bits(list(runs.values()))
+    if coding is None:
+        return None
+    size = SIZES["small"]
+    return step_s(size, bits, links, speed["compute"], coding.times(size.message_elements))
 
 
-def _coding(row: str, speed: Mapping[str, Any]) -> Coding:
-    """Of a microbatch; what a rival does at a cut is part of its stages, and of no account."""
-    return Coding(*speed["coding"].get(row, ()))
+def _in_words(seconds: float | None) -> str:
+    return MISSING if seconds is None else f"{seconds:.3f}"
+
+
+def _coding(row: str, runs: Mapping[int, Run], speed: Mapping[str, Any]) -> Coding | None:
+    """Of an element; None if it was not measured.
+
+    What a rival does at a cut is part of its stages, and of no account.
+    """
+    if any(run["rival"] is not None for run in runs.values()):
+        return Coding()
+    measured = speed["coding"].get(row)
+    return None if measured is None else Coding(*measured).times(1 / speed["elements"])
 
 
 def _gains(
-    rows: Mapping[str, Mapping[int, Run]], row: str, seconds: float, base_seconds: float
+    rows: Mapping[str, Mapping[int, Run]],
+    row: str,
+    seconds: float | None,
+    base_seconds: float | None,
 ) -> list[float]:
     """Time to the target of the reference ÷ that of a row, of each seed in which both reached."""
+    if seconds is None or base_seconds is None:
+        return []
     base, own = rows[REFERENCE], rows[row]
     return [
         base[seed]["steps"] * base_seconds / (own[seed]["steps"] * seconds)
@@ -169,10 +195,13 @@ def _gains(
 
 
 def _gain(
-    rows: Mapping[str, Mapping[int, Run]], row: str, seconds: float, base_seconds: float
+    rows: Mapping[str, Mapping[int, Run]],
+    row: str,
+    seconds: float | None,
+    base_seconds: float | None,
 ) -> str:
     gains = _gains(rows, row, seconds, base_seconds)
-    return _interval(gains, ".2f") if gains else "–"
+    return _interval(gains, ".2f") if gains else MISSING
 
 
 def _interval(values: Sequence[float], form: str) -> str:

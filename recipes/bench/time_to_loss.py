@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         train=train,
         settings=settings,
         same_settings=True,
-        render=lambda lines: render(lines, speed, own_shape),
+        render=lambda lines: render(lines, speed, own_shape, list(ROWS)),
     )
     run_study(study, argv)
 

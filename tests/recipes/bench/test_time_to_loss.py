@@ -75,15 +75,23 @@ def test_measured_speed() -> None:
 
 def line(row: str, seed: int, steps: float | None, bits: float) -> dict[str, object]:
     counted = {"act_bits": bits, "grad_bits": bits, "trained_steps": 900}
-    return {"row": row, "seed": seed, "steps": steps, **counted}
+    return {"row": row, "seed": seed, "steps": steps, "rival": None, **counted}
+
+
+#: Of stages that compute nothing, and rows that code nothing.
+FREE = {
+    "elements": 1,
+    "compute": [[0.0, 0.0]] * 8,
+    "coding": dict.fromkeys(("bf16", "half", "never"), (0.0, 0.0, 0.0, 0.0)),
+}
 
 
 def test_table_multiplies_steps_and_seconds() -> None:
     lines = [line("bf16", seed, 100.0, 16) for seed in range(3)]
     lines += [line("half", seed, 200.0, 8) for seed in range(3)]
     lines += [line("never", seed, None, 1) for seed in range(3)]
-    speed = {"compute": [[0.0, 0.0]] * 8, "coding": {}}
-    text = render(lines, speed)
+    text = render(lines, FREE, order=["half", "bf16"])
+    assert text.index("half") < text.index("bf16 ") < text.index("never")
     base = benchmark_step_s(Bits(16, 16), Coding())
     gain = 100 * base / (200 * benchmark_step_s(Bits(8, 8), Coding()))
     (half,) = [row for row in text.splitlines() if row.startswith("half") and "3/3" in row]
@@ -96,21 +104,31 @@ def test_table_has_a_column_for_coding_at_the_own_shape() -> None:
     lines = [
         line(row, seed, 100.0, bits) for row, bits in (("bf16", 16), ("half", 8)) for seed in (0, 1)
     ]
-    speed = {"compute": [[0.0, 0.0]] * 8, "coding": {}}
     elements, coding = 1000, Coding(1e-4, 1e-4, 1e-4, 1e-4)
     own_shape = {"elements": elements, "coding": {"half": coding}, "machine": {"device": "a GPU"}}
-    text = render(lines, speed, own_shape)
-    assert "coded on a GPU and a core" in text and "coded on a GPU" not in render(lines, speed)
+    text = render(lines, FREE, own_shape)
+    assert "coded on a GPU and a core" in text and "coded on a GPU" not in render(lines, FREE)
     base = benchmark_step_s(Bits(16, 16), Coding())
     gain = base / benchmark_step_s(Bits(8, 8), coding.times(1 / elements))
     (half,) = [row for row in text.splitlines() if row.startswith("half") and "2/2" in row]
     assert half.split()[-3:] == [f"{gain:.2f}", "±", "0.00"]
 
 
+def test_coding_that_was_not_measured_is_not_free() -> None:
+    """But for what changes the model, and codes nothing."""
+    lines = [line(row, 0, 100.0, 4) for row in ("bf16", "new")]
+    lines.append({**line("changed", 0, 100.0, 4), "rival": "subspace:20"})
+    at_shape, *_ = render(lines, FREE, {**FREE, "machine": {"device": "a GPU"}}).split(
+        "Mbit/s / ms"
+    )
+    (new,) = [row.split() for row in at_shape.splitlines() if row.startswith("new")]
+    (changed,) = [row.split() for row in at_shape.splitlines() if row.startswith("changed")]
+    assert new.count("–") == 6 and new[-2:] == ["–", "–"] and "–" not in changed
+
+
 def test_table_of_runs_that_diverged_or_have_no_reference() -> None:
-    speed = {"compute": [[0.0, 0.0]] * 8, "coding": {}}
     gone = {"row": "gone", "seed": 0, "diverged": "NaN"}
-    text = render([line("half", 0, 200.0, 8), gone], speed)
+    text = render([line("half", 0, 200.0, 8), gone], FREE)
     assert "half" in text
     assert text.endswith("gone (1 diverged)")
 
