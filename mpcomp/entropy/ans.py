@@ -31,11 +31,13 @@ __all__ = [
     "TOTAL",
     "Sums",
     "buckets",
+    "folded",
     "pop",
     "pop_row",
     "push",
     "sums",
     "tally",
+    "unfolded",
 ]
 
 #: The symbol of magnitudes from here on.
@@ -69,6 +71,18 @@ class Sums(NamedTuple):
     largest: int
     nonzero: int
     negative: int
+
+
+@compiled
+def folded(d: int) -> int:
+    """The symbol of a whole number d: 2 |d|, or one less below zero."""
+    return 2 * abs(d) - (d < 0)
+
+
+@compiled
+def unfolded(symbol: int) -> int:
+    """The inverse of `folded`."""
+    return -((symbol + 1) >> 1) if symbol & 1 else symbol >> 1
 
 
 @compiled

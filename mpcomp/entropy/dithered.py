@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from mpcomp.core.compiled import compiled
 from mpcomp.entropy import ans
+from mpcomp.entropy.ans import folded, unfolded
 from mpcomp.entropy.classes import CONTEXTS, Classes, message, popped, read, with_tables
 from mpcomp.entropy.message import FEW, Message, Place, Reader
 
@@ -114,9 +115,8 @@ def symbols_of(q: NDArray[Any], offsets: NDArray[Any]) -> NDArray[Any]:
     symbols = np.empty((num_rows, num_columns), np.int16)
     for i in range(num_rows):
         for j in range(num_columns):
-            q_ij = _int64(q[i, j])
-            toward = q_ij if offsets[i, j] >= 0 else -q_ij
-            symbols[i, j] = 2 * toward - 1 if toward > 0 else -2 * toward
+            value = _int64(q[i, j])
+            symbols[i, j] = folded(-value if offsets[i, j] >= 0 else value)
     return symbols
 
 
@@ -127,7 +127,6 @@ def integers_of(symbols: NDArray[Any], offsets: NDArray[Any]) -> NDArray[Any]:
     q = np.empty((num_rows, num_columns), np.int16)
     for i in range(num_rows):
         for j in range(num_columns):
-            symbol = _int64(symbols[i, j])
-            toward = (symbol + 1) >> 1 if symbol & 1 else -(symbol >> 1)
-            q[i, j] = toward if offsets[i, j] >= 0 else -toward
+            away = unfolded(_int64(symbols[i, j]))
+            q[i, j] = -away if offsets[i, j] >= 0 else away
     return q

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from mpcomp.core.compiled import compiled
 from mpcomp.entropy import ans
-from mpcomp.entropy.ans import ESCAPE, pop_row
+from mpcomp.entropy.ans import ESCAPE, folded, pop_row, unfolded
 from mpcomp.entropy.frequencies import Table
 from mpcomp.entropy.message import FEW, Message, Place, Reader, damaged
 
@@ -174,14 +174,13 @@ def expect(
 def symbol(q: int, expected: int, signed: bool) -> int:
     """s of an integer."""
     d = q - expected
-    return 2 * abs(d) - (d < 0) if signed or abs(d) <= expected else q
+    return folded(d) if signed or abs(d) <= expected else q
 
 
 @compiled
 def integer(s: int, expected: int, signed: bool) -> int:
     """The inverse of `symbol`; of any s one within what integers may be."""
-    d = -((s + 1) >> 1) if s & 1 else s >> 1
-    q = expected + d if signed or s <= 2 * expected else s
+    q = expected + unfolded(s) if signed or s <= 2 * expected else s
     return min(max(q, -_LIMIT), _LIMIT)
 
 

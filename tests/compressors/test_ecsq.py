@@ -219,7 +219,7 @@ def test_a_scale_by_a_power_of_two_changes_scales_alone():
 
 @pytest.mark.parametrize("step", [1.5, 3.0])
 def test_a_dither_that_both_ends_have_saves_bytes(step, monkeypatch):
-    """What arrives is the same."""
+    """Fewer of them, and the same tensor at the other end."""
     x = torch.randn(256, 128) * torch.exp2(torch.randn(128))
     compressor = ECSQ(step, rounding="dither")
     few, arrived = num_bytes(compressor, x), round_trip(compressor, x)

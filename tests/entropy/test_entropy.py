@@ -255,7 +255,7 @@ def test_what_a_dither_told_is_refused_without_it(shape):
 
 
 def test_images_under_a_dither_are_coded_by_what_takes_least():
-    """Where they are smooth by their neighbours, and else by the dither."""
+    """Smooth ones by their neighbours, noise by the dither."""
     smooth, noise = IMAGES["signed"], dithered(np.random.default_rng(0), (768, 8), 0.5)
     for q, eighths, kind in ((smooth, offsets(*smooth.shape), 6), (*noise, 8)):
         coded = encode(q, (16, 12), eighths)
