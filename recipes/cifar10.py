@@ -64,7 +64,11 @@ def _parser() -> Parser:
     add("--widen", type=int, help="of a wide_resnet, its factor (default 10)")
     add("--schedule-epochs", type=int, help="half a period of the cosine schedule")
     add("--drop-last", action=argparse.BooleanOptionalAction, help="in training only")
-    add("--channels-last", action=argparse.BooleanOptionalAction)
+    add(
+        "--channels-last",
+        action=argparse.BooleanOptionalAction,
+        help="order in memory (default: last, of widths from 8 on)",
+    )
     add("--crop-padding", type=int, help="pixels of the random crop; 0 crops nothing")
     add("--flip", action=argparse.BooleanOptionalAction, help="random horizontal flip")
     add("--aug-seeds", type=int, help="fixed augmentations of each image; 0: always a fresh one")
@@ -237,8 +241,7 @@ def _model(config: ImageConfig, num_classes: int) -> torch.nn.Module:
     with torch.random.fork_rng(devices=[]):  # leave the caller's random state alone
         torch.manual_seed(config.seed)
         model = make(num_classes=num_classes, width=config.width, **sizes)
-    if config.channels_last:
-        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model.to(memory_format=config.memory_format)  # type: ignore[call-overload]
     return model
 
 

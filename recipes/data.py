@@ -173,7 +173,7 @@ class Loader:
     crop_padding: int = 4
     flip: bool = True
     aug_seeds: int = 0
-    channels_last: bool = False
+    memory_format: torch.memory_format = torch.contiguous_format
 
     def __len__(self) -> int:
         """The number of batches in an epoch of training."""
@@ -243,8 +243,7 @@ class Loader:
     def _normalise(self, images: Tensor) -> Tensor:
         mean = torch.tensor(self.mean, device=images.device)[:, None, None] * 255
         std = torch.tensor(self.std, device=images.device)[:, None, None] * 255
-        layout = torch.channels_last if self.channels_last else torch.contiguous_format
-        return ((images.float() - mean) / std).contiguous(memory_format=layout)
+        return ((images.float() - mean) / std).contiguous(memory_format=self.memory_format)
 
 
 def loaders_of(
@@ -285,7 +284,7 @@ def loaders_of(
             crop_padding=config.crop_padding,
             flip=config.flip,
             aug_seeds=config.aug_seeds,
-            channels_last=config.channels_last,
+            memory_format=config.memory_format,
         )
 
     return loader(dataset.train), loader(dataset.test)

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
+import torch
+
 from recipes.config import RunConfig, check_choice, check_rate_chosen
 
 WIDE: Final = "wide_resnet"
@@ -14,6 +16,9 @@ MODELS: Final = ("resnet18", "resnet34", "resnet50", "resnet101", "vgg16", WIDE)
 #: Sizes that only this one has, and its width, which is multiplied.
 WIDE_SIZES: Final = ("depth", "widen")
 WIDE_WIDTH: Final = 16
+# With fewer, last in memory, oneDNN for AVX2 writes past the end of its own in the gradient of a
+# strided 1x1 convolution (uxlfoundation/oneDNN issue 6035, with torch 2.13).
+_NARROWEST_CHANNELS_LAST: Final = 8
 
 # 1,257 small images: more, smaller steps, and a cosine that ends with the training.
 DIGITS_DEFAULTS: Final[Mapping[str, Any]] = {
@@ -62,7 +67,7 @@ class ImageConfig(RunConfig):
     lr: float = 0.01
     weight_decay: float = 5e-4
     precision: str = "fp32"
-    channels_last: bool = True
+    channels_last: bool = True  # of models of 8 channels and more; see `memory_format`
     crop_padding: int = 4
     flip: bool = True
     aug_seeds: int = 0  # fixed augmentations of each image; 0 draws a fresh one on each visit
@@ -82,6 +87,13 @@ class ImageConfig(RunConfig):
                 f"lr_warmup_epochs is {self.lr_warmup_epochs}, schedule_epochs is "
                 f"{self.schedule_epochs}; pass fewer epochs of warm-up than of the whole schedule"
             )
+
+    @property
+    def memory_format(self) -> torch.memory_format:
+        """The order of images and kernels in memory; narrow models' channels never lie last."""
+        if self.channels_last and self.width >= _NARROWEST_CHANNELS_LAST:
+            return torch.channels_last
+        return torch.contiguous_format
 
     def extended(self, epochs: int) -> ImageConfig:
         """The cosine as well: one that has ended would rise again."""

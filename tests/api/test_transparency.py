@@ -14,10 +14,12 @@ from models import (
     assert_same_training,
     clone,
     convnet,
+    convnet_channels_last,
     images,
     mlp,
     plain_step,
     resnet,
+    resnet_channels_last,
     rows,
     sgd,
 )
@@ -38,6 +40,10 @@ MODELS = {
     "mlp": (mlp, MLP_SPLIT, rows),
     "convnet": (convnet, CONV_SPLIT, images),
     "resnet18": (resnet, RESNET_SPLIT, lambda count, seed: images(count, seed, side=16)),
+}
+CHANNELS_LAST = {
+    "convnet": (convnet_channels_last, *MODELS["convnet"][1:]),
+    "resnet18": (resnet_channels_last, *MODELS["resnet18"][1:]),
 }
 
 
@@ -75,11 +81,11 @@ def test_compression_off_is_the_plain_model(name, count, chunks, recompute, glob
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["keep", "recompute"])
-@pytest.mark.parametrize("name", ["convnet", "resnet18"])
+@pytest.mark.parametrize("name", CHANNELS_LAST)
 def test_channels_last_is_the_plain_model_in_channels_last(name, recompute):
     """Cuts keep the memory order, so convolutions take the same path."""
-    make, where, batch = MODELS[name]
-    model = make().to(memory_format=torch.channels_last)
+    make, where, batch = CHANNELS_LAST[name]
+    model = make()
     plain = clone(model)
     pipe = mpcomp.pipeline(model, 2, split=where, loss_fn=F.cross_entropy, recompute=recompute)
     optimizers = adamw(pipe), adamw(plain)

@@ -13,9 +13,11 @@ from models import (
     RESNET_SPLIT,
     assert_same_training,
     convnet,
+    convnet_channels_last,
     images,
     mlp,
     resnet,
+    resnet_channels_last,
     rows,
     sgd,
 )
@@ -311,23 +313,23 @@ def test_what_was_let_go_can_be_read_again(tmp_path):
 # -- a pipeline from a folder ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("last_channels", [False, True])
 @pytest.mark.parametrize(
     "make, where",
-    [(mlp, MLP_SPLIT), (convnet, CONV_SPLIT), (resnet, RESNET_SPLIT), (Tied, [4, 1])],
-    ids=["mlp", "convnet", "resnet", "tied"],
+    [
+        *((mlp, MLP_SPLIT), (convnet, CONV_SPLIT), (convnet_channels_last, CONV_SPLIT)),
+        *((resnet, RESNET_SPLIT), (resnet_channels_last, RESNET_SPLIT), (Tied, [4, 1])),
+    ],
+    ids=["mlp", "convnet", "convnet, last", "resnet", "resnet, last", "tied"],
 )
-def test_a_pipeline_from_a_folder_trains_as_the_model_itself(make, where, last_channels, tmp_path):
+def test_a_pipeline_from_a_folder_trains_as_the_model_itself(make, where, tmp_path):
     model, empty = make(), on_meta(make)
     write(model, tmp_path)
-    if last_channels:
-        model, empty = (m.to(memory_format=torch.channels_last) for m in (model, empty))
     options = {"split": where, "loss_fn": F.cross_entropy, "act_comp": "ef21+topk:0.3"}
     pipes = [
         mpcomp.pipeline(model, 3, **options),
         mpcomp.pipeline(empty, 3, weights=tmp_path, **options),
     ]
-    batch = images if make in (convnet, resnet) else rows
+    batch = rows if make in (mlp, Tied) else images
     optimizers = [sgd(pipe) for pipe in pipes]
     for step in range(3):
         x, y = batch(7, step)

@@ -20,6 +20,7 @@ from models import (
     mlp,
     num_stored_rows,
     resnet,
+    resnet_channels_last,
     rows,
     sgd,
 )
@@ -71,12 +72,16 @@ def test_bytes_metered_are_bytes_handed_to_the_transport(method, monkeypatch):
     assert not any(link.meter.eval.messages for link in pipe.links if link.direction == "grad")
 
 
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
-def test_behind_a_relu_gradients_of_zeros_are_not_needed(layout):
+@pytest.mark.parametrize(
+    "make, layout",
+    [(resnet, torch.contiguous_format), (resnet_channels_last, torch.channels_last)],
+    ids=["channels second", "channels last"],
+)
+def test_behind_a_relu_gradients_of_zeros_are_not_needed(make, layout):
     """Not to send them leaves every gradient of every weight as it was, bit for bit."""
     x = torch.randn(6, 3, 16, 16).contiguous(memory_format=layout)
     y = torch.arange(6) % 3
-    original = resnet().to(memory_format=layout)
+    original = make()
     found = []
     for grad in (None, "same:where=nonzero"):
         model = clone(original)

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from recipes.image_config import ImageConfig
 
@@ -56,6 +57,15 @@ def test_digits_have_their_own_defaults_and_schedule():
     assert ImageConfig.for_data("digits", epochs=3).schedule_epochs == 3
     assert ImageConfig.for_data("digits", epochs=3, schedule_epochs=5).schedule_epochs == 5
     assert ImageConfig.for_data("somewhere/cifar") == ImageConfig(data="somewhere/cifar")
+
+
+def test_channels_of_narrow_models_do_not_lie_last():
+    """oneDNN writes past the end of its memory for them (issue 6035), on machines with AVX2."""
+    config = ImageConfig.for_data("digits", width=8)
+    assert config.channels_last and config.memory_format == torch.channels_last
+    assert ImageConfig.for_data("digits", width=7).memory_format == torch.contiguous_format
+    plain = ImageConfig.for_data("digits", width=8, channels_last=False)
+    assert plain.memory_format == torch.contiguous_format
 
 
 def test_wide_networks_are_as_wide_as_in_the_paper():

@@ -74,7 +74,7 @@ def test_evaluation_visits_every_image_in_order():
 
 
 def test_normalisation_and_memory_layout():
-    one = loader(mean=(0.5,) * 3, std=(0.25,) * 3, channels_last=True)
+    one = loader(mean=(0.5,) * 3, std=(0.25,) * 3, memory_format=torch.channels_last)
     x, _ = next(iter(one))
     assert torch.allclose(x, (one.split.images[:4].float() / 255 - 0.5) / 0.25, atol=1e-5)
     assert x.is_contiguous(memory_format=torch.channels_last)
