@@ -87,7 +87,9 @@ def _coder_is_compiled() -> None:
     """The entropy coder's machine code, which processes of a test then do not wait for."""
     import numpy as np
 
+    import mpcomp
     from mpcomp import entropy
+    from mpcomp.core.tensor_meta import TensorMeta
 
     q = np.full((2, 2), -1, np.int16)
     entropy.decode(entropy.encode(q), *q.shape)
@@ -96,6 +98,13 @@ def _coder_is_compiled() -> None:
     signs, offsets = (smooth % 2).astype(np.int16), (smooth % 2 * 3).astype(np.int8)
     coded = entropy.encode(signs, None, offsets)
     entropy.decode(coded, *signs.shape, None, offsets)
+    x = torch.from_numpy(smooth).float()
+    for method in ("step:0.5:centre=true", "step:0.5:rounding=dither"):
+        compressor = mpcomp.parse(method)
+        generator = torch.Generator().manual_seed(0)
+        payload = compressor.compress(x, generator)
+        generator.manual_seed(0)
+        compressor.decompress(payload, TensorMeta.of(x), generator)
 
 
 @pytest.fixture(scope="session")

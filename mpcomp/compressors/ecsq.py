@@ -37,6 +37,7 @@ from torch import Tensor
 
 from mpcomp import entropy
 from mpcomp.compressors.base import Compressor
+from mpcomp.compressors.rounding import Grid, means_of, norms_of, parts_of, restored, rounded
 from mpcomp.compressors.tokens import Tokens
 from mpcomp.core.randomness import uniform
 from mpcomp.core.tensor_meta import TensorMeta
@@ -59,19 +60,19 @@ _SPIKE = 3 * _PER_OCTAVE  # a token this far above the median one stands out
 _FRACTIONS = 4  # of a step, in which means are sent
 
 
-class _Rounded(NamedTuple):
+class _Numbers(NamedTuple):
     """The numbers of a message.
 
     Attributes:
         exponents: k of each token, or of all: int16 [T] or [1].
-        units: u of each, fp32 [T, 1] or [1, 1], on the tensor's device; zero for tokens that are.
         means: m of each channel in fractions of a unit, int16 [C]; None without.
+        grid: what those say, on the tensor's device.
         q: of the elements, int16 [T, C], on the tensor's device.
     """
 
     exponents: NDArray[np.int16]
-    units: Tensor
     means: NDArray[np.int16] | None
+    grid: Grid
     q: Tensor
 
 
@@ -179,15 +180,15 @@ class ECSQ(Compressor):
     ) -> Payload:
         tokens = Tokens.of(TensorMeta.of(x))
         dither = self._dither(generator, tokens, x.device)
-        return self._payload(self._rounded(tokens, x, whole, dither), tokens, dither)
+        return self._payload(self._numbers(tokens, x, whole, dither), tokens, dither)
 
     def round_trip(
         self, x: Tensor, whole: Tensor, meta: TensorMeta, draw: Callable[[], torch.Generator]
     ) -> tuple[Payload, Tensor]:
         tokens = Tokens.of(meta)
         dither = self._dither(draw(), tokens, x.device)
-        rounded = self._rounded(tokens, x, whole, dither)
-        return self._payload(rounded, tokens, dither), self._tensor(rounded, tokens, dither)
+        numbers = self._numbers(tokens, x, whole, dither)
+        return self._payload(numbers, tokens, dither), self._tensor(numbers, tokens, dither)
 
     def decompress(
         self, payload: Payload, meta: TensorMeta, generator: torch.Generator | None = None
@@ -196,58 +197,43 @@ class ECSQ(Compressor):
         device = payload[0].device
         coded = self._parts(tokens).parted((payload[0].cpu(),))
         *shapes, of_elements = self._shapes(tokens)
-        *numbers, elements = (part.numpy() for (part,) in coded)
-        lowest, above, *means = (
-            entropy.decode(each, *shape) for each, shape in zip(numbers, shapes, strict=True)
+        *few, elements = (part.numpy() for (part,) in coded)
+        lowest, above, *of_channels = (
+            entropy.decode(each, *shape) for each, shape in zip(few, shapes, strict=True)
         )
         dither = self._dither(generator, tokens, device)
         q = entropy.decode(elements, *of_elements, tokens.image, _offsets_of(dither))
         exponents = _absolute(lowest, above)
-        rounded = _Rounded(
-            exponents,
-            self._units(exponents, device),
-            means[0][0] if self.centre else None,
-            torch.from_numpy(q).to(device),
-        )
-        return self._tensor(rounded, tokens, dither)
+        means = of_channels[0][0] if self.centre else None
+        grid = self._grid(exponents, means, device)
+        numbers = _Numbers(exponents, means, grid, torch.from_numpy(q).to(device))
+        return self._tensor(numbers, tokens, dither)
 
-    def _rounded(self, tokens: Tokens, x: Tensor, whole: Tensor, dither: Tensor | None) -> _Rounded:
+    def _numbers(self, tokens: Tokens, x: Tensor, whole: Tensor, dither: Tensor | None) -> _Numbers:
         """The numbers that a message says."""
-        vectors = tokens.split(x)
-        exponents = self._exponents(vectors if whole is x else tokens.split(whole))
-        units = self._units(exponents, x.device)
-        y = vectors / torch.where(units > 0, units, torch.inf)
-        means = None
+        vectors = tokens.vectors(x)
+        exponents = self._exponents(vectors if whole is x else tokens.vectors(whole))
+        grid, means = self._grid(exponents, None, x.device), None
         if self.centre:
-            means = _whole(_mean(y, _ordinary(exponents)).mul_(_FRACTIONS).round_()).cpu().numpy()
-            y -= _offsets(means, exponents, x.device)
-        if dither is not None:
-            y.add_(dither).round_()
-        elif self.dead_zone == 0.5:
-            y = y.round_()
-        else:
-            y = torch.copysign(y.abs().add_(1 - self.dead_zone).floor_(), y)
-        return _Rounded(exponents, units, means, _whole(y))
+            fractions = np.rint(_FRACTIONS * means_of(vectors, grid))
+            means = np.clip(fractions, -entropy.LARGEST, entropy.LARGEST).astype(np.int16)
+            grid = grid._replace(means=_as_sent(means, x.device))
+        q = rounded(vectors, grid, dither, self.dead_zone, entropy.LARGEST)
+        return _Numbers(exponents, means, grid, q)
 
-    def _payload(self, rounded: _Rounded, tokens: Tokens, dither: Tensor | None) -> Payload:
-        numbers = _relative(rounded.exponents)
-        if rounded.means is not None:
-            numbers.append(rounded.means[None])
-        coded_q = entropy.encode(rounded.q.cpu().numpy(), tokens.image, _offsets_of(dither))
-        coded = [(torch.from_numpy(each),) for each in (*map(entropy.encode, numbers), coded_q)]
-        return tuple(part.to(rounded.q.device) for part in self._parts(tokens).joined(coded))
+    def _payload(self, numbers: _Numbers, tokens: Tokens, dither: Tensor | None) -> Payload:
+        few = _relative(numbers.exponents)
+        if numbers.means is not None:
+            few.append(numbers.means[None])
+        coded_q = entropy.encode(numbers.q.cpu().numpy(), tokens.image, _offsets_of(dither))
+        coded = [(torch.from_numpy(each),) for each in (*map(entropy.encode, few), coded_q)]
+        return tuple(part.to(numbers.q.device) for part in self._parts(tokens).joined(coded))
 
-    def _tensor(self, rounded: _Rounded, tokens: Tokens, dither: Tensor | None) -> Tensor:
+    def _tensor(self, numbers: _Numbers, tokens: Tokens, dither: Tensor | None) -> Tensor:
         """x^, from the numbers of a message."""
-        meta = tokens.meta
-        y = rounded.q.to(torch.float32)
-        if rounded.means is not None:
-            y += _offsets(rounded.means, rounded.exponents, y.device)
-        if dither is not None:
-            y -= dither
-        limit = min(torch.finfo(meta.dtype).max, torch.finfo(torch.float32).max)
-        x = y.mul_(rounded.units).clamp_(-limit, limit)
-        return tokens.join(x.to(meta.dtype))
+        dtype = tokens.meta.dtype
+        limit = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
+        return tokens.join(restored(numbers.q, numbers.grid, dither, limit).to(dtype))
 
     def _shapes(self, tokens: Tokens) -> tuple[tuple[int, int], ...]:
         """Shapes of what a message holds: exponents, means if there are any, elements."""
@@ -263,21 +249,30 @@ class ECSQ(Compressor):
         """k of each token, or of all: the rms in quarters of an octave, int16 [T] or [1]."""
         if self.scale == "tensor":
             vectors = vectors.reshape(1, -1)
-        # In fp64, where no square overflows. Sums may round by machine: k is sent.
-        norms = torch.linalg.vector_norm(vectors, dim=1, dtype=torch.float64).cpu().numpy()
+        norms = norms_of(vectors)  # sums may round by machine: k is sent
         with np.errstate(divide="ignore"):
             octaves = np.log2(norms / max(1, vectors.shape[1]) ** 0.5)
         exponents = np.clip(np.rint(octaves * _PER_OCTAVE), _SMALLEST, _LARGEST)
         return np.where(norms > 0, exponents, _NONE).astype(np.int16)
 
-    def _units(self, exponents: NDArray[np.int16], device: torch.device) -> Tensor:
-        """u of each token, or of all."""
+    def _grid(
+        self,
+        exponents: NDArray[np.int16],
+        means: NDArray[np.int16] | None,
+        device: torch.device,
+    ) -> Grid:
+        """u and m of each token, or of all."""
         places = exponents.astype(np.intp) - _SMALLEST
         units = self.step * _POWERS.take(places, mode="clip")
         if self.spikes > 1:
             units = np.where(_ordinary(exponents), units, units / self.spikes)
         units = np.where(exponents < _SMALLEST, 0.0, np.minimum(units, _LARGEST_UNIT))
-        return torch.from_numpy(units.astype(np.float32))[:, None].to(device)
+        centred = _ordinary(exponents) if self.centre else np.ones(1)
+        return Grid(
+            torch.from_numpy(units.astype(np.float32))[:, None].to(device),
+            None if means is None else _as_sent(means, device),
+            torch.from_numpy(centred.astype(np.float32))[:, None].to(device),
+        )
 
     def _dither(
         self, generator: torch.Generator | None, tokens: Tokens, device: torch.device
@@ -311,17 +306,9 @@ def _absolute(lowest: NDArray[np.int16], above: NDArray[np.int16]) -> NDArray[np
     return np.clip(exponents, _NONE, _LARGEST).astype(np.int16)
 
 
-def _whole(y: Tensor) -> Tensor:
-    """Whole numbers as int16, clipped."""
-    return y.clamp_(-entropy.LARGEST, entropy.LARGEST).to(torch.int16)
-
-
 def _offsets_of(dither: Tensor | None) -> NDArray[np.int8] | None:
     """The dither as `entropy.encode` takes it."""
-    if dither is None:
-        return None
-    offsets: NDArray[np.int8] = (dither * entropy.PARTS).floor_().to(torch.int8).cpu().numpy()
-    return offsets
+    return None if dither is None else parts_of(dither, entropy.PARTS)
 
 
 def _ordinary(exponents: NDArray[np.int16]) -> NDArray[np.bool_]:
@@ -337,17 +324,6 @@ def _ordinary(exponents: NDArray[np.int16]) -> NDArray[np.bool_]:
     return there & (exponents.astype(np.int32) <= median + _SPIKE)
 
 
-def _mean(y: Tensor, among: NDArray[np.bool_]) -> Tensor:
-    """Mean of those rows [C]; of one that counts for all of them."""
-    if len(among) == 1 or among.all():
-        return y.mean(0).nan_to_num()
-    return y[torch.from_numpy(among).to(y.device)].mean(0).nan_to_num()
-
-
-def _offsets(
-    means: NDArray[np.int16], exponents: NDArray[np.int16], device: torch.device
-) -> Tensor:
-    """m of each token: fp32 [T, C], or [1, C]; zero for those that stand out or are zero."""
-    among = torch.from_numpy(_ordinary(exponents).astype(np.float32)).to(device)
-    m = torch.from_numpy(means).to(device).to(torch.float32) / _FRACTIONS
-    return among[:, None] * m
+def _as_sent(means: NDArray[np.int16], device: torch.device) -> Tensor:
+    """m of each channel, fp32 [C]."""
+    return torch.from_numpy(means).to(device).to(torch.float32) / _FRACTIONS

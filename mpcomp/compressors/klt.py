@@ -237,7 +237,7 @@ class InBasis(Compressor):
 
     def compress(self, x: Tensor, generator: torch.Generator | None = None) -> Payload:
         tokens = Tokens.of(TensorMeta.of(x).with_dtype(torch.float32))
-        vectors = tokens.split(x).clamp(-_LIMIT, _LIMIT)
+        vectors = tokens.split(x).clamp_(-_LIMIT, _LIMIT)
         whole = y = tokens.join(vectors)
         if self.basis is not None:
             y = tokens.join(self.basis.coordinates(vectors))
@@ -257,7 +257,7 @@ class InBasis(Compressor):
         limit = min(torch.finfo(meta.dtype).max, torch.finfo(torch.float32).max)
         if self.basis is not None:
             tokens = Tokens.of(wide)
-            y = tokens.split(x).clamp(-_LIMIT, _LIMIT)
+            y = tokens.split(x).clamp_(-_LIMIT, _LIMIT)
             x = tokens.join(self.basis.vectors(y))
         return x.clamp_(-limit, limit).to(meta.dtype)
 

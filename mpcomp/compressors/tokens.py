@@ -41,12 +41,15 @@ class Tokens:
         height, width = self.meta.shape[-2:]
         return height, width
 
-    def split(self, x: Tensor) -> Tensor:
-        """fp32 [vectors, elements], finite."""
+    def vectors(self, x: Tensor) -> Tensor:
+        """fp32 [vectors, elements], contiguous."""
         if x.dim() >= 4:
             x = x.movedim(1, -1)
-        vectors = x.reshape(self.num, self.width).to(torch.float32)
-        return vectors.nan_to_num()
+        return x.reshape(self.num, self.width).to(torch.float32).contiguous()
+
+    def split(self, x: Tensor) -> Tensor:
+        """Finite `vectors`, in memory of their own."""
+        return self.vectors(x).nan_to_num()
 
     def join(self, vectors: Tensor) -> Tensor:
         """The inverse: a tensor like ``meta``."""

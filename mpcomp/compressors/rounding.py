@@ -1,0 +1,298 @@
+"""Vectors rounded to whole numbers of their units, and back.
+
+    y = x / u - m,    q = round(y + v),    x^ = u (q + m - v)
+
+with a unit u of each vector, means m of the channels and a dither v of each element
+(`mpcomp.compressors.ecsq`). On a CPU each of these is one compiled pass over memory: a tensor in
+between takes longer to be given its pages than to be computed. On other devices they are torch's
+operations, of the same bits; only sums may differ in their last ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mpcomp.core.compiled import compiled
+
+__all__ = ["Grid", "means_of", "norms_of", "parts_of", "restored", "rounded"]
+
+_LANES: Final = 8  # sums of a row that do not wait for each other
+_LARGEST: Final = float(torch.finfo(torch.float32).max)
+# For a type checker, which knows no arithmetic of numpy's own numbers.
+_float32: Any = np.float32
+_float64: Any = np.float64
+_Array: TypeAlias = NDArray[Any]
+
+
+class Grid(NamedTuple):
+    """Places of whole numbers: number q of a vector lies at u (q + m).
+
+    Attributes:
+        units: u of each vector, fp32 [T, 1], or of all [1, 1]; zero of those that become zero.
+        means: m of each channel, fp32 [C]; None for zero.
+        centred: one for vectors that have means and zero for others, fp32 [T, 1], or of all [1, 1].
+    """
+
+    units: Tensor
+    means: Tensor | None
+    centred: Tensor
+
+
+def norms_of(vectors: Tensor) -> NDArray[np.float64]:
+    """Euclidean norms of vectors, fp32 [T, C], in fp64, where no square overflows: [T]."""
+    if vectors.device.type == "cpu":
+        norms = np.empty(len(vectors))
+        fill_norms(vectors.numpy(), norms)
+        return norms
+    on_device = torch.linalg.vector_norm(vectors.nan_to_num(), dim=1, dtype=torch.float64)
+    of_device: NDArray[np.float64] = on_device.cpu().numpy()
+    return of_device
+
+
+def means_of(vectors: Tensor, grid: Grid) -> NDArray[np.float64]:
+    """Means over x / u of vectors that are centred; zero if none is: fp64 [C], finite.
+
+    Args:
+        vectors: x, fp32 [T, C].
+        grid: its means do not count.
+    """
+    if vectors.device.type == "cpu":
+        sums = np.zeros(vectors.shape[1])
+        add_up(vectors.numpy(), grid.units.numpy(), grid.centred.numpy(), sums)
+    else:
+        y = vectors.nan_to_num().to(torch.float64) / _positive(grid.units) * grid.centred
+        sums = y.sum(0).cpu().numpy()
+    count = float(grid.centred.sum()) * len(vectors) / max(1, len(grid.centred))
+    return sums / max(1.0, count)
+
+
+def rounded(
+    vectors: Tensor, grid: Grid, dither: Tensor | None, dead_zone: float, limit: int
+) -> Tensor:
+    """q of vectors x, fp32 [T, C]: int16 [T, C].
+
+    Args:
+        vectors: x; what is no number counts as zero.
+        grid: of these.
+        dither: v, fp32 [T, C]; None for zero.
+        dead_zone: smallest |y| that is not rounded to zero, without a dither.
+        limit: larger magnitudes are clipped.
+    """
+    if vectors.device.type == "cpu":
+        q = np.empty(vectors.shape, np.int16)
+        fill_rounded(*_arrays(vectors, grid, dither), dead_zone, limit, q)
+        return torch.from_numpy(q)
+    return rounded_by_torch(vectors, grid, dither, dead_zone, limit)
+
+
+def rounded_by_torch(
+    vectors: Tensor, grid: Grid, dither: Tensor | None, dead_zone: float, limit: int
+) -> Tensor:
+    """`rounded` by operations of torch, on any device."""
+    y = vectors.nan_to_num() / _positive(grid.units)
+    if grid.means is not None:
+        y -= grid.centred * grid.means
+    if dither is not None:
+        y.add_(dither).round_()
+    elif dead_zone == 0.5:
+        y.round_()
+    else:
+        y = torch.copysign(y.abs().add_(1 - dead_zone).floor_(), y)
+    return y.clamp_(-limit, limit).to(torch.int16)
+
+
+def restored(q: Tensor, grid: Grid, dither: Tensor | None, limit: float) -> Tensor:
+    """x^ of whole numbers, int16 [T, C]: fp32 [T, C].
+
+    Args:
+        q: of `rounded`.
+        grid: likewise.
+        dither: likewise.
+        limit: larger magnitudes are clipped.
+    """
+    if q.device.type == "cpu":
+        x = np.empty(q.shape, np.float32)
+        fill_restored(*_arrays(q, grid, dither), limit, x)
+        return torch.from_numpy(x)
+    return restored_by_torch(q, grid, dither, limit)
+
+
+def restored_by_torch(q: Tensor, grid: Grid, dither: Tensor | None, limit: float) -> Tensor:
+    """`restored` by operations of torch, on any device."""
+    y = q.to(torch.float32)
+    if grid.means is not None:
+        y += grid.centred * grid.means
+    if dither is not None:
+        y -= dither
+    return y.mul_(grid.units).clamp_(-limit, limit)
+
+
+def parts_of(dither: Tensor, num: int) -> NDArray[np.int8]:
+    """floor(num v) of a dither v, fp32 in [-1/2, 1/2): int8 of the same shape."""
+    if dither.device.type == "cpu":
+        parts = np.empty(dither.shape, np.int8)
+        fill_parts(dither.numpy(), num, parts)
+        return parts
+    of_device: NDArray[np.int8] = (dither * num).floor_().to(torch.int8).cpu().numpy()
+    return of_device
+
+
+def _positive(units: Tensor) -> Tensor:
+    """Units, of which none is zero: by infinite ones all becomes zero."""
+    return torch.where(units > 0, units, torch.inf)
+
+
+def _arrays(
+    elements: Tensor, grid: Grid, dither: Tensor | None
+) -> tuple[_Array, _Array, _Array, _Array, _Array]:
+    """What loops take: zeros for no means, nothing for no dither."""
+    means = np.zeros(elements.shape[1], np.float32) if grid.means is None else grid.means.numpy()
+    none = np.empty((0, elements.shape[1]), np.float32)
+    given = none if dither is None else dither.numpy()
+    return elements.numpy(), grid.units.numpy(), means, grid.centred.numpy(), given
+
+
+@compiled
+def finite(value: Any) -> Any:
+    """The number as ``torch.nan_to_num`` has it."""
+    there = value if value == value else _float32(0)
+    return min(max(there, _float32(-_LARGEST)), _float32(_LARGEST))
+
+
+@compiled
+def fill_norms(vectors: _Array, norms: _Array) -> None:
+    """See `norms_of`.
+
+    Args:
+        vectors: fp32 [T, C].
+        norms: takes them, fp64 [T].
+    """
+    num_columns = vectors.shape[1]
+    whole = num_columns - num_columns % _LANES
+    sums = np.zeros(_LANES)
+    for i in range(len(vectors)):
+        sums[:] = 0
+        for j in range(0, whole, _LANES):
+            for lane in range(_LANES):
+                value = _float64(finite(vectors[i, j + lane]))
+                sums[lane] += value * value
+        for j in range(whole, num_columns):
+            value = _float64(finite(vectors[i, j]))
+            sums[0] += value * value
+        norms[i] = np.sqrt(sums.sum())
+
+
+@compiled
+def add_up(vectors: _Array, units: _Array, centred: _Array, sums: _Array) -> None:
+    """Sums over x / u of vectors that are centred.
+
+    Args:
+        vectors: x, fp32 [T, C].
+        units: as of `Grid`.
+        centred: likewise.
+        sums: fp64 [C], zeros, to which they are added.
+    """
+    for i in range(len(vectors)):
+        unit = units[min(i, len(units) - 1), 0]
+        if unit > 0 and centred[min(i, len(centred) - 1), 0] > 0:
+            times = 1 / _float64(unit)
+            for j in range(vectors.shape[1]):
+                sums[j] += _float64(finite(vectors[i, j])) * times
+
+
+@compiled
+def fill_rounded(
+    vectors: _Array,
+    units: _Array,
+    means: _Array,
+    centred: _Array,
+    dither: _Array,
+    dead_zone: float,
+    limit: int,
+    q: _Array,
+) -> None:
+    """See `rounded`.
+
+    Args:
+        vectors: x, fp32 [T, C].
+        units: as of `Grid`.
+        means: likewise, fp32 [C].
+        centred: likewise.
+        dither: fp32 [T, C], or [0, C] for none.
+        dead_zone: smallest |y| that is not rounded to zero, without a dither.
+        limit: of magnitudes.
+        q: takes the whole numbers, int16 [T, C].
+    """
+    up, largest = _float32(1 - dead_zone), _float32(limit)
+    for i in range(len(vectors)):
+        unit = units[min(i, len(units) - 1), 0]
+        if not unit > 0:
+            unit = _float32(np.inf)
+        share = centred[min(i, len(centred) - 1), 0]
+        if len(dither) > 0:
+            for j in range(vectors.shape[1]):
+                y = finite(vectors[i, j]) / unit - share * means[j]
+                q[i, j] = np.int16(min(max(np.rint(y + dither[i, j]), -largest), largest))
+        elif dead_zone == 0.5:
+            for j in range(vectors.shape[1]):
+                y = finite(vectors[i, j]) / unit - share * means[j]
+                q[i, j] = np.int16(min(max(np.rint(y), -largest), largest))
+        else:
+            for j in range(vectors.shape[1]):
+                y = finite(vectors[i, j]) / unit - share * means[j]
+                size = min(np.floor(abs(y) + up), largest)
+                q[i, j] = np.int16(-size if y < 0 else size)
+
+
+@compiled
+def fill_restored(
+    q: _Array,
+    units: _Array,
+    means: _Array,
+    centred: _Array,
+    dither: _Array,
+    limit: float,
+    x: _Array,
+) -> None:
+    """See `restored`.
+
+    Args:
+        q: whole numbers, int16 [T, C].
+        units: as of `fill_rounded`, and so are those that follow.
+        means: likewise.
+        centred: likewise.
+        dither: likewise.
+        limit: of magnitudes.
+        x: takes the elements, fp32 [T, C].
+    """
+    largest = _float32(limit)
+    for i in range(len(q)):
+        unit = units[min(i, len(units) - 1), 0]
+        share = centred[min(i, len(centred) - 1), 0]
+        if len(dither) > 0:
+            for j in range(q.shape[1]):
+                y = _float32(q[i, j]) + share * means[j] - dither[i, j]
+                x[i, j] = min(max(y * unit, -largest), largest)
+        else:
+            for j in range(q.shape[1]):
+                y = _float32(q[i, j]) + share * means[j]
+                x[i, j] = min(max(y * unit, -largest), largest)
+
+
+@compiled
+def fill_parts(dither: _Array, num: int, parts: _Array) -> None:
+    """See `parts_of`.
+
+    Args:
+        dither: fp32 [T, C].
+        num: of a step.
+        parts: takes them, int8 [T, C].
+    """
+    for i in range(len(dither)):
+        for j in range(dither.shape[1]):
+            parts[i, j] = np.int8(np.floor(dither[i, j] * _float32(num)))
