@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mpcomp.core.compiled import compiled
+from mpcomp.core.threads import each, slices_of
 
 __all__ = ["Grid", "means_of", "norms_of", "parts_of", "restored", "rounded"]
 
@@ -47,7 +48,8 @@ def norms_of(vectors: Tensor) -> NDArray[np.float64]:
     """Euclidean norms of vectors, fp32 [T, C], in fp64, where no square overflows: [T]."""
     if vectors.device.type == "cpu":
         norms = np.empty(len(vectors))
-        fill_norms(vectors.numpy(), norms)
+        x = vectors.numpy()
+        each(lambda rows: fill_norms(x[rows], norms[rows]), slices_of(*x.shape))
         return norms
     on_device = torch.linalg.vector_norm(vectors.nan_to_num(), dim=1, dtype=torch.float64)
     of_device: NDArray[np.float64] = on_device.cpu().numpy()
@@ -62,8 +64,14 @@ def means_of(vectors: Tensor, grid: Grid) -> NDArray[np.float64]:
         grid: its means do not count.
     """
     if vectors.device.type == "cpu":
-        sums = np.zeros(vectors.shape[1])
-        add_up(vectors.numpy(), grid.units.numpy(), grid.centred.numpy(), sums)
+        arrays = _Arrays.of(vectors, grid, None)
+
+        def added_up_of(rows: slice) -> NDArray[np.float64]:
+            some = arrays.some(rows)
+            return added_up(some.elements, some.units, some.centred)
+
+        of_slices = each(added_up_of, slices_of(*vectors.shape))
+        sums = sum(of_slices, start=np.zeros(vectors.shape[1]))
     else:
         y = vectors.nan_to_num().to(torch.float64) / _positive(grid.units) * grid.centred
         sums = y.sum(0).cpu().numpy()
@@ -85,7 +93,11 @@ def rounded(
     """
     if vectors.device.type == "cpu":
         q = np.empty(vectors.shape, np.int16)
-        fill_rounded(*_arrays(vectors, grid, dither), dead_zone, limit, q)
+        arrays = _Arrays.of(vectors, grid, dither)
+        each(
+            lambda rows: fill_rounded(*arrays.some(rows), dead_zone, limit, q[rows]),
+            slices_of(*q.shape),
+        )
         return torch.from_numpy(q)
     return rounded_by_torch(vectors, grid, dither, dead_zone, limit)
 
@@ -117,7 +129,11 @@ def restored(q: Tensor, grid: Grid, dither: Tensor | None, limit: float) -> Tens
     """
     if q.device.type == "cpu":
         x = np.empty(q.shape, np.float32)
-        fill_restored(*_arrays(q, grid, dither), limit, x)
+        arrays = _Arrays.of(q, grid, dither)
+        each(
+            lambda rows: fill_restored(*arrays.some(rows), limit, x[rows]),
+            slices_of(*x.shape),
+        )
         return torch.from_numpy(x)
     return restored_by_torch(q, grid, dither, limit)
 
@@ -136,7 +152,8 @@ def parts_of(dither: Tensor, num: int) -> NDArray[np.int8]:
     """floor(num v) of a dither v, fp32 in [-1/2, 1/2): int8 of the same shape."""
     if dither.device.type == "cpu":
         parts = np.empty(dither.shape, np.int8)
-        fill_parts(dither.numpy(), num, parts)
+        v = dither.numpy()
+        each(lambda rows: fill_parts(v[rows], num, parts[rows]), slices_of(*v.shape))
         return parts
     of_device: NDArray[np.int8] = (dither * num).floor_().to(torch.int8).cpu().numpy()
     return of_device
@@ -147,14 +164,30 @@ def _positive(units: Tensor) -> Tensor:
     return torch.where(units > 0, units, torch.inf)
 
 
-def _arrays(
-    elements: Tensor, grid: Grid, dither: Tensor | None
-) -> tuple[_Array, _Array, _Array, _Array, _Array]:
-    """What loops take: zeros for no means, nothing for no dither."""
-    means = np.zeros(elements.shape[1], np.float32) if grid.means is None else grid.means.numpy()
-    none = np.empty((0, elements.shape[1]), np.float32)
-    given = none if dither is None else dither.numpy()
-    return elements.numpy(), grid.units.numpy(), means, grid.centred.numpy(), given
+class _Arrays(NamedTuple):
+    """What loops take: elements, a `Grid`, of which no means are zeros, and a dither or no rows."""
+
+    elements: _Array
+    units: _Array
+    means: _Array
+    centred: _Array
+    dither: _Array
+
+    @classmethod
+    def of(cls, elements: Tensor, grid: Grid, dither: Tensor | None) -> _Arrays:
+        """The arrays of tensors."""
+        width = elements.shape[1]
+        means = np.zeros(width, np.float32) if grid.means is None else grid.means.numpy()
+        given = np.empty((0, width), np.float32) if dither is None else dither.numpy()
+        return cls(elements.numpy(), grid.units.numpy(), means, grid.centred.numpy(), given)
+
+    def some(self, rows: slice) -> _Arrays:
+        """Those of some rows."""
+        units, centred, dither = (
+            each_row[rows] if len(each_row) > 1 else each_row
+            for each_row in (self.units, self.centred, self.dither)
+        )
+        return _Arrays(self.elements[rows], units, self.means, centred, dither)
 
 
 @compiled
@@ -188,21 +221,25 @@ def fill_norms(vectors: _Array, norms: _Array) -> None:
 
 
 @compiled
-def add_up(vectors: _Array, units: _Array, centred: _Array, sums: _Array) -> None:
+def added_up(vectors: _Array, units: _Array, centred: _Array) -> _Array:
     """Sums over x / u of vectors that are centred.
 
     Args:
         vectors: x, fp32 [T, C].
         units: as of `Grid`.
         centred: likewise.
-        sums: fp64 [C], zeros, to which they are added.
+
+    Returns:
+        Sums of the channels, fp64 [C].
     """
+    sums = np.zeros(vectors.shape[1])
     for i in range(len(vectors)):
         unit = units[min(i, len(units) - 1), 0]
         if unit > 0 and centred[min(i, len(centred) - 1), 0] > 0:
             times = 1 / _float64(unit)
             for j in range(vectors.shape[1]):
                 sums[j] += _float64(finite(vectors[i, j])) * times
+    return sums
 
 
 @compiled

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mpcomp.core.compiled import compiled
+from mpcomp.core.threads import each, slices_of
 
 __all__ = [
     "derive_seed",
@@ -56,7 +57,10 @@ def uniform(generator: torch.Generator, numel: int, device: torch.device) -> Ten
     keys = torch.randint(-(1 << 31), 1 << 31, (2,), generator=generator).tolist()
     if device.type == "cpu" and numel >= _MANY:
         numbers = np.empty(numel, np.float32)
-        fill_uniform(numbers, *keys)
+        each(
+            lambda some: fill_uniform(numbers[some], keys[0] + some.start, keys[1]),
+            slices_of(numel, 1),
+        )
         return torch.from_numpy(numbers)
     x = torch.arange(numel, dtype=torch.int32, device=device) + keys[0]
     x ^= (x >> 16) & 0xFFFF  # >> of a signed number copies the sign: mask it away
@@ -75,7 +79,7 @@ def fill_uniform(out: NDArray[Any], first: int, second: int) -> None:
 
     Args:
         out: takes them, fp32.
-        first: key, an int32.
+        first: key, an int32, and the index of the first one, added.
         second: likewise.
     """
     for i in range(len(out)):

@@ -1,6 +1,7 @@
 """Integers [rows, columns] to bytes and back.
 
-A message's first byte says its kind. Integers are coded by their rows and columns
+A message's first byte says its kind. Millions of integers are coded in slices, on several threads.
+Integers are coded by their rows and columns
 (`mpcomp.entropy.classes`), or, where that takes less, by what their neighbours in an image let
 expect (`mpcomp.entropy.neighbours`) or the dither under which they were rounded
 (`mpcomp.entropy.dithered`). Where coding would gain nothing (noise of many bits) they go
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mpcomp.core.threads import each, slices_of
 from mpcomp.entropy import ans, classes, dithered, neighbours
 from mpcomp.entropy.message import FEW, Reader, damaged
 
@@ -26,7 +28,7 @@ LARGEST = 2**15 - 1
 
 # 1 to 3 were by coders of before, which no longer are understood. Of each pair the first is with
 # negative integers.
-_PLAIN, _CLASSES, _NEIGHBOURS, _DITHERED = 0, (4, 5), (6, 7), (8, 8)
+_PLAIN, _CLASSES, _NEIGHBOURS, _DITHERED, _SLICES = 0, (4, 5), (6, 7), (8, 8), 9
 _LINE = 512  # integers of a vector that have a class in common, nearly
 
 
@@ -53,12 +55,13 @@ def encode(
         q = _in_lines(q)
         offsets = None if offsets is None else _in_lines(offsets)
     q = np.require(q, np.int16, ["C", "W"])  # else there would be machine code for each kind
+
     # Of one, nothing is shorter than itself.
-    parts = _encoded(q, image, offsets) if q.size > 1 else []
-    if not parts or sum(map(len, parts)) > max_bytes(*shape):
+    message = _in_slices(q, image, offsets) if q.size > 1 else []
+    if not message or sum(map(len, message)) > max_bytes(*shape):
         plain = q.astype("<i2").tobytes()
-        parts = [bytes([_PLAIN]), plain[: max_bytes(*shape) - 1]]
-    coded = bytearray().join(parts)  # no bytes, of which an array could not be changed
+        message = [bytes([_PLAIN]), plain[: max_bytes(*shape) - 1]]
+    coded = bytearray().join(message)  # no bytes, of which an array could not be changed
     return np.frombuffer(coded, np.uint8)
 
 
@@ -83,15 +86,10 @@ def decode(
             raise damaged(f"{len(data)} bytes, expected {max_bytes(rows, columns)}")
         plain = np.frombuffer(data, "<i2", offset=1).astype(np.int16)
         return np.maximum(plain, -LARGEST).reshape(rows, columns)
-    if kind in _NEIGHBOURS and image is not None:
-        return neighbours.decode(Reader(data), rows, columns, *image, signed=kind == _NEIGHBOURS[0])
     shape = _lines_of(rows, columns) if image is None else (rows, columns)
-    if kind in _CLASSES:
-        q = classes.decode(Reader(data), *shape, signed=kind == _CLASSES[0])
-    elif kind in _DITHERED and offsets is not None:
-        q = dithered.decode(Reader(data), *shape, _filled(offsets, shape))
-    else:
-        raise damaged(f"kind {kind}")
+    if offsets is not None and image is None:
+        offsets = _filled(offsets, shape)
+    q = _of_slices(data, shape, image, offsets)
     return q.reshape(-1)[: rows * columns].reshape(rows, columns)
 
 
@@ -115,6 +113,53 @@ def _filled(q: NDArray[Any], shape: tuple[int, int]) -> NDArray[Any]:
     return np.pad(q.reshape(-1), (0, math.prod(shape) - q.size)).reshape(shape)
 
 
+def _slices(shape: tuple[int, int], image: tuple[int, int] | None) -> list[slice]:
+    """Rows that are coded by themselves; of images whole ones."""
+    return slices_of(*shape, together=1 if image is None else math.prod(image))
+
+
+def _in_slices(
+    q: NDArray[np.int16], image: tuple[int, int] | None, offsets: NDArray[np.int8] | None
+) -> list[bytes]:
+    """The kind and the message of integers, of millions of them that of each slice."""
+
+    def coded(rows: slice) -> bytes:
+        return b"".join(_encoded(q[rows], image, None if offsets is None else offsets[rows]))
+
+    messages = each(coded, _slices(q.shape, image))
+    if len(messages) == 1:
+        return messages
+    lengths = np.array(list(map(len, messages)), "<u4")
+    return [bytes([_SLICES]), lengths.tobytes(), *messages]
+
+
+def _of_slices(
+    data: NDArray[np.uint8],
+    shape: tuple[int, int],
+    image: tuple[int, int] | None,
+    offsets: NDArray[np.int8] | None,
+) -> NDArray[np.int16]:
+    """The inverse of `_in_slices`."""
+    slices = _slices(shape, image)
+    if len(slices) == 1:
+        return _decoded(data, shape, image, offsets)
+    if data[0] != _SLICES:
+        raise damaged(f"kind {data[0]}, expected {len(slices)} slices")
+    reader = Reader(data)
+    lengths = reader.array("<u4", len(slices)).astype(np.int64)
+    reader.check_end(int(lengths.sum()))
+    ends = reader.at + lengths.cumsum()
+    q = np.empty(shape, np.int16)
+
+    def decode_slice(of: tuple[slice, int, int]) -> None:
+        rows, start, end = of
+        of_slice = None if offsets is None else offsets[rows]
+        q[rows] = _decoded(data[start:end], q[rows].shape, image, of_slice)
+
+    each(decode_slice, list(zip(slices, (ends - lengths).tolist(), ends.tolist(), strict=True)))
+    return q
+
+
 def _encoded(
     q: NDArray[np.int16], image: tuple[int, int] | None, offsets: NDArray[np.int8] | None
 ) -> list[bytes]:
@@ -128,3 +173,20 @@ def _encoded(
         ways.append((_DITHERED, dithered.encode(q, offsets, sums)))
     kinds, message = min(ways, key=lambda way: way[1].num_bytes)
     return [bytes([kinds[not signed]]), *message.parts()]
+
+
+def _decoded(
+    data: NDArray[np.uint8],
+    shape: tuple[int, int],
+    image: tuple[int, int] | None,
+    offsets: NDArray[np.int8] | None,
+) -> NDArray[np.int16]:
+    """The inverse of `_encoded`."""
+    kind = int(data[0]) if len(data) else None
+    if kind in _CLASSES:
+        return classes.decode(Reader(data), *shape, signed=kind == _CLASSES[0])
+    if kind in _NEIGHBOURS and image is not None:
+        return neighbours.decode(Reader(data), *shape, *image, signed=kind == _NEIGHBOURS[0])
+    if kind in _DITHERED and offsets is not None:
+        return dithered.decode(Reader(data), *shape, offsets)
+    raise damaged(f"kind {kind}")

@@ -6,6 +6,7 @@ import torch
 
 from mpcomp.compressors import rounding
 from mpcomp.compressors.rounding import Grid, means_of, norms_of, parts_of, restored, rounded
+from mpcomp.core import threads
 
 LIMIT = 32767
 WIDTHS = (1, 7, 8, 29)  # fewer than lanes, as many, and a rest
@@ -104,16 +105,36 @@ def test_machine_code_does_what_the_interpreter_does(width):
     q, none = np.arange(x.size).reshape(x.shape).astype(np.int16), np.empty((0, width), np.float32)
     into = {
         rounding.fill_norms: ((x,), np.zeros(len(x))),
-        rounding.add_up: ((x, given[0], given[2]), np.zeros(width)),
         rounding.fill_parts: ((v, 8), np.zeros(v.shape, np.int8)),
     }
     for function, (arguments, out) in into.items():
         check_alike(function, arguments, out)
+    summed = x, given[0], given[2]
+    expected = pytest.approx(rounding.added_up.__wrapped__(*summed), rel=1e-12)
+    assert rounding.added_up(*summed) == expected
     for between, dead_zone in ((v, 0.5), (none, 0.5), (none, 0.75)):
         out = np.zeros(x.shape, np.int16)
         check_alike(rounding.fill_rounded, (x, *given, between, dead_zone, LIMIT), out)
         out = np.zeros(x.shape, np.float32)
         check_alike(rounding.fill_restored, (q, *given, between, 3.0e38), out)
+
+
+def test_slices_give_what_one_pass_gives(monkeypatch):
+    """Large tensors are rounded in slices of rows, of which threads take some each."""
+    x, on, v = vectors(29), grid(29, centred=True), dither(29)
+
+    def everything():
+        q = rounded(x, on, v, 0.5, LIMIT)
+        back = restored(q, on, v, 3.0e38)
+        return [torch.from_numpy(each) for each in (norms_of(x), parts_of(v, 8))] + [q, back]
+
+    whole, means = everything(), means_of(x, on)
+    monkeypatch.setattr(threads, "_ELEMENTS", 64)
+    assert len(threads.slices_of(*x.shape)) > 4
+    for num_threads in (1, 3):
+        monkeypatch.setattr(torch, "get_num_threads", lambda count=num_threads: count)
+        assert all(torch.equal(*both) for both in zip(whole, everything(), strict=True))
+        assert means_of(x, on) == pytest.approx(means, rel=1e-12)
 
 
 def check_alike(function, arguments, out):

@@ -1,0 +1,61 @@
+"""Slices of large arrays, and threads that take them."""
+
+import os
+import threading
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpcomp.core import threads
+from mpcomp.core.randomness import uniform
+
+CPU = torch.device("cpu")
+
+
+@given(blocks=st.integers(0, 50), columns=st.integers(0, 3_000_000), together=st.integers(1, 40))
+def test_slices_are_all_rows_in_order_and_blocks_stay_whole(blocks, columns, together):
+    rows = blocks * together
+    slices = threads.slices_of(rows, columns, together)
+    assert [row for some in slices for row in range(some.start, some.stop)] == list(range(rows))
+    assert all(some.start % together == 0 and some.stop % together == 0 for some in slices)
+    if len(slices) > 1:
+        smallest = min(some.stop - some.start for some in slices)
+        assert smallest * columns > threads._ELEMENTS / 2 or smallest == together
+
+
+def test_results_are_in_order_on_as_many_threads_as_torch_may_use(monkeypatch):
+    here = threading.current_thread()
+    assert threads.each(lambda i: (i, threading.current_thread()), [0, 1]) == [(0, here), (1, here)]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    meeting = threading.Barrier(2, timeout=60)  # passed by two at once, or not at all
+
+    def meet(i):
+        meeting.wait()
+        return i * i
+
+    assert threads.each(meet, [3, 1, 2, 5]) == [9, 1, 4, 25]
+    with pytest.raises(ZeroDivisionError):
+        threads.each(lambda i: 1 // i, [1, 0, 2])
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_child_has_threads_of_its_own(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert threads.each(abs, [-1, -2]) == [1, 2]
+    child = os.fork()
+    if not child:
+        os._exit(0 if threads.each(abs, [-1, -2]) == [1, 2] else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_random_numbers_are_the_same_in_slices(monkeypatch):
+    numel = (1 << 15) + 7
+
+    def draw():
+        return uniform(torch.Generator().manual_seed(9), numel, CPU)
+
+    whole = draw()
+    monkeypatch.setattr(threads, "_ELEMENTS", 1000)
+    assert len(threads.slices_of(numel, 1)) > 30 and torch.equal(draw(), whole)
