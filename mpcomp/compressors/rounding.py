@@ -165,7 +165,7 @@ def _positive(units: Tensor) -> Tensor:
 
 
 class _Arrays(NamedTuple):
-    """What loops take: elements, a `Grid`, of which no means are zeros, and a dither or no rows."""
+    """Arguments of loops: elements, a `Grid`, whose missing means are zeros, and a dither or no rows."""
 
     elements: _Array
     units: _Array
@@ -182,7 +182,7 @@ class _Arrays(NamedTuple):
         return cls(elements.numpy(), grid.units.numpy(), means, grid.centred.numpy(), given)
 
     def some(self, rows: slice) -> _Arrays:
-        """Those of some rows."""
+        """The arguments for some of the rows."""
         units, centred, dither = (
             each_row[rows] if len(each_row) > 1 else each_row
             for each_row in (self.units, self.centred, self.dither)

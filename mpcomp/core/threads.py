@@ -54,4 +54,5 @@ def _pool(num_threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(num_threads, thread_name_prefix="mpcomp")
 
 
-os.register_at_fork(after_in_child=_pool.cache_clear)  # a child has none of the threads
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_pool.cache_clear)  # a child has none of the threads
