@@ -165,7 +165,7 @@ def _positive(units: Tensor) -> Tensor:
 
 
 class _Arrays(NamedTuple):
-    """Arguments of loops: elements, a `Grid`, whose missing means are zeros, and a dither or no rows."""
+    """Arguments of loops: elements, a `Grid` with zeros for no means, and a dither or no rows."""
 
     elements: _Array
     units: _Array
