@@ -262,16 +262,16 @@ class ECSQ(Compressor):
         device: torch.device,
     ) -> Grid:
         """u and m of each token, or of all."""
+        told_apart = self.centre or self.spikes > 1
+        ordinary = _ordinary(exponents) if told_apart else np.ones(1, np.bool_)
         places = exponents.astype(np.intp) - _SMALLEST
         units = self.step * _POWERS.take(places, mode="clip")
-        if self.spikes > 1:
-            units = np.where(_ordinary(exponents), units, units / self.spikes)
+        units = np.where(ordinary, units, units / self.spikes)
         units = np.where(exponents < _SMALLEST, 0.0, np.minimum(units, _LARGEST_UNIT))
-        centred = _ordinary(exponents) if self.centre else np.ones(1)
         return Grid(
             torch.from_numpy(units.astype(np.float32))[:, None].to(device),
             None if means is None else _as_sent(means, device),
-            torch.from_numpy(centred.astype(np.float32))[:, None].to(device),
+            torch.from_numpy(ordinary.astype(np.float32))[:, None].to(device),
         )
 
     def _dither(

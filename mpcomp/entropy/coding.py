@@ -1,12 +1,12 @@
 """Integers [rows, columns] to bytes and back.
 
-A message's first byte says its kind. Millions of integers are coded in slices, on several threads.
-Integers are coded by their rows and columns
+A message's first byte says its kind. Integers are coded by their rows and columns
 (`mpcomp.entropy.classes`), or, where that takes less, by what their neighbours in an image let
 expect (`mpcomp.entropy.neighbours`) or the dither under which they were rounded
 (`mpcomp.entropy.dithered`). Where coding would gain nothing (noise of many bits) they go
-as int16. All arithmetic of what both ends make is in whole numbers, so that nothing depends on how
-a machine rounds.
+as int16. Millions are coded in slices of rows, on several threads (`mpcomp.core.threads`). All
+arithmetic of what both ends make is in whole numbers, so that nothing depends on how a machine
+rounds.
 """
 
 from __future__ import annotations
@@ -55,7 +55,6 @@ def encode(
         q = _in_lines(q)
         offsets = None if offsets is None else _in_lines(offsets)
     q = np.require(q, np.int16, ["C", "W"])  # else there would be machine code for each kind
-
     # Of one, nothing is shorter than itself.
     message = _in_slices(q, image, offsets) if q.size > 1 else []
     if not message or sum(map(len, message)) > max_bytes(*shape):
