@@ -28,7 +28,8 @@ def clip_grad_norm_(
 
     Raises:
         TypeError: something else than a pipeline.
-        ValueError: max_norm is not positive.
+        ValueError: max_norm is not positive; or it is called in an update within a step, in which
+            no rank waits for another.
         RuntimeError: the norm is not finite, and that was to be an error.
     """
     if not isinstance(pipe, Pipeline):
@@ -36,6 +37,12 @@ def clip_grad_norm_(
             f"clip_grad_norm_ got a {type(pipe).__name__}: pass the pipeline itself, "
             "mpcomp.clip_grad_norm_(pipe, max_norm), as the norm is one over the stages of all "
             "ranks; a plain model's parameters are for torch.nn.utils.clip_grad_norm_"
+        )
+    if pipe.updating:
+        raise ValueError(
+            "clip_grad_norm_ in an update within a step: the norm over all stages would take every "
+            "rank to the same point; clip each stage by its own norm, for stage in pipe.stages: "
+            "torch.nn.utils.clip_grad_norm_(stage.parameters(), max_norm)"
         )
     if not max_norm > 0:
         raise ValueError(f"max_norm={max_norm}: expected a positive number")

@@ -32,6 +32,7 @@ from mpcomp.api.step_log import ScalarWriter, StepLog
 from mpcomp.api.step_sync import finish_step, raise_if_nonfinite, sent_by
 from mpcomp.api.step_window import Clock, StepWindow
 from mpcomp.api.tracing import Tracing
+from mpcomp.api.updating import updates_within
 from mpcomp.api.weights import whole_again
 from mpcomp.api.wrapping import WRAPPED, refuse_within_ddp
 from mpcomp.core.loss import LossFn, StepLoss, num_terms, with_target
@@ -46,6 +47,7 @@ from mpcomp.data_parallel.replica_sync import ReplicaSync
 from mpcomp.engines.base import Engine
 from mpcomp.engines.shape_inference import Planner
 from mpcomp.engines.stage_runner import Autocast
+from mpcomp.engines.updates import Updates
 from mpcomp.links.adaptation import Adaptation
 from mpcomp.links.boundary import Boundary
 from mpcomp.links.link import Link
@@ -86,6 +88,7 @@ class Pipeline(OriginalNames):
         chunks: number of microbatches.
         num_steps: training steps so far, skipped ones counted.
         step_skipped: whether the last step was skipped (non-finite under a loss scaler).
+        updating: whether an update within a step is under way, which meets no other rank.
     """
 
     def __init__(
@@ -119,6 +122,7 @@ class Pipeline(OriginalNames):
         self.chunks = chunks
         self.num_steps = 0
         self.step_skipped = False
+        self.updating = False
         self._loss_fn = loss_fn
         self.scaler = scaler
         self._has_warned_of_part = False
@@ -359,6 +363,8 @@ class Pipeline(OriginalNames):
         *,
         sample_ids: Any = ...,
         weight: float = ...,
+        update: Callable[[], object] | None = ...,
+        updates: int = ...,
         with_output: Literal[False] = ...,
     ) -> Tensor: ...
 
@@ -370,6 +376,8 @@ class Pipeline(OriginalNames):
         *,
         sample_ids: Any = ...,
         weight: float = ...,
+        update: Callable[[], object] | None = ...,
+        updates: int = ...,
         with_output: Literal[True],
     ) -> tuple[Tensor, Tensor]: ...
 
@@ -380,6 +388,8 @@ class Pipeline(OriginalNames):
         *,
         sample_ids: Any = None,
         weight: float = 1.0,
+        update: Callable[[], object] | None = None,
+        updates: int = 1,
         with_output: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Runs all microbatches forward and backward; gradients add up in ``.grad``.
@@ -397,6 +407,14 @@ class Pipeline(OriginalNames):
                 seed); or a whole number, the index of a batch of fixed composition.
             weight: on the gradients, and not on the loss that is returned: 1 / n makes those of n
                 accumulated batches their mean, as ``(loss / n).backward()`` does.
+            update: trains within this call, asynchronously: changes the weights of this rank by
+                their gradients and sets those to zero. No rank waits for another before it, so a
+                link's latency costs next to nothing, and stage ``j`` of ``n`` computes with weights
+                that lack up to ``n - 1 - j`` updates (PipeDream, Narayanan et al. 2019). Most
+                optimizers suffer by that; NAdam with betas (0.99, 0.999) does not much (Ajanthan et
+                al. 2025). See docs/guide/asynchronous.md.
+            updates: so many times, after ``chunks / updates`` microbatches each, by the mean loss
+                of these; links and `num_steps` count one step all the same.
             with_output: return ``(output, loss)``, for figures of training such as an accuracy.
                 With several processes the output then goes to every rank, uncompressed.
 
@@ -405,8 +423,8 @@ class Pipeline(OriginalNames):
             that of their batches together.
 
         Raises:
-            ValueError: no loss function, evaluation mode, fewer rows than chunks, bad ids, or a
-                weight that is no number.
+            ValueError: no loss function, evaluation mode, fewer rows than chunks, bad ids, a
+                weight that is no number, or updates that cannot be made in between.
             TypeError: a batch without tensors, or a stage whose output is not a tensor.
             FloatingPointError: NaN or Inf at a cut or in the loss (in a gradient, and in the loss,
                 only without a loss scaler). Links are then as before the step; gradients of the
@@ -431,6 +449,7 @@ class Pipeline(OriginalNames):
             )
         if not math.isfinite(weight):
             raise ValueError(f"weight={weight!r}: expected a finite number, such as 1 / n")
+        within = self._updates(update, updates)
         self._finish_step()
         batch, target = with_target(batch, target)
         sizes = self._microbatch_rows(batch, True)
@@ -441,13 +460,20 @@ class Pipeline(OriginalNames):
         step = self._step(sizes, batch, sample_ids, True)
         parts, targets = scatter(batch, sizes), scatter(target, sizes)
         begin, waited_before = time.perf_counter(), self.engine.waited_s
-        same = (batch, target, step.sample_ids)
+        same = (batch, target, step.sample_ids, None if within is None else within.count)
         terms = [
             num_terms(self._loss_fn, part, size) for part, size in zip(targets, sizes, strict=True)
         ]
         if self.engine.computes_loss:
             targets = [map_tensors(part, lambda t: t.to(self.mesh.device)) for part in targets]
-        loss = StepLoss(self._loss_fn, terms, self.scaler, weight=weight, keeps_outputs=with_output)
+        loss = StepLoss(
+            self._loss_fn,
+            terms,
+            self.scaler,
+            weight=weight,
+            updates=1 if within is None else within.count,
+            keeps_outputs=with_output,
+        )
         if self.scaler is not None and not self.engine.computes_loss:
             # A scaler is made by its first loss, but `unscale_` and `update` need it on all ranks.
             self.scaler.scale(torch.zeros((), device=self.mesh.device))
@@ -460,7 +486,7 @@ class Pipeline(OriginalNames):
             step = replace(step, trace=self._tracing.begin_step(step.index))
         self._open, self._began = step, time.perf_counter()
         with self._undone_on_error(True), torch.enable_grad(), step.during("step"):
-            self.engine.forward_backward(parts, targets, step, loss, same)
+            self.engine.forward_backward(parts, targets, step, loss, same, within)
             with step.during("agree"):
                 total = self._finish_step(loss)
         assert total is not None
@@ -1019,6 +1045,25 @@ class Pipeline(OriginalNames):
             link.check_step(step, sizes)
         self._copies.begin(step)
         return step
+
+    def _updates(self, update: Callable[[], object] | None, updates: int) -> Updates | None:
+        def function() -> None:
+            assert update is not None
+            self.updating = True
+            try:
+                update()
+            finally:
+                self.updating = False
+
+        return updates_within(
+            None if update is None else function,
+            updates,
+            chunks=self.chunks,
+            scaler=self.scaler,
+            ties=self.ties,
+            stages=list(self.stages),
+            engine=self.engine,
+        )
 
     def _finish_step(self, loss: StepLoss | None = None) -> Tensor | None:
         """Ends the open step, if there is one; returns its loss, if given one."""

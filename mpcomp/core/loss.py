@@ -114,6 +114,8 @@ class StepLoss:
         terms: of each microbatch, see `num_terms`.
         scaler: loss scaler, if there is one.
         weight: on what is differentiated; not on ``total``.
+        updates: of weights within the step: each is by the mean over its own microbatches, which
+            are as many for each.
         keeps_outputs: whether outputs are kept.
 
     Attributes:
@@ -131,6 +133,7 @@ class StepLoss:
         scaler: torch.amp.GradScaler | None,
         *,
         weight: float = 1.0,
+        updates: int = 1,
         keeps_outputs: bool = False,
     ) -> None:
         self._loss_fn = loss_fn
@@ -141,6 +144,11 @@ class StepLoss:
         self.outputs: dict[int, Tensor] = {}
         self._summed = getattr(loss_fn, "reduction", "mean") == "sum"
         self.terms = sum(terms)
+        of_each = len(terms) // updates
+        #: Of the update that a microbatch belongs to.
+        self._terms_of_update = [
+            sum(terms[i - i % of_each : i - i % of_each + of_each]) for i in range(len(terms))
+        ]
         self.total: Tensor | None = None
         self.factor = 1.0
 
@@ -162,12 +170,16 @@ class StepLoss:
         if self._summed:
             loss = _one_number(self._loss_fn(output, target))
         elif terms:
-            loss = _one_number(self._loss_fn(output, target)) * (terms / self.terms)
+            loss = _one_number(self._loss_fn(output, target))
+            loss = loss * (terms / self._terms_of_update[microbatch])
         else:
             loss = (output[:0] * 0).sum()  # of the output, as each microbatch goes backward
         if self.factor != 1:
             loss = loss * self.factor
-        self.total = loss.detach() if self.total is None else self.total + loss.detach()
+        part = loss.detach()
+        if terms and not self._summed and self._terms_of_update[microbatch] != self.terms:
+            part = part * (self._terms_of_update[microbatch] / self.terms)
+        self.total = part if self.total is None else self.total + part
         if self._weight != 1:
             loss = loss * self._weight
         return self._scaler.scale(loss) if self._scaler is not None else loss

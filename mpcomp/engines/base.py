@@ -12,6 +12,7 @@ from torch import Tensor
 from mpcomp.comm.mesh import Mesh
 from mpcomp.core.loss import StepLoss
 from mpcomp.core.step import Step
+from mpcomp.engines.updates import Updates
 
 __all__ = ["Engine", "choose_finite"]
 
@@ -85,8 +86,21 @@ class Engine(ABC):
         step: Step,
         loss: StepLoss,
         same: tuple[Any, ...],
+        updates: Updates | None = None,
     ) -> None:
-        """Runs all microbatches forward and backward; ``loss`` then has their losses."""
+        """Runs all microbatches forward and backward; ``loss`` then has their losses.
+
+        Args:
+            microbatches: what the first stage is called with.
+            targets: of each.
+            step: the step they belong to.
+            loss: of the step.
+            same: what must be the same on all ranks of a replica.
+            updates: of weights in between; `check_updates` has let them pass.
+        """
+
+    def check_updates(self) -> None:  # noqa: B027  (in one process they can be made)
+        """Raises ValueError where weights cannot change within a step."""
 
     @abstractmethod
     def device_of(self, stage: int) -> torch.device:

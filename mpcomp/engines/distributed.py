@@ -34,6 +34,7 @@ from mpcomp.engines.schedules import InFlight1F1B, Schedule
 from mpcomp.engines.shape_inference import Planner
 from mpcomp.engines.stage_runner import Autocast, StageRunner
 from mpcomp.engines.torch_stage import CutStage, run_schedule
+from mpcomp.engines.updates import Updates
 from mpcomp.engines.wiring import Wiring
 from mpcomp.links.boundary import Boundary
 from mpcomp.links.tied_weights import (
@@ -87,6 +88,7 @@ class DistributedEngine(Engine):
     ) -> None:
         self.mesh = mesh
         self.connections = connections
+        self._bounded = in_flight_bytes is not None
         self._places = [schedule.place_of(i, mesh.num_in_pipeline) for i in range(len(cut))]
         self.output_place = self._places[-1]
         self._replica_sync = replica_sync
@@ -197,6 +199,7 @@ class DistributedEngine(Engine):
         step: Step,
         loss: StepLoss,
         same: tuple[Any, ...],
+        updates: Updates | None = None,
     ) -> None:
         all_rows, trained = self._check_same(step, same, loss.terms)
         if trained == len(self._places):
@@ -208,10 +211,14 @@ class DistributedEngine(Engine):
             sync.check_begin(step)
         self._loss, self._traced = loss, step
         waited = self._wiring.waited_s
-        choosing = self._depth.choosing() if self._depth else nullcontext()
+        # With updates the depth is given: on it depends by which weights gradients are made.
+        searches = self._depth is not None and updates is None
+        choosing = self._depth.choosing() if self._depth and searches else nullcontext()
+        if isinstance(self.schedule, InFlight1F1B):
+            self.schedule.updates = updates
         with choosing, self.mesh.failing_together():
             with separate_gradients(self._ties, step):
-                parts = self._begin(microbatches, step, trained)
+                parts = self._begin(microbatches, step, trained, updates)
                 run_schedule(self.schedule, parts, targets)
                 self._finish(train=True)
                 self.mesh.where = f"step {step.index}, adding up tied gradients"
@@ -222,6 +229,23 @@ class DistributedEngine(Engine):
         self.waited_s += self._wiring.waited_s - waited
         if sync is not None:
             sync.check_finite(step)
+
+    def check_updates(self) -> None:
+        if not isinstance(self.schedule, InFlight1F1B):
+            raise ValueError(
+                "updates within a step, and a schedule of torch's: leave schedule out, as the "
+                "engine's own makes them, or leave update out"
+            )
+        if self.mesh.num_replicas > 1:
+            raise ValueError(
+                "updates within a step, and replicas, which average their gradients at the end of "
+                "it: train one replica, or leave update out"
+            )
+        if self._bounded:
+            raise ValueError(
+                "updates within a step say how many microbatches are under way, which is "
+                "in_flight_bytes's to say: leave out one of the two"
+            )
 
     def _check_same(
         self, step: Step, same: tuple[Any, ...], rows: int, settings: Any = None
@@ -260,7 +284,11 @@ class DistributedEngine(Engine):
         return sum(one.rows for one in found[::row]), min(one.trained for one in of_replica)
 
     def _begin(
-        self, microbatches: Sequence[Any], step: Step, trained: int = 0
+        self,
+        microbatches: Sequence[Any],
+        step: Step,
+        trained: int = 0,
+        updates: Updates | None = None,
     ) -> list[dict[int, Any]]:
         """Posts receives; returns of each microbatch what each stage here takes, by stage."""
         autocast = Autocast.of_caller(self.device)
@@ -268,7 +296,7 @@ class DistributedEngine(Engine):
         if self._replica_sync is not None:
             self._replica_sync.begin(step)
         for stage in self._stages:
-            stage.begin(step, metas, autocast, trained)
+            stage.begin(step, metas, autocast, trained, updates)
         return [
             {stage.stage_index: stage.taken_from(batch) for stage in self._stages}
             for batch in microbatches

@@ -37,6 +37,7 @@ from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.core.trace import Trace
 from mpcomp.engines.base import Engine, choose_finite
 from mpcomp.engines.stage_runner import Autocast, StageRunner
+from mpcomp.engines.updates import StashedWeights, Updates, lag_of
 from mpcomp.links.boundary import Boundary, ConnectedBoundary
 from mpcomp.links.tied_weights import TiedWeights, separate_gradients
 
@@ -88,9 +89,12 @@ class LocalEngine(Engine):
     def forward(
         self, microbatches: Sequence[Any], step: Step, same: tuple[Any, ...] = ()
     ) -> list[Tensor]:
+        return self._run(list(enumerate(microbatches)), step)
+
+    def _run(self, microbatches: Sequence[tuple[int, Any]], step: Step) -> list[Tensor]:
+        """Outputs of microbatches, each with its number."""
         batches: list[Batch] = [
-            _Microbatch(self._runners[0].inputs(batch), batch, i, step)
-            for i, batch in enumerate(microbatches)
+            _Microbatch(self._runners[0].inputs(batch), batch, i, step) for i, batch in microbatches
         ]
         _Schedule(batches, self._runners, self.devices, self._connected, step).run()
         return [cast(Tensor, batch.value) for batch in batches]
@@ -113,18 +117,53 @@ class LocalEngine(Engine):
         step: Step,
         loss: StepLoss,
         same: tuple[Any, ...] = (),
+        updates: Updates | None = None,
     ) -> None:
+        if updates is not None:
+            self._forward_backward_update(microbatches, targets, step, loss, updates)
+            return
         with separate_gradients(self._ties, step):
             outputs = self.forward(microbatches, step)
-            last = len(self._runners) - 1
             for i, target in enumerate(targets):
-                with step.during("loss", last, i):
-                    part = loss(outputs.pop(0), target, i)  # an output's memory goes with its graph
-                if step.trace is not None:
-                    step.trace.open("backward", last, i)
-                part.backward()  # type: ignore[no-untyped-call]
-                if step.trace is not None:
-                    step.trace.close()
+                # An output's memory goes with its graph.
+                self._backward(outputs.pop(0), target, i, step, loss)
+
+    def _forward_backward_update(
+        self,
+        microbatches: Sequence[Any],
+        targets: Sequence[Any],
+        step: Step,
+        loss: StepLoss,
+        updates: Updates,
+    ) -> None:
+        """Runs one microbatch after the other, each with weights as old as in many processes."""
+        for runner in self._runners:
+            lag = lag_of(runner.index, len(self._runners))
+            runner.stashed = StashedWeights(runner.stage, updates, lag, kept=lag)
+        try:
+            for i, (batch, target) in enumerate(zip(microbatches, targets, strict=True)):
+                (output,) = self._run([(i, batch)], step)
+                self._backward(output, target, i, step, loss)
+                if updates.follows(i):
+                    with step.during("update", len(self._runners) - 1, i):
+                        updates.function()
+                        for runner in self._runners:
+                            assert runner.stashed is not None
+                            runner.stashed.updated()
+        finally:
+            for runner in self._runners:
+                runner.stashed = None
+
+    def _backward(self, output: Tensor, target: Any, i: int, step: Step, loss: StepLoss) -> None:
+        """Differentiates the loss of microbatch ``i``, through all stages."""
+        last = len(self._runners) - 1
+        with step.during("loss", last, i):
+            part = loss(output, target, i)
+        if step.trace is not None:
+            step.trace.open("backward", last, i)
+        part.backward()  # type: ignore[no-untyped-call]
+        if step.trace is not None:
+            step.trace.close()
 
     def device_of(self, stage: int) -> torch.device:
         return self.devices[stage]
@@ -197,9 +236,9 @@ class _Schedule(GPipeSchedule):
         """Carries each microbatch of this clock cycle over the cut before its next stage."""
         for i, j in schedule:
             if j > 0:
-                batch = self.batches[i]
+                batch = cast(_Microbatch, self.batches[i])
                 batch[0] = LinkCopy.apply(  # type: ignore[no-untyped-call]
-                    batch[0], self._boundaries[j - 1], self._step, i
+                    batch[0], self._boundaries[j - 1], self._step, batch.index
                 )
 
 

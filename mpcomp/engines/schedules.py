@@ -20,6 +20,7 @@ from typing import Any, cast
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from mpcomp.core.spec import closest
+from mpcomp.engines.updates import Updates
 
 __all__ = ["OWN", "InFlight1F1B", "Schedule", "schedule_named", "warmup_of"]
 
@@ -132,9 +133,15 @@ def warmup_of(stage: int, num_stages: int, in_flight: int) -> int:
 
 
 class InFlight1F1B(PipelineScheduleSingle):  # type: ignore[misc, unused-ignore]
-    """1F1B whose first stage has ``in_flight`` microbatches on their way."""
+    """1F1B whose first stage has ``in_flight`` microbatches on their way.
+
+    Attributes:
+        in_flight: microbatches, where weights do not change in between.
+        updates: of the step under way; None where they do not.
+    """
 
     in_flight: int = 1
+    updates: Updates | None = None
 
     def _step_microbatches(
         self,
@@ -148,7 +155,10 @@ class InFlight1F1B(PipelineScheduleSingle):  # type: ignore[misc, unused-ignore]
         stage, torchs = cast(Any, self._stage), cast(Any, self)
         args, _ = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
         count = self._n_microbatches
-        warmup = min(count, warmup_of(stage.stage_index, stage.num_stages, self.in_flight))
+        updates, depth = self.updates, self.in_flight
+        if updates is not None:
+            depth = updates.in_flight(stage.num_stages)
+        warmup = min(count, warmup_of(stage.stage_index, stage.num_stages, depth))
 
         def forward(i: int) -> None:
             output = stage.forward_one_chunk(i, args[i])
@@ -158,6 +168,8 @@ class InFlight1F1B(PipelineScheduleSingle):  # type: ignore[misc, unused-ignore]
             forward(i)
         for i in range(count):
             stage.backward_one_chunk(i, loss=torchs._maybe_get_loss(stage, i))
+            if updates is not None and updates.follows(i):
+                stage.update(updates, i)
             if warmup + i < count:
                 forward(warmup + i)
         torchs._update_losses(stage, losses)

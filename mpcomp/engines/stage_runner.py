@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import stages as staging
 from mpcomp.core.microbatch import map_tensors
 from mpcomp.core.randomness import stage_randomness
+from mpcomp.engines.updates import StashedWeights
 
 __all__ = ["Autocast", "StageRunner", "call", "frozen_buffers"]
 
@@ -93,6 +94,7 @@ class StageRunner:
 
     Attributes:
         forward_s: seconds of this process in forward passes with gradients so far.
+        stashed: weights of a step in which they change; None of other steps.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class StageRunner:
         self._recompute = recompute
         self._seed = seed
         self.forward_s = 0.0
+        self.stashed: StashedWeights | None = None
 
     def inputs(self, batch: Any) -> Any:
         """The part of a microbatch that this stage needs, on its device."""
@@ -132,9 +135,11 @@ class StageRunner:
     def _output(
         self, value: Any, beside: Mapping[str, Any], step: int, microbatch: int, autocast: Autocast
     ) -> Tensor:
+        stage = self.stage if self.stashed is None else self.stashed.stage_for(microbatch)
+
         def run(value: Any) -> Tensor:
             with self._randomness(step, microbatch), autocast.enter():
-                output = call(self.stage, value, beside)
+                output = call(stage, value, beside)
             assert isinstance(output, Tensor)
             return output
 

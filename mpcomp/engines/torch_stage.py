@@ -28,6 +28,7 @@ from mpcomp.core.step import Step
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.engines.saved_bytes import SavedBytes
 from mpcomp.engines.stage_runner import Autocast, StageRunner
+from mpcomp.engines.updates import StashedWeights, Updates, lag_of
 from mpcomp.links.boundary import ConnectedBoundary
 
 __all__ = ["CutStage", "run_schedule"]
@@ -78,6 +79,7 @@ class CutStage(PipelineStage):
         metas: Sequence[Sequence[TensorMeta]],
         autocast: Autocast,
         trained: int = 0,
+        updates: Updates | None = None,
     ) -> None:
         """Prepares for the microbatches of a step, or of one pass of evaluation.
 
@@ -88,6 +90,7 @@ class CutStage(PipelineStage):
             metas: per microbatch, what crosses each cut.
             autocast: of the caller.
             trained: the first stage with something to train; no gradient goes further back.
+            updates: of weights within the step, if there are any.
         """
         self._step = step
         self._trained = trained
@@ -95,6 +98,10 @@ class CutStage(PipelineStage):
         self._metas = metas
         self._autocast = autocast
         self.has_backward = step.train
+        if updates is not None:
+            lag = lag_of(self.stage_index, self.num_stages)
+            # The schedule runs forwards as late as that: those to come want the newest weights.
+            self._runner.stashed = StashedWeights(self.submod, updates, lag, kept=0)
         self.chunks = len(metas)
         self.clear_runtime_states()
         if self._after is not None:
@@ -108,6 +115,7 @@ class CutStage(PipelineStage):
     def finish(self) -> None:
         """Lets go of what the step left behind, but for messages: they may be on their way yet."""
         self.clear_runtime_states()
+        self._runner.stashed = None
 
     def close(self) -> None:
         """Lets go of all connections."""
@@ -193,6 +201,14 @@ class CutStage(PipelineStage):
         at = self.stage_index, bwd_chunk_id
         with _own_errors(), self._step.during("weights", *at):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward=False)
+
+    def update(self, updates: Updates, microbatch: int) -> None:
+        """Changes the weights behind the backward of a microbatch. Called by the schedule."""
+        assert self._runner.stashed is not None
+        self._at(microbatch, "update")
+        with self._step.during("update", self.stage_index, microbatch):
+            updates.function()
+            self._runner.stashed.updated()
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         pass  # the engine does, once a step and after the sum over tied weights

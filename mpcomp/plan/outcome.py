@@ -22,6 +22,8 @@ __all__ = ["Outcome", "plan"]
 RECOMMENDED = 1.05
 #: Of each link, where one is too few.
 CONNECTIONS = 4
+#: Within a call, where the pipeline need not drain between them.
+UPDATES = 16
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,8 @@ class Outcome:
         replicas: what methods between replicas cost, if any were asked for.
         striped_s: seconds of the best step over `CONNECTIONS`; None where they gain less than is
             `RECOMMENDED`, links have several as it is, or a step takes too long to simulate.
+        asynchronous_s: seconds of the best step with `UPDATES` in a call; None likewise, or where
+            ranks must wait for tied weights or replicas.
     """
 
     steps: tuple[PlannedStep, ...]
@@ -46,6 +50,7 @@ class Outcome:
     times: tuple[tuple[float, ...], ...] | None
     replicas: tuple[ReplicaCost, ...]
     striped_s: float | None
+    asynchronous_s: float | None
 
     @property
     def baseline(self) -> PlannedStep:
@@ -74,6 +79,8 @@ class Outcome:
                 "compress": self.compresses,
                 "connections": None if self.striped_s is None else CONNECTIONS,
                 "step_s_over_connections": self.striped_s,
+                "updates": None if self.asynchronous_s is None else UPDATES,
+                "step_s_with_updates": self.asynchronous_s,
                 "says": self.sentences(),
             },
             "task": self.task,
@@ -206,6 +213,13 @@ class Outcome:
                 f"{best.step_s / self.striped_s:.2f} times less: TCP begins a step with small "
                 "windows"
             )
+        if self.asynchronous_s is not None:
+            lines.append(
+                f"asynchronously, with updates={UPDATES} in a call of forward_backward, it takes "
+                f"{time_text(self.asynchronous_s)}, {best.step_s / self.asynchronous_s:.2f} times "
+                "less: no rank waits for the last gradient, but weights lack some updates, which "
+                "takes another optimizer (docs/guide/asynchronous.md)"
+            )
         return [*lines, f"split=[{split}]" if len(best.counts) <= 16 else f"split: {split}"]
 
 
@@ -232,7 +246,7 @@ def plan(
     wanted = list(dict.fromkeys([DENSE, BASELINE, *pairs]))
     steps = tuple(planner.step(pair) for pair in wanted)
     size = len(planner.network.host_mbps) * planner.chunks
-    times = striped_s = None
+    times = striped_s = asynchronous_s = None
     if size <= LONGEST:
         times = tuple(tuple(each) for each in step_times(planner, steps))
     allowed = [step for step in steps if step.known is not None and step.known.loss <= floor]
@@ -246,7 +260,11 @@ def plan(
     if size <= LONGEST and waits and any(network.latency_s):
         seconds = planner.on(dataclasses.replace(network, connections=CONNECTIONS), best)
         striped_s = seconds if RECOMMENDED * seconds < best.step_s else None
-    return Outcome(steps, best, floor, task, times, tuple(replicas), striped_s)
+    if size * UPDATES <= LONGEST and not replicas:
+        found = planner.asynchronous_s(best, UPDATES)
+        gains = found is not None and RECOMMENDED * found < best.step_s
+        asynchronous_s = found if gains else None
+    return Outcome(steps, best, floor, task, times, tuple(replicas), striped_s, asynchronous_s)
 
 
 def _pair(pair: Pair) -> str:

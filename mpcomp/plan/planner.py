@@ -164,6 +164,15 @@ class Planner:
         pipelined = self._predict(step.counts, step.cuts, network).step_s
         return pipelined + _tie_s(step.ties, network) + step.exchange_s
 
+    def asynchronous_s(self, step: PlannedStep, updates: int) -> float | None:
+        """Seconds that a planned step takes where the pipeline does not drain between so many.
+
+        None where it must, for tied weights or replicas.
+        """
+        if step.ties or step.exchange_s:
+            return None
+        return self._predict(step.counts, step.cuts, self.network, updates).step_s
+
     def _step(self, pair: Pair, counts: tuple[int, ...]) -> PlannedStep:
         metas = [stage[-1].output for stage in self.profile.stages(counts)][:-1]
         cuts = tuple(self._cost(pair, meta) for meta in metas)
@@ -186,13 +195,14 @@ class Planner:
         )
 
     def _predict(
-        self, counts: Sequence[int], cuts: Sequence[CutCost], network: Network
+        self, counts: Sequence[int], cuts: Sequence[CutCost], network: Network, updates: int = 1
     ) -> Prediction:
         return predict(
             self._stage_compute(counts),
             cuts,
             network,
             chunks=self.chunks,
+            updates=updates,
             in_flight=self._in_flight,
             num_cores=self._num_cores,
         )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mpcomp.comm.all_gather import num_rounds
+from mpcomp.engines.updates import in_flight_of
 from mpcomp.plan.coding import Coding, CutCost
 from mpcomp.plan.network import Network
 from mpcomp.plan.timeline import StageTimes, Timeline, timeline
@@ -26,17 +27,19 @@ class Prediction:
     """A step as it will be.
 
     Attributes:
-        timeline: of the microbatches.
+        timeline: of the microbatches of a call.
         agreement_s: of what all ranks agree on before and after them.
+        updates: steps of the optimizer within the call.
     """
 
     timeline: Timeline
     agreement_s: float
+    updates: int = 1
 
     @property
     def step_s(self) -> float:
-        """Seconds from call to return."""
-        return self.timeline.step_s + self.agreement_s
+        """Seconds from call to return, for each of its updates."""
+        return (self.timeline.step_s + self.agreement_s) / self.updates
 
 
 def predict(
@@ -45,29 +48,37 @@ def predict(
     network: Network,
     *,
     chunks: int,
+    updates: int = 1,
     in_flight: int | None = None,
     num_cores: int | None = None,
 ) -> Prediction:
-    """Simulates a step.
+    """Simulates a step, or a call with several.
 
     Args:
         compute: of every stage, in order; one to a host.
         cuts: of every cut, for a microbatch.
         network: of the hosts.
         chunks: microbatches of a step.
-        in_flight: microbatches under way on the first stage; None for the engine's own choice.
+        updates: steps between which the pipeline does not drain (`mpcomp.engines.updates`).
+        in_flight: microbatches under way on the first stage, where there is one step; None for the
+            engine's own choice.
         num_cores: that all stages share; None gives each its own.
 
     Raises:
         ValueError: numbers of stages, cuts and hosts that do not fit, or a count below 1.
     """
+    if updates < 1:
+        raise ValueError(f"updates is {updates}: pass at least 1")
+    if updates > 1:
+        in_flight = in_flight_of(chunks, len(compute))
+    chunks *= updates
     none = Coding()
     after = [*(cut.coding for cut in cuts), none]
     before = [none, *(cut.coding for cut in cuts)]
     stages = [
         StageTimes(
             *own,
-            # Of one message a step the sender meters the fidelity, which takes a decoding.
+            # Of one message a call the sender meters the fidelity, which takes a decoding.
             encode_act_s=following.encode_act_s + following.decode_act_s / chunks,
             decode_act_s=preceding.decode_act_s,
             encode_grad_s=preceding.encode_grad_s + preceding.decode_grad_s / chunks,
@@ -85,4 +96,4 @@ def predict(
     )
     # Once before the first microbatch and once after the last, between all ranks.
     longest = max(network.latency_s, default=0.0)
-    return Prediction(simulated, 2 * num_rounds(len(compute)) * longest)
+    return Prediction(simulated, 2 * num_rounds(len(compute)) * longest, updates)

@@ -193,6 +193,7 @@ def _predicted(
             connections=_connections(steps),
         ),
         chunks=chunks,
+        updates=METHODS[name].updates,
         in_flight=None if depth is None else depth(num_stages, chunks),
         num_cores=num_cores,
     ).step_s

@@ -30,12 +30,14 @@ class Setting(NamedTuple):
         grad: method of gradients.
         in_flight: as a function of stages and chunks; None for the engine's own.
         connections: of each direction of a cut.
+        updates: steps in a call, between which the pipeline does not drain; one is a share of it.
     """
 
     act: str
     grad: str
     in_flight: Callable[[int, int], int] | None = None
     connections: int = 1
+    updates: int = 1
 
 
 _ONE_CONNECTION: Final[dict[str, Setting]] = {
@@ -56,8 +58,12 @@ _ONE_CONNECTION: Final[dict[str, Setting]] = {
 _FOUR: Final = {
     f"{name} x4": each._replace(connections=4) for name, each in _ONE_CONNECTION.items()
 }
+_ASYNCHRONOUS: Final = {
+    f"{name} asynchronous": _ONE_CONNECTION[name]._replace(updates=16)
+    for name in ("mpcomp none", "mpcomp quant:4", "mpcomp auto:scratch")
+}
 #: Those whose names end with x4 have four connections.
-METHODS: Final[dict[str, Setting]] = {**_ONE_CONNECTION, **_FOUR}
+METHODS: Final[dict[str, Setting]] = {**_ONE_CONNECTION, **_FOUR, **_ASYNCHRONOUS}
 TORCH_DTYPES: Final = {REFERENCE: torch.float32, "torch bf16": torch.bfloat16}
 VARIANTS: Final = (*TORCH_DTYPES, *METHODS)
 USUAL: Final = (*TORCH_DTYPES, *_ONE_CONNECTION)
@@ -119,9 +125,11 @@ class Variant:
     #: Has the parameters of this rank.
     module: nn.Module
     #: Bytes that all ranks sent over cuts so far, by the variant's own account.
-    metered_bytes: Callable[[], int]
+    metered_bytes: Callable[[], float]
     #: Of the stage, behind which the next cut lies.
     output: Output
+    #: Steps that one call takes, and changes weights between.
+    updates: int = 1
 
 
 class Part:
@@ -138,6 +146,8 @@ class Part:
     def step(self, begin: workers.Begin, name: str, before: int) -> dict[str, Any]:
         """One step of a variant; the clock is the machine's, and stops before weights change.
 
+        Where they change within a call, it is a share of the call.
+
         Args:
             begin: the moment for all ranks.
             name: of the variant.
@@ -153,11 +163,12 @@ class Part:
         sent_before = variant.metered_bytes()
         loss = variant.step()
         end = time.perf_counter()
-        descend(variant.module, self._job.lr)
+        if variant.updates == 1:
+            descend(variant.module, self._job.lr)
         return {
-            "seconds": end - start,
+            "seconds": (end - start) / variant.updates,
             "change": variant.output.change(),  # of the last microbatch
-            "metered_bytes": variant.metered_bytes() - sent_before,
+            "metered_bytes": (variant.metered_bytes() - sent_before) / variant.updates,
             "loss": None if loss is None else loss.item(),
         }
 
@@ -265,7 +276,7 @@ def _mpcomp_variant(name: str, job: Job) -> Variant:
     output = Output(_stage_of(job, model)[-1])
     pipe = mpcomp.pipeline(
         model,
-        chunks=job.chunks,
+        chunks=job.chunks * setting.updates,
         split=equal_stages(job.num_blocks, job.size),
         act_comp=setting.act,
         grad_comp=setting.grad,
@@ -275,13 +286,19 @@ def _mpcomp_variant(name: str, job: Job) -> Variant:
         timeout=job.timeout_s,
         seed=job.seed,
     )
-    x, y = _batch(job)
+    x, y = (torch.cat([each] * setting.updates) for each in _batch(job))
     ids = torch.arange(len(x))
 
-    def step() -> Tensor:
-        return pipe.forward_backward(x, y, sample_ids=ids)
+    def update() -> None:
+        descend(pipe, job.lr)
+        pipe.zero_grad()
 
-    return Variant(step, pipe, lambda: pipe.wire_bytes, output)
+    within = update if setting.updates > 1 else None
+
+    def step() -> Tensor:
+        return pipe.forward_backward(x, y, sample_ids=ids, update=within, updates=setting.updates)
+
+    return Variant(step, pipe, lambda: pipe.wire_bytes, output, setting.updates)
 
 
 def _compute(job: Job) -> dict[str, list[float]]:

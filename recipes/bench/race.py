@@ -14,7 +14,7 @@ import itertools
 import statistics
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Final, NamedTuple, TypeAlias
 
@@ -88,7 +88,7 @@ class RaceConfig(RunConfig):
     sample: ClassVar[str] = "sequence"
     data_options: ClassVar[tuple[str, ...]] = ("data", "model")
     at_least_1: ClassVar[tuple[str, ...]] = (
-        *(*RunConfig.at_least_1, "max_steps", "read_every", "eval_blocks"),
+        *(*RunConfig.at_least_1, "max_steps", "read_every", "eval_blocks", "updates"),
     )
 
     rival: str | None = None  # a name in RIVALS and its rank, as in subspace:20
@@ -107,10 +107,16 @@ class RaceConfig(RunConfig):
     read_every: int = 25  # steps between two readings of the loss
     eval_blocks: int = 32
     rise: int = 50  # steps in which the rate rises
+    updates: int = 1  # steps in a call of the pipeline, which does not drain between them
 
     def __post_init__(self) -> None:
         check_choice("model", self.model, tuple(SIZES))
         super().__post_init__()
+        if self.read_every % self.updates or self.max_steps % self.updates:
+            raise ValueError(
+                f"updates is {self.updates}, read_every {self.read_every}, max_steps "
+                f"{self.max_steps}; pass multiples of updates, as a call has so many steps"
+            )
 
     @property
     def size(self) -> Size:
@@ -161,15 +167,17 @@ class Entrant(ABC):
     grad_bytes: float
 
     @abstractmethod
-    def backward(self, x: Tensor, y: Tensor) -> None:
-        """Adds up the gradients of a step, and clips them to norm 1 or to what is configured."""
+    def train(self, batches: Sequence[Batch], update: Callable[[], None]) -> None:
+        """Takes a step by each batch.
+
+        Args:
+            batches: of inputs and targets.
+            update: changes the weights by gradients that have been clipped.
+        """
 
     @abstractmethod
     def losses(self, batches: Sequence[Batch]) -> dict[str, float]:
         """The loss on held-out batches, with compression on and off where that can be."""
-
-    def after_step(self) -> None:  # noqa: B027  (most have nothing to do)
-        """When the optimizer has stepped."""
 
 
 class Piped(Entrant):
@@ -177,7 +185,7 @@ class Piped(Entrant):
 
     def __init__(self, config: RaceConfig) -> None:
         size = config.size
-        self._clip = config.clip
+        self._clip, self._updates = config.clip, config.updates
         self.module = self._pipe = mpcomp.pipeline(
             decoder(
                 num_blocks=size.num_blocks,
@@ -187,7 +195,7 @@ class Piped(Entrant):
                 context=size.context,
                 seed=config.seed,
             ),
-            chunks=size.chunks,
+            chunks=size.chunks * config.updates,
             split=equal_stages(size.num_blocks, size.num_blocks),
             act_comp=config.act[0],
             grad_comp=config.grad[0],
@@ -195,10 +203,25 @@ class Piped(Entrant):
             seed=config.seed,
         )
 
-    def backward(self, x: Tensor, y: Tensor) -> None:
-        self._pipe.forward_backward(x, y)
-        if self._clip is not None:
-            mpcomp.clip_grad_norm_(self._pipe, self._clip)
+    def train(self, batches: Sequence[Batch], update: Callable[[], None]) -> None:
+        if self._updates > 1:
+            self._train_asynchronously(batches, update)
+            return
+        for x, y in batches:
+            self._pipe.forward_backward(x, y)
+            if self._clip is not None:
+                mpcomp.clip_grad_norm_(self._pipe, self._clip)
+            update()
+
+    def _train_asynchronously(self, batches: Sequence[Batch], update: Callable[[], None]) -> None:
+        def clipped() -> None:
+            for stage in self._pipe.stages:  # none knows the norms of the others
+                if self._clip is not None:
+                    nn.utils.clip_grad_norm_(stage.parameters(), self._clip)
+            update()
+
+        x, y = (torch.cat(each) for each in zip(*batches, strict=True))
+        self._pipe.forward_backward(x, y, update=clipped, updates=len(batches))
 
     def losses(self, batches: Sequence[Batch]) -> dict[str, float]:
         self._pipe.eval()
@@ -240,21 +263,21 @@ class Changed(Entrant):
         )
         self.act_bytes = self.grad_bytes = 0.0
 
-    def backward(self, x: Tensor, y: Tensor) -> None:
-        token_loss(self._model(x), y).backward()  # type: ignore[no-untyped-call]
-        if self._clip is not None:
-            nn.utils.clip_grad_norm_(self._model.parameters(), self._clip)
-        num_cuts = len(self._model.blocks) - 1
-        sent = num_cuts * x.numel() * self._model.numbers_sent * NUMBER_BYTES
-        self.act_bytes += sent
-        self.grad_bytes += sent
+    def train(self, batches: Sequence[Batch], update: Callable[[], None]) -> None:
+        for x, y in batches:
+            token_loss(self._model(x), y).backward()  # type: ignore[no-untyped-call]
+            if self._clip is not None:
+                nn.utils.clip_grad_norm_(self._model.parameters(), self._clip)
+            num_cuts = len(self._model.blocks) - 1
+            sent = num_cuts * x.numel() * self._model.numbers_sent * NUMBER_BYTES
+            self.act_bytes += sent
+            self.grad_bytes += sent
+            update()
+            self._model.after_step()
 
     @torch.no_grad()
     def losses(self, batches: Sequence[Batch]) -> dict[str, float]:
         return {"on": statistics.fmean(token_loss(self._model(x), y).item() for x, y in batches)}
-
-    def after_step(self) -> None:
-        self._model.after_step()
 
 
 def race(config: RaceConfig, text: RaceText) -> Line:
@@ -266,18 +289,21 @@ def race(config: RaceConfig, text: RaceText) -> Line:
     """
     start = time.perf_counter()
     entrant = Piped(config) if config.rival is None else Changed(config)
-    optimizer = make_optimizer(config, entrant.module)
+    optimizer = _optimizer(config, entrant.module)
     rate = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1, (step + 1) / config.rise)
     )
-    readings: list[dict[str, float]] = []
-    batches = _batches(text.loader, config.seed)
-    for step in tqdm(range(1, config.max_steps + 1), unit="step", leave=False, disable=None):
-        entrant.backward(*next(batches))
+
+    def update() -> None:
         optimizer.step()
-        entrant.after_step()
         rate.step()
         optimizer.zero_grad()
+
+    readings: list[dict[str, float]] = []
+    batches = _batches(text.loader, config.seed)
+    calls = range(config.updates, config.max_steps + 1, config.updates)
+    for step in tqdm(calls, unit="call", leave=False, disable=None):
+        entrant.train(list(itertools.islice(batches, config.updates)), update)
         if step % config.read_every == 0 or step == config.max_steps:
             readings.append({"step": step, **entrant.losses(text.held_out)})
             if smoothed(readings)[-1][1] <= config.target:
@@ -296,7 +322,21 @@ def race(config: RaceConfig, text: RaceText) -> Line:
         "rival": config.rival,
         "act": config.act[0],
         "grad": config.grad[0],
+        "updates": config.updates,
     }
+
+
+def _optimizer(config: RaceConfig, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer; with updates within a call NAdam, as Ajanthan et al. 2025 have it."""
+    if config.updates == 1:
+        return make_optimizer(config, model)
+    return torch.optim.NAdam(
+        model.parameters(),
+        lr=config.lr,
+        betas=(0.99, 0.999),
+        weight_decay=config.weight_decay,
+        decoupled_weight_decay=True,
+    )
 
 
 def _batches(loader: TokenLoader, seed: int) -> Iterator[Batch]:

@@ -114,7 +114,12 @@ def _compute(size: Size, device: torch.device) -> list[list[float]]:
 
 
 def step_s(
-    size: Size, bits: Bits, links: Links, compute: Sequence[Sequence[float]], coding: Coding
+    size: Size,
+    bits: Bits,
+    links: Links,
+    compute: Sequence[Sequence[float]],
+    coding: Coding,
+    updates: int = 1,
 ) -> float:
     """Seconds of a step with a stage on each host.
 
@@ -124,6 +129,7 @@ def step_s(
         links: between all neighbours.
         compute: of each stage, forward and backward of a microbatch.
         coding: of a microbatch at a cut.
+        updates: steps between which the pipeline does not drain; a share of all of them.
     """
     return predict(
         [Compute(*own) for own in compute],
@@ -136,6 +142,7 @@ def step_s(
             connections=links.connections,
         ),
         chunks=size.chunks,
+        updates=updates,
     ).step_s
 
 

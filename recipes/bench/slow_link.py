@@ -125,7 +125,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="MBPS", help="Mbit/s of every host each way, or 'unlimited'")  # fmt: skip
     add("--variants", nargs="+", choices=VARIANTS, default=list(USUAL), metavar="NAME",
         help="; ".join(USUAL) + "; and those of mpcomp with four connections each way, as in "
-        "'mpcomp auto x4'")  # fmt: skip
+        "'mpcomp auto x4', or asynchronous, as in 'mpcomp quant:4 asynchronous'")  # fmt: skip
     add("--repeats", type=int, default=5)
     # Until about the fifteenth step activations change by a tenth of what they do later.
     add("--warmups", type=int, default=20, help="unlimited steps of each variant before the clock")
@@ -245,7 +245,9 @@ def _step(workers: Workers, name: str, before: int) -> dict[str, Any]:
     """One step: how long until the last host was done, and what each sent and received."""
     answers, counted = workers.turn("step", name=name, before=before)
     # Of all steps of the turn, which send alike.
-    interfaces = [{key: n / (before + 1) for key, n in host.items()} for host in counted]
+    setting = METHODS.get(name)
+    num_steps = (before + 1) * (1 if setting is None else setting.updates)
+    interfaces = [{key: n / num_steps for key, n in host.items()} for host in counted]
     return {
         "seconds": max(answer["seconds"] for answer in answers),
         "loss": answers[-1]["loss"],

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from recipes.bench.race import SIZES, RaceConfig, load, race
-from recipes.bench.race_report import render
+from recipes.bench.race_report import ASYNCHRONOUS, render
 from recipes.bench.race_speed import measure
 from recipes.bench.workers import write
 from recipes.placement import devices_of
@@ -22,14 +22,22 @@ from recipes.study import Line, Runs, Study, data_of, given, run_study, study_pa
 
 
 class Row(NamedTuple):
-    """An entrant: methods of activations and gradients, or a rival that changes the model."""
+    """An entrant: methods of activations and gradients, or a rival that changes the model.
+
+    Attributes:
+        act: method of activations.
+        grad: method of gradients.
+        rival: the model and its rank.
+        updates: steps between which the pipeline does not drain; NAdam then makes them.
+    """
 
     act: str = "none"
     grad: str = "none"
     rival: str | None = None
+    updates: int = 1
 
 
-ROWS: Final[dict[str, Row]] = {
+_SYNCHRONOUS: Final[dict[str, Row]] = {
     "fp32": Row(),
     "bf16": Row("bf16", "bf16"),
     "int8, scale a token": Row("quant:8:scale=token", "quant:8:scale=token"),
@@ -51,6 +59,15 @@ ROWS: Final[dict[str, Row]] = {
     "learned basis, rank 1/4": Row(rival="learned-basis:32"),
     "learned basis, rank 1/8": Row(rival="learned-basis:16"),
 }
+#: Steps in a call of an asynchronous row, from one reading of the loss to the next.
+UPDATES: Final = 25
+ROWS: Final[dict[str, Row]] = {
+    **_SYNCHRONOUS,
+    **{
+        f"{name}{ASYNCHRONOUS}": _SYNCHRONOUS[name]._replace(updates=UPDATES)
+        for name in ("bf16", "auto:scratch", "klt, step 0.4 / 1, dithered")
+    },
+}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -59,7 +76,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.measure:
         with joined() as ranks:
             (device,) = devices_of(configuration(options, options.rows[0], 0), ranks)
-        methods = {name: (row.act, row.grad) for name, row in ROWS.items() if row.rival is None}
+        methods = {
+            name: (row.act, row.grad) for name, row in _SYNCHRONOUS.items() if row.rival is None
+        }
         write(measure(SIZES[options.model], methods, device), options.speed)
     speed = json.loads(options.speed.read_text()) if options.speed.exists() else None
     own_shape = None if options.speed_203M is None else json.loads(options.speed_203M.read_text())
@@ -104,8 +123,8 @@ def runs(options: argparse.Namespace, num_processes: int) -> Runs[RaceConfig]:
 
 def configuration(options: argparse.Namespace, row: str, seed: int) -> RaceConfig:
     """The race of one row and seed."""
-    act, grad, rival = ROWS[row]
-    chosen = {**given(options, RaceConfig), "precision": "fp32"}
+    act, grad, rival, updates = ROWS[row]
+    chosen = {**given(options, RaceConfig), "precision": "fp32", "updates": updates}
     return RaceConfig(**{**chosen, "act": (act,), "grad": (grad,), "rival": rival, "seed": seed})
 
 

@@ -171,6 +171,20 @@ def test_long_pipelines_have_no_curve(profile: Profile) -> None:
     json.dumps(found.to_dict(), allow_nan=False)
 
 
+def test_what_a_pipeline_that_does_not_drain_takes_is_said(profile: Profile) -> None:
+    """Unless ranks wait for each other anyway."""
+    made = planner(profile, 100.0, latency_s=0.02)
+    found = plan(made, [QUANT], task="images", floor=2.0)
+    assert found.asynchronous_s is not None and found.asynchronous_s < found.best.step_s / 2
+    assert any("asynchronously" in line for line in found.sentences())
+    assert found.to_dict()["recommended"]["updates"] == 16
+    of_replicas = planner(profile, 100.0, latency_s=0.02, exchange_s=0.1)
+    assert of_replicas.asynchronous_s(of_replicas.step(QUANT), 16) is None
+    tied = dataclasses.replace(profile, ties=(Tie(0, 7, profile.blocks[0].output),))
+    of_tied = plan(planner(tied, 100.0, latency_s=0.02), [QUANT], task="images", floor=2.0)
+    assert of_tied.asynchronous_s is None and of_tied.to_dict()["recommended"]["updates"] is None
+
+
 def test_figures_are_json(profile: Profile) -> None:
     found = outcome(profile, 5.0).to_dict()
     assert json.loads(json.dumps(found, allow_nan=False)) == found

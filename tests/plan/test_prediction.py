@@ -18,3 +18,23 @@ def test_a_sender_decodes_one_message_a_step_to_meter_it() -> None:
     first = 4 * (2 + 4 + coding.encode_act_s + coding.decode_grad_s) + coding.decode_act_s
     last = 4 * (2 + 4 + coding.encode_grad_s + coding.decode_act_s) + coding.decode_grad_s
     assert found.timeline.busy_s == pytest.approx([first, last])
+
+
+def test_a_pipeline_that_does_not_drain_waits_once_a_call() -> None:
+    """One stage is as busy as can be; what a call takes besides is its fill and drain."""
+    compute, latency_s, num_stages = [Compute(1, 2)] * 4, 0.25, 4
+    cut = CutCost(Coding(), Messages(0, 0))
+    network = Network.alike(num_stages, math.inf, latency_s)
+    of_call = [
+        predict(compute, [cut] * 3, network, chunks=2, updates=updates) for updates in (1, 8, 64)
+    ]
+    ways = 2 * (num_stages - 1) * latency_s
+    for found, updates in zip(of_call, (1, 8, 64), strict=True):
+        least = 2 * updates * 3
+        assert found.step_s * updates - found.agreement_s == pytest.approx(found.timeline.step_s)
+        assert found.timeline.step_s >= least + 3 * (num_stages - 1) + ways - 1e-9
+        assert found.agreement_s == of_call[0].agreement_s
+    assert of_call[2].step_s < of_call[1].step_s < of_call[0].step_s
+    assert of_call[2].step_s == pytest.approx(2 * 3, rel=0.15)
+    with pytest.raises(ValueError, match="updates is 0"):
+        predict(compute, [cut] * 3, network, chunks=2, updates=0)
