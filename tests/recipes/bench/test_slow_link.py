@@ -21,21 +21,25 @@ def test_short_run(tmp_path, capsys):
         "mpcomp topk:0.1+fp16",
         "mpcomp auto",
         "mpcomp auto:memory",
+        "mpcomp none asynchronous",
     ]
     slow_link.main([*tiny.split(), *few.split(), "--variants", *variants, "--out", str(out)])
     result = json.loads(out.read_text())
     figures = {figure["variant"]: figure for figure in result["figures"]}
     assert list(figures) == variants and result["machine"]["mpcomp"]
-    dense, none, topk, auto, memory = (figures[name] for name in variants)
+    dense, none, topk, auto, memory, asynchronous = (figures[name] for name in variants)
     assert dense["metered_bytes"] == 2 * 2 * 8 * 16 * 4  # both ways, two microbatches, fp32
     assert dense["metered_bytes"] < none["metered_bytes"] < 1.1 * dense["metered_bytes"]
+    assert asynchronous["metered_bytes"] == none["metered_bytes"]  # of a step, not of a call
     assert topk["metered_bytes"] < dense["metered_bytes"] / 4
     assert memory["metered_bytes"] < auto["metered_bytes"] < dense["metered_bytes"] / 2
     assert none["losses"] == pytest.approx(dense["losses"], abs=1e-5)
     assert len(result["compute"]["2"]) == 2 and result["links"]["kind"] == "loopback"
     changes = {row["variant"]: row["changes"] for row in result["changes"]}
     assert list(changes) == variants
+    of_a_call = changes.pop("mpcomp none asynchronous")
     assert all(len(at_cuts) == 1 and 0 < at_cuts[0] < 0.1 for at_cuts in changes.values())
+    assert of_a_call > changes["mpcomp none"]
     assert changes["mpcomp none"] == pytest.approx(changes[REFERENCE], rel=1e-3)
     said = capsys.readouterr().out
     assert "mpcomp topk:0.1+fp16" in said and "change from one step to the next" in said
