@@ -1,10 +1,13 @@
 """Updates within a step: by which weights each gradient is made, and what they cannot go with."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
+from lms import language_model
 from methods import same_bits
-from models import MLP_SPLIT, mlp, rows, sgd
+from models import CONV_SPLIT, MLP_SPLIT, convnet, images, mlp, resnet, rows, sgd
 from torch import nn
 from torch.func import functional_call
 
@@ -116,6 +119,53 @@ def test_an_update_weighs_the_terms_of_its_own_microbatches():
             F.cross_entropy(model(x[rows_of]), y[rows_of]), list(pipe.parameters())
         )
         torch.testing.assert_close(found, list(expected))
+
+
+def untied(family: str):
+    return lambda: language_model(family, tie_word_embeddings=False)
+
+
+def text(count: int):
+    ids = torch.randint(3, 53, (count, 7), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "labels": ids}, None
+
+
+@pytest.mark.parametrize(
+    "make, split, batch",
+    [
+        pytest.param(convnet, CONV_SPLIT, images, id="convnet"),
+        pytest.param(resnet, "paper", images, id="resnet"),
+        pytest.param(untied("gpt2"), 3, text, id="gpt2"),
+        pytest.param(untied("llama"), 3, text, id="llama"),
+    ],
+)
+def test_copies_of_weights_stand_for_those_of_any_stage(make, split, batch):
+    """Weights that change behind a forward do not change its backward: bit for bit as if never."""
+    torch.manual_seed(0)
+    model = make()
+    count = 5
+    loss_fn = F.cross_entropy if batch is images else None
+    batch_of_call, target = batch(2 * count)
+    gradients = []
+    for changes in (False, True):
+        pipe = mpcomp.pipeline(copy.deepcopy(model), count, split=split, loss_fn=loss_fn)
+        lag = len(pipe.stages) - 1
+        before = [p.detach().clone() for p in pipe.parameters()]
+        found = []
+
+        def update(pipe=pipe, found=found, changes=changes, before=before) -> None:
+            found.append([p.grad.clone() for p in pipe.parameters()])
+            pipe.zero_grad()
+            for p in pipe.stages[0].parameters() if changes else ():
+                p.data.mul_(0.5)
+
+        pipe.forward_backward(batch_of_call, target, update=update, updates=count)
+        gradients.append(found)
+        assert changes != all(map(torch.equal, pipe.parameters(), before))
+    same, changed = gradients
+    for number in range(lag + 1):  # the first stage's weights are those of the start
+        assert all(map(same_bits, same[number], changed[number]))
+    assert not all(map(torch.equal, same[lag + 1], changed[lag + 1]))
 
 
 def test_weights_that_are_not_trained_and_buffers_are_not_copied():
