@@ -25,7 +25,7 @@ from mpcomp.core.trace import NO_STAGE, Span, Trace
 __all__ = ["Tracing", "chrome_events"]
 
 #: Spans in which a step is at work on its numbers; Perfetto gives each category a colour.
-_COMPUTE = ("forward", "loss", "backward", "weights")
+_COMPUTE = ("forward", "loss", "backward", "weights", "update")
 
 
 class Tracing:

@@ -21,8 +21,8 @@ class Span(NamedTuple):
     """One thing that a rank did, from one moment to another.
 
     Attributes:
-        kind: step, forward, loss, backward, weights, encode, send, receive, decode, fidelity,
-            exchange (between replicas), or agree (on the end of a step).
+        kind: step, forward, loss, backward, weights, update (of them), encode, send, receive,
+            decode, fidelity, exchange (between replicas), or agree (on the end of a step).
         step: number of the training step.
         stage: its number; `NO_STAGE` of what is a rank's.
         microbatch: its number; `NO_STAGE` of what is a step's.

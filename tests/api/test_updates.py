@@ -1,6 +1,7 @@
 """Updates within a step: by which weights each gradient is made, and what they cannot go with."""
 
 import copy
+import json
 
 import pytest
 import torch
@@ -259,6 +260,15 @@ def test_the_norm_over_all_stages_is_refused_in_an_update():
         pipe.forward_backward(*rows(CHUNKS), update=update, updates=2)
     assert not pipe.updating
     mpcomp.clip_grad_norm_(pipe, 1.0)
+
+
+def test_a_trace_shows_updates(tmp_path):
+    pipe = piped(mlp())
+    with pipe.trace(tmp_path / "trace.json", steps=1):
+        pipe.forward_backward(*rows(CHUNKS), update=pipe.zero_grad, updates=UPDATES)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    updates = [event for event in events if event.get("args", {}).get("kind") == "update"]
+    assert len(updates) == UPDATES and {event["cat"] for event in updates} == {"compute"}
 
 
 def test_an_update_that_fails_leaves_the_stages_as_they_are():
