@@ -138,6 +138,12 @@ def _connections(steps: Sequence[Record]) -> int:
     return 1 if setting is None else setting.connections
 
 
+def _updates(steps: Sequence[Record]) -> int:
+    """Steps in a call, between which the pipeline does not drain."""
+    setting = METHODS.get(steps[0]["variant"])
+    return 1 if setting is None else setting.updates
+
+
 def _bound(
     steps: Sequence[Record],
     compute: Sequence[Mapping[str, float]],
@@ -156,15 +162,17 @@ def _bound(
         ]
         for name in ("tx_bytes", "rx_bytes")
     )
-    return least_step_s(
+    updates = _updates(steps)
+    call = least_step_s(
         [stage["forward_s"] for stage in compute],
         [stage["backward_s"] for stage in compute],
-        chunks=chunks,
+        chunks=chunks * updates,
         message_s=sum(sent) / (2 * (hosts - 1) * chunks),
-        sent_s=sent,
-        received_s=received,
+        sent_s=[updates * seconds for seconds in sent],
+        received_s=[updates * seconds for seconds in received],
         num_cores=num_cores,
     )
+    return call / updates
 
 
 def _predicted(
@@ -193,7 +201,7 @@ def _predicted(
             connections=_connections(steps),
         ),
         chunks=chunks,
-        updates=METHODS[name].updates,
+        updates=_updates(steps),
         in_flight=None if depth is None else depth(num_stages, chunks),
         num_cores=num_cores,
     ).step_s
