@@ -162,3 +162,21 @@ def test_the_gpt_of_ones_own_trains():
     assert 0 < pipe.wire_bytes < pipe.dense_bytes
     first = nn.functional.cross_entropy(torch.zeros(1, 16), torch.zeros(1, dtype=torch.long))
     assert names["loss"] < first
+
+
+def test_the_asynchronous_steps_of_the_guide_train():
+    """The page's code, given a small model, which is cut in two."""
+    page = (ROOT / "docs" / "guide" / "asynchronous.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    torch.manual_seed(0)
+    x = torch.randn(64, 8)
+    names = {
+        "model": nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))),
+        "loader": [(x, x.argmax(dim=1))] * 12,
+        "loss_fn": nn.functional.cross_entropy,
+    }
+    code = code.replace("2e-3", "1e-2").replace("split=8", "split=2")
+    exec(compile(code, "asynchronous.md", "exec"), names)
+    assert names["pipe"].num_steps == 12
+    first = nn.functional.cross_entropy(torch.zeros(1, 8), torch.zeros(1, dtype=torch.long))
+    assert names["loss"] < first
