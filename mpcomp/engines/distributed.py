@@ -212,8 +212,8 @@ class DistributedEngine(Engine):
         self._loss, self._traced = loss, step
         waited = self._wiring.waited_s
         # With updates the depth is given: on it depends by which weights gradients are made.
-        searches = self._depth is not None and updates is None
-        choosing = self._depth.choosing() if self._depth and searches else nullcontext()
+        searches = self._depth if updates is None else None
+        choosing = searches.choosing() if searches else nullcontext()
         if isinstance(self.schedule, InFlight1F1B):
             self.schedule.updates = updates
         with choosing, self.mesh.failing_together():
