@@ -9,7 +9,7 @@ from typing import Any, Final
 from tabulate import tabulate
 
 from mpcomp.plan import Coding
-from recipes.bench.race import SIZES
+from recipes.bench.race import SIZES, smoothed
 from recipes.bench.race_speed import Bits, Links, benchmark_step_s, step_s
 from recipes.study import Line
 from recipes.study_table import Results, Run, half_interval
@@ -71,8 +71,18 @@ def _tables(
 
 
 def _steps(rows: Mapping[str, Mapping[int, Run]]) -> str:
-    table = [(row, *_of_steps(list(runs.values()))) for row, runs in rows.items()]
-    return tabulate(table, ("row", "n", "steps", "bits"), disable_numparse=True)
+    headers = ("row", "n", "steps", "bits", "loss in the end")
+    table = [
+        (row, *_of_steps(list(runs.values())), _last_loss(list(runs.values())))
+        for row, runs in rows.items()
+    ]
+    return tabulate(table, headers, disable_numparse=True)
+
+
+def _last_loss(runs: Sequence[Run]) -> str:
+    """The loss of the last readings, on or off, whichever is less: its mean over the seeds."""
+    readings = [run["readings"] for run in runs]
+    return _interval([smoothed(each)[-1][1] for each in readings], ".3f") if all(readings) else ""
 
 
 def _of_steps(runs: Sequence[Run]) -> tuple[str, str, str]:

@@ -78,7 +78,7 @@ def test_measured_speed() -> None:
 
 
 def line(row: str, seed: int, steps: float | None, bits: float) -> dict[str, object]:
-    counted = {"act_bits": bits, "grad_bits": bits, "trained_steps": 900}
+    counted = {"act_bits": bits, "grad_bits": bits, "trained_steps": 900, "readings": readings(4)}
     return {"row": row, "seed": seed, "steps": steps, "rival": None, **counted}
 
 
@@ -102,6 +102,12 @@ def test_table_multiplies_steps_and_seconds() -> None:
     assert f"{gain:.2f} ± 0.00" in half
     (never,) = [row for row in text.splitlines() if row.startswith("never") and "0/3" in row]
     assert "above 900" in never
+
+
+def test_table_without_seconds_has_the_loss_in_the_end() -> None:
+    lines = [{**line("half", 0, None, 8), "readings": readings(9, 6, 5, 4)}]
+    (row,) = [each for each in render(lines, None).splitlines() if each.startswith("half")]
+    assert row.split()[-1] == "5.000"  # of the last three
 
 
 def test_table_has_a_column_for_coding_at_the_own_shape() -> None:
