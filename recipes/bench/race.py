@@ -26,6 +26,7 @@ import mpcomp
 from recipes.config import RunConfig, check_choice
 from recipes.decoder import decoder, equal_stages, token_loss
 from recipes.optimizers import make_optimizer
+from recipes.rivals.lagging import Lagging
 from recipes.rivals.learned_basis import LearnedBasisDecoder
 from recipes.rivals.subspace import SubspaceDecoder
 from recipes.rivals.wire import NUMBER_BYTES
@@ -251,7 +252,7 @@ class Changed(Entrant):
         assert config.rival is not None
         size = config.size
         name, rank = config.rival.split(":")
-        self._clip = config.clip
+        self._clip, self._updates = config.clip, config.updates
         self.module = self._model = RIVALS[name](
             num_blocks=size.num_blocks,
             width=size.width,
@@ -262,18 +263,43 @@ class Changed(Entrant):
             seed=config.seed,
         )
         self.act_bytes = self.grad_bytes = 0.0
+        self._num_stages = size.num_blocks
+        self._stage_of = {name: self._stage(name) for name, _ in self._model.named_parameters()}
+
+    def _stage(self, name: str) -> int:
+        """The stage of a parameter: its block's, the first before them, and the last behind."""
+        part, *rest = name.split(".")
+        if part == "blocks":
+            return int(rest[0])
+        return self._num_stages - 1 if part == "head" else 0
 
     def train(self, batches: Sequence[Batch], update: Callable[[], None]) -> None:
+        lagging = None
+        if self._updates > 1:
+            lagging = Lagging(self._model, self._stage_of, self._num_stages)
         for x, y in batches:
-            token_loss(self._model(x), y).backward()  # type: ignore[no-untyped-call]
-            if self._clip is not None:
-                nn.utils.clip_grad_norm_(self._model.parameters(), self._clip)
+            token_loss((lagging or self._model)(x), y).backward()  # type: ignore[no-untyped-call]
+            self._clip_gradients()
             num_cuts = len(self._model.blocks) - 1
             sent = num_cuts * x.numel() * self._model.numbers_sent * NUMBER_BYTES
             self.act_bytes += sent
             self.grad_bytes += sent
             update()
             self._model.after_step()
+            if lagging is not None:
+                lagging.updated()
+
+    def _clip_gradients(self) -> None:
+        """By the norm of all, or of each stage, which knows no other's in asynchronous steps."""
+        if self._clip is None:
+            return
+        parameters = dict(self._model.named_parameters())
+        if self._updates == 1:
+            nn.utils.clip_grad_norm_(parameters.values(), self._clip)
+            return
+        for stage in range(self._num_stages):
+            own = [parameters[name] for name, of in self._stage_of.items() if of == stage]
+            nn.utils.clip_grad_norm_(own, self._clip)
 
     @torch.no_grad()
     def losses(self, batches: Sequence[Batch]) -> dict[str, float]:

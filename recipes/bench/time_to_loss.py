@@ -61,11 +61,14 @@ _SYNCHRONOUS: Final[dict[str, Row]] = {
 }
 #: Steps in a call of an asynchronous row, from one reading of the loss to the next.
 UPDATES: Final = 25
+_BOTH_WAYS: Final = (
+    *("bf16", "tiles of 64, 4 bits", "auto:scratch", "klt, step 0.4 / 1, dithered"),
+    "subspace, rank 5/32",
+)
 ROWS: Final[dict[str, Row]] = {
     **_SYNCHRONOUS,
     **{
-        f"{name}{ASYNCHRONOUS}": _SYNCHRONOUS[name]._replace(updates=UPDATES)
-        for name in ("bf16", "auto:scratch", "klt, step 0.4 / 1, dithered")
+        f"{name}{ASYNCHRONOUS}": _SYNCHRONOUS[name]._replace(updates=UPDATES) for name in _BOTH_WAYS
     },
 }
 

@@ -36,6 +36,7 @@ def test_the_better_of_on_and_off_counts() -> None:
         pytest.param("bf16", marks=pytest.mark.slow),
         pytest.param("klt, step 0.2 / 1", marks=pytest.mark.slow),
         pytest.param("bf16, asynchronous", marks=pytest.mark.slow),
+        pytest.param("subspace, rank 5/32, asynchronous", marks=pytest.mark.slow),
         "subspace, rank 5/32",
     ],
 )
