@@ -310,7 +310,7 @@ def descending(run: Run) -> Outcome:
     """In this process, microbatches differentiated from the last to the first, as LoopedBFS."""
     ascending = LocalEngine.forward_backward
 
-    def forward_backward(self, microbatches, targets, step, loss, same=()):  # type: ignore
+    def forward_backward(self, microbatches, targets, step, loss, same=(), updates=None):  # type: ignore
         outputs = self.forward(microbatches, step)
         pairs = enumerate(zip(outputs, targets, strict=True))
         parts = [loss(output, target, i) for i, (output, target) in pairs]
