@@ -72,11 +72,13 @@ class StashedWeights:
     Args:
         stage: whose parameters they are.
         updates: of the step.
-        lag: of the stage.
+        lag: of the stage; of each parameter by name, where a whole model stands for all stages.
         kept: how many updates back weights can still be asked for.
     """
 
-    def __init__(self, stage: nn.Module, updates: Updates, lag: int, *, kept: int) -> None:
+    def __init__(
+        self, stage: nn.Module, updates: Updates, lag: int | Mapping[str, int], *, kept: int
+    ) -> None:
         self._stage, self._updates, self._lag = stage, updates, lag
         self._num_updates = 0
         self._versions: deque[dict[str, Tensor]] = deque([self._copied()], maxlen=kept + 1)
@@ -96,9 +98,12 @@ class StashedWeights:
 
     def stage_for(self, microbatch: int) -> Callable[..., Any]:
         """The stage with the weights for a microbatch, to be called as the stage is."""
-        wanted = max(0, self._updates.number_of(microbatch) - self._lag)
-        weights: Mapping[str, Tensor] = self._versions[wanted - self._num_updates - 1]
-        return lambda *args, **kwargs: functional_call(self._stage, dict(weights), args, kwargs)
+        number = self._updates.number_of(microbatch)
+        weights = {}
+        for name in self._versions[-1]:
+            lag = self._lag if isinstance(self._lag, int) else self._lag[name]
+            weights[name] = self._versions[max(0, number - lag) - self._num_updates - 1][name]
+        return lambda *args, **kwargs: functional_call(self._stage, weights, args, kwargs)
 
 
 def check_stashable(stages: Sequence[nn.Module]) -> None:

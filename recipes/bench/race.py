@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import mpcomp
+from mpcomp.engines.updates import StashedWeights, Updates, lag_of
 from recipes.config import RunConfig, check_choice
 from recipes.decoder import decoder, equal_stages, token_loss
 from recipes.optimizers import make_optimizer
-from recipes.rivals.lagging import Lagging
 from recipes.rivals.learned_basis import LearnedBasisDecoder
 from recipes.rivals.subspace import SubspaceDecoder
 from recipes.rivals.wire import NUMBER_BYTES
@@ -274,11 +274,14 @@ class Changed(Entrant):
         return self._num_stages - 1 if part == "head" else 0
 
     def train(self, batches: Sequence[Batch], update: Callable[[], None]) -> None:
-        lagging = None
+        stashed = None
         if self._updates > 1:
-            lagging = Lagging(self._model, self._stage_of, self._num_stages)
-        for x, y in batches:
-            token_loss((lagging or self._model)(x), y).backward()  # type: ignore[no-untyped-call]
+            lags = {name: lag_of(of, self._num_stages) for name, of in self._stage_of.items()}
+            updates = Updates(update, len(batches), microbatches=1)
+            stashed = StashedWeights(self._model, updates, lags, kept=self._num_stages - 1)
+        for i, (x, y) in enumerate(batches):
+            model = self._model if stashed is None else stashed.stage_for(i)
+            token_loss(model(x), y).backward()  # type: ignore[no-untyped-call]
             self._clip_gradients()
             num_cuts = len(self._model.blocks) - 1
             sent = num_cuts * x.numel() * self._model.numbers_sent * NUMBER_BYTES
@@ -286,8 +289,8 @@ class Changed(Entrant):
             self.grad_bytes += sent
             update()
             self._model.after_step()
-            if lagging is not None:
-                lagging.updated()
+            if stashed is not None:
+                stashed.updated()
 
     def _clip_gradients(self) -> None:
         """By the norm of all, or of each stage, which knows no other's in asynchronous steps."""

@@ -187,6 +187,30 @@ def test_weights_that_are_not_trained_and_buffers_are_not_copied():
     torch.testing.assert_close(out, expected)
 
 
+def test_a_whole_model_can_stand_for_its_stages():
+    """Each parameter with the lag of the stage that it would be in."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2))
+    lags = {name: lag_of(int(name[0]), 3) for name, _ in model.named_parameters()}
+    stashed = StashedWeights(model, Updates(lambda: None, 5, 1), lags, kept=2)
+    x = torch.randn(5, 3)
+    outputs, versions = [], []
+    for number in range(5):
+        versions.append(copy.deepcopy(model))
+        outputs.append(stashed.stage_for(number)(x))
+        outputs[-1].sum().backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad
+        model.zero_grad()
+        stashed.updated()
+    for number, output in enumerate(outputs):
+        expected = x
+        for stage in range(3):
+            expected = versions[max(0, number - lag_of(stage, 3))][stage](expected)
+        torch.testing.assert_close(output, expected)
+    assert not torch.allclose(outputs[-1], versions[-1](x))
+
+
 def test_weights_older_than_a_stage_keeps_are_an_error():
     stashed = StashedWeights(nn.Linear(2, 2), Updates(lambda: None, 3, 1), lag=2, kept=1)
     for _ in range(2):

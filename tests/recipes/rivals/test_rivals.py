@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
-from torch import nn
 
 from recipes.decoder import decoder, token_batch, token_loss
 from recipes.rivals import learned_basis, subspace
-from recipes.rivals.lagging import Lagging
 from recipes.rivals.learned_basis import LearnedBasisDecoder, polar
 from recipes.rivals.subspace import SubspaceDecoder
 from recipes.rivals.wire import crossing
@@ -117,27 +113,3 @@ def test_polar_is_the_nearest_orthonormal_matrix() -> None:
     for _ in range(20):
         other = torch.linalg.qr(nearest + 0.1 * torch.randn(9, 4)).Q
         assert (matrix - other).norm() > distance
-
-
-def test_a_model_that_lags_has_the_weights_of_stages_that_do() -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2))
-    stage_of = {name: int(name[0]) for name, _ in model.named_parameters()}
-    lagging = Lagging(model, stage_of, 3)
-    x = torch.randn(5, 3)
-    outputs, versions = [], []
-    for _ in range(5):
-        versions.append(copy.deepcopy(model))
-        outputs.append(lagging(x))
-        outputs[-1].sum().backward()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                assert parameter.grad is not None
-                parameter -= 0.1 * parameter.grad
-        model.zero_grad()
-        lagging.updated()
-    for t, output in enumerate(outputs):
-        expected = x
-        for stage in range(3):
-            expected = versions[max(0, t - (2 - stage))][stage](expected)
-        torch.testing.assert_close(output, expected)
-    assert not torch.allclose(outputs[-1], versions[-1](x))
