@@ -105,7 +105,8 @@ def pipeline(
         in_flight: with the engine's own schedule, microbatches that the first stage may have
             under way, each of which keeps its activations: the number of stages is 1F1B,
             ``chunks`` hides most of a slow link; None for twice the stages less one, "auto" to
-            measure in the first steps. Results do not depend on it.
+            measure in the first steps. Results do not depend on it. Updates within a step
+            (``forward_backward(update=...)``) have a depth of their own.
         in_flight_bytes: bound on what a rank keeps of all of them for backward; the first step
             measures what one microbatch keeps.
         connections: between the ranks of a cut or tie, each way. Each carries a part of every

@@ -145,10 +145,9 @@ class StepLoss:
         self._summed = getattr(loss_fn, "reduction", "mean") == "sum"
         self.terms = sum(terms)
         of_each = len(terms) // updates
+        sums = [sum(terms[i : i + of_each]) for i in range(0, len(terms), of_each)]
         #: Of the update that a microbatch belongs to.
-        self._terms_of_update = [
-            sum(terms[i - i % of_each : i - i % of_each + of_each]) for i in range(len(terms))
-        ]
+        self._terms_of_update = [sums[i // of_each] for i in range(len(terms))]
         self.total: Tensor | None = None
         self.factor = 1.0
 

@@ -20,7 +20,7 @@ from typing import Any, cast
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from mpcomp.core.spec import closest
-from mpcomp.engines.updates import Updates
+from mpcomp.engines.updates import Updates, in_flight_of
 
 __all__ = ["OWN", "InFlight1F1B", "Schedule", "schedule_named", "warmup_of"]
 
@@ -157,7 +157,7 @@ class InFlight1F1B(PipelineScheduleSingle):  # type: ignore[misc, unused-ignore]
         count = self._n_microbatches
         updates, depth = self.updates, self.in_flight
         if updates is not None:
-            depth = updates.in_flight(stage.num_stages)
+            depth = in_flight_of(updates.microbatches, stage.num_stages)
         warmup = min(count, warmup_of(stage.stage_index, stage.num_stages, depth))
 
         def forward(i: int) -> None:

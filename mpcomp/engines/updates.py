@@ -48,13 +48,9 @@ class Updates:
         """Whether an update follows the backward of this microbatch."""
         return (microbatch + 1) % self.microbatches == 0
 
-    def in_flight(self, num_stages: int) -> int:
-        """Microbatches under way on the first stage: all that its lag allows."""
-        return in_flight_of(self.microbatches, num_stages)
-
 
 def in_flight_of(microbatches: int, num_stages: int) -> int:
-    """Microbatches under way on the first stage, where an update has so many."""
+    """Microbatches under way on the first stage, of so many an update: all that its lag allows."""
     return microbatches * lag_of(0, num_stages) + 1
 
 
@@ -94,7 +90,8 @@ class StashedWeights:
     def updated(self) -> None:
         """Takes note of an update."""
         self._num_updates += 1
-        self._versions.append(self._copied())
+        if self._num_updates < self._updates.count:  # nothing runs forward behind the last one
+            self._versions.append(self._copied())
 
     def stage_for(self, microbatch: int) -> Callable[..., Any]:
         """The stage with the weights for a microbatch, to be called as the stage is."""

@@ -13,7 +13,7 @@ from torch import nn
 from torch.func import functional_call
 
 import mpcomp
-from mpcomp.engines.updates import StashedWeights, Updates, lag_of
+from mpcomp.engines.updates import StashedWeights, Updates, in_flight_of, lag_of
 
 UPDATES, OF_EACH, NUM_STAGES = 6, 2, 3
 CHUNKS = UPDATES * OF_EACH
@@ -222,7 +222,7 @@ def test_weights_older_than_a_stage_keeps_are_an_error():
 def test_as_many_microbatches_are_under_way_as_the_lag_allows():
     updates = Updates(lambda: None, 8, 2)
     assert [lag_of(stage, 4) for stage in range(4)] == [3, 2, 1, 0]
-    assert updates.in_flight(4) == 7
+    assert in_flight_of(updates.microbatches, 4) == 7
     assert [updates.number_of(i) for i in (0, 1, 2, 15)] == [0, 0, 1, 7]
     assert [updates.follows(i) for i in range(4)] == [False, True, False, True]
 
