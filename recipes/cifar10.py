@@ -141,7 +141,9 @@ class ImageTrainer(Trainer[ImageConfig]):
     def forward_backward(self, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         """The mean loss over the images."""
         x, y, ids = batch
-        return self.pipe.forward_backward(x, y, sample_ids=ids)
+        return self.pipe.forward_backward(
+            x, y, sample_ids=ids, update=self.update, updates=self.config.updates
+        )
 
     def num_samples(self, batch: tuple[Tensor, Tensor, Tensor]) -> int:
         """Images."""

@@ -71,9 +71,16 @@ class Parser(argparse.ArgumentParser):
         add("--eval-every", type=int, help="epochs between evaluations")
         add("--batch-size", type=int, help="of all replicas together")
         add(
+            "--updates",
+            type=int,
+            metavar="N",
+            help="steps in a call, between which the pipeline does not drain (asynchronous)",
+        )
+        add(
             "--optimizer",
             choices=OPTIMIZERS,
-            help="lars, lamb: for large batches; muon: hidden matrices, AdamW the rest; pass --lr",
+            help="nadam: for --updates; lars, lamb: for large batches; muon: hidden matrices, "
+            "AdamW the rest; pass --lr",
         )
         add("--lr", type=float)
         add("--base-batch", type=int, metavar="N", help="that lr is for: it is times batch / N")
@@ -89,7 +96,12 @@ class Parser(argparse.ArgumentParser):
         add("--momentum", type=float, help="of sgd and lars")
         add("--nesterov", action=argparse.BooleanOptionalAction, help="of sgd and lars")
         add("--weight-decay", type=float)
-        add("--clip", type=float, metavar="NORM", help="largest global gradient norm")
+        add(
+            "--clip",
+            type=float,
+            metavar="NORM",
+            help="largest global gradient norm; with --updates, of a stage",
+        )
         add("--precision", choices=PRECISIONS, help="auto: bf16 where the device computes in it")
         add("--recompute", action=argparse.BooleanOptionalAction, help="activations, for memory")
         add("--device", help="auto, cpu, cuda, or one for each stage (or process): cuda:0,cuda:1")
@@ -301,7 +313,7 @@ def _train(
     if compare and ranks.speaks:
         histories = {name: one.history for name, one in runs.items()}
         losses = {
-            job.label: plots.losses_of_steps(job_folder, trainer.steps_per_epoch)
+            job.label: plots.losses_of_steps(job_folder, trainer.iterations_per_epoch)
             for trainer, (job, job_folder) in zip(trainers, jobs, strict=True)
         }
         plots.plot_curves(histories, folder.curves, trainers[-1].metric, losses=losses)

@@ -20,7 +20,7 @@ from mpcomp.engines.schedules import schedule_named
 from mpcomp.links.build import method_of
 
 PRECISIONS: Final = ("fp32", "bf16", "fp16", "auto")
-OPTIMIZERS: Final = ("sgd", "adamw", "lars", "lamb", "muon")
+OPTIMIZERS: Final = ("sgd", "adamw", "nadam", "lars", "lamb", "muon")
 WITH_MOMENTUM: Final = ("sgd", "lars")
 #: What gradients too small to be compressed can be rounded to.
 SMALL: Final = ("none", "bf16", "fp16")
@@ -53,7 +53,7 @@ class RunConfig:
     at_least_1: ClassVar[tuple[str, ...]] = (
         *("chunks", "epochs", "eval_every", "batch_size", "threads", "train_limit", "replicas"),
         "base_batch",
-        *("save_every_steps", "keep", "connections"),
+        *("save_every_steps", "keep", "connections", "updates"),
     )
 
     data: str
@@ -67,6 +67,7 @@ class RunConfig:
     epochs: int
     eval_every: int = 1  # epochs; the last epoch is always evaluated
     batch_size: int  # of all replicas together
+    updates: int = 1  # steps in a call of the pipeline, which does not drain between them
     optimizer: str  # one of OPTIMIZERS
     lr: float
     base_batch: int | None = None  # that `lr` is for: it grows as the batch of a step does
@@ -76,7 +77,7 @@ class RunConfig:
     momentum: float = 0.9  # of sgd and lars
     nesterov: bool = False
     weight_decay: float
-    clip: float | None = None  # largest global gradient norm
+    clip: float | None = None  # largest global gradient norm; with updates, that of each stage
     precision: str  # "auto": bf16 where the device computes in it
     recompute: bool = False
     device: str = "auto"  # one for all stages, or one for each: "cuda:0,cuda:1"
@@ -131,6 +132,51 @@ class RunConfig:
             for spec in specs:
                 method_of(argument, spec)  # fails here, before any work, with the nearest name
         self._check_replicas()
+        self._check_updates()
+
+    def _check_updates(self) -> None:
+        """Raises ValueError for what cannot be where weights change within a call."""
+        if self.updates == 1:
+            return
+        for name, value, accepted in (
+            ("replicas", self.replicas, 1),
+            ("schedule", self.schedule, None),
+        ):
+            if value != accepted:
+                raise ValueError(
+                    f"updates is {self.updates}, {name} is {value}; weights that change within a "
+                    f"call do not go with {name}, so drop one of the two"
+                )
+        if self.precision == "fp16":
+            raise ValueError(
+                f"updates is {self.updates}, precision is fp16, whose loss scaler skips a call as "
+                "a whole; pass --precision bf16 or fp32"
+            )
+        for name in ("warmup_steps", "save_every_steps"):
+            if (getattr(self, name) or 0) % self.updates:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}, updates is {self.updates}; a call has so "
+                    f"many steps, so pass a multiple of {self.updates}"
+                )
+
+    @property
+    def call_batch(self) -> int:
+        """Number of samples in a call of the pipeline."""
+        return self.batch_size * self.updates
+
+    @property
+    def call_chunks(self) -> int:
+        """Number of microbatches in a call of the pipeline."""
+        return self.chunks * self.updates
+
+    def check_fills_call(self, num_samples: int) -> None:
+        """Raises ValueError if the training data have too few samples for one call."""
+        if self.updates > 1 and num_samples < self.call_batch:
+            raise ValueError(
+                f"batch_size is {self.batch_size}, updates is {self.updates}; a call takes "
+                f"{self.call_batch} {self.sample}s, and there are {num_samples} to train on, so "
+                "pass a smaller --batch-size or --updates"
+            )
 
     def _check_replicas(self) -> None:
         """Raises ValueError for compression between replicas that cannot be."""

@@ -254,6 +254,7 @@ def loaders_of(
     Raises:
         ValueError: a batch cannot fill its microbatches on every replica.
     """
+    config.check_fills_call(len(dataset.train))
     num_train, share = len(dataset.train) // config.replicas, config.batch_size // config.replicas
     whose = "" if config.replicas == 1 else " of a replica"
     if config.drop_last and num_train < share:
@@ -277,7 +278,7 @@ def loaders_of(
             split=split.to(device),
             mean=dataset.mean,
             std=dataset.std,
-            batch_size=config.batch_size,
+            batch_size=config.call_batch,
             num_replicas=config.replicas,
             seed=config.seed,
             drop_last=config.drop_last,

@@ -82,6 +82,11 @@ class ImageConfig(RunConfig):
                     f"pass --model {WIDE}"
                 )
         super().__post_init__()
+        if self.updates > 1 and not self.drop_last:
+            raise ValueError(
+                f"updates is {self.updates}, and drop_last is not set; a call has as many images "
+                "as the others, so drop --no-drop-last"
+            )
         if not self.lr_milestones and self.lr_warmup_epochs >= self.schedule_epochs:
             raise ValueError(
                 f"lr_warmup_epochs is {self.lr_warmup_epochs}, schedule_epochs is "

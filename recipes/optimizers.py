@@ -28,7 +28,8 @@ def make_optimizer(
     Weight decay is for matrices (and kernels): biases and norms have none, and with LARS and LAMB
     their rate is not adapted, as in the authors' experiments. Muon is for hidden matrices;
     embeddings, the output layer, biases and norms are AdamW's, whose steps are about as long
-    (Liu et al. 2025, equation 4), so that one rate is for both.
+    (Liu et al. 2025, equation 4), so that one rate is for both. NAdam has the betas of Ajanthan et
+    al. 2025, for gradients of weights that lack some updates.
 
     Args:
         model: the whole, or this rank's part of it; what is not trained is left out.
@@ -49,6 +50,9 @@ def make_optimizer(
         return torch.optim.SGD(groups, **rate, **momentum, weight_decay=0.0)
     if config.optimizer == "adamw":
         return torch.optim.AdamW(groups, **rate, weight_decay=0.0)
+    if config.optimizer == "nadam":
+        lagging: dict[str, Any] = {"betas": (0.99, 0.999), "decoupled_weight_decay": True}
+        return torch.optim.NAdam(groups, **rate, **lagging, weight_decay=0.0)
     if config.optimizer == "lars":
         return LARS(groups, **rate, **momentum)
     if importlib.util.find_spec("pytorch_optimizer") is None:

@@ -29,12 +29,12 @@ COLOURS = (
 AXES = {"epoch": "epoch", "wire_bytes": "bytes sent in training", "seconds": "seconds"}
 
 
-def losses_of_steps(folder: RunFolder, steps_per_epoch: int) -> History:
-    """The loss of each step of a run, and where it stands on each axis."""
+def losses_of_steps(folder: RunFolder, iterations_per_epoch: int) -> History:
+    """The loss of each iteration of a run, and where it stands on each axis."""
     run = Run.read(folder.path)
     return [
         {
-            "epoch": (row["step"] + 1) / steps_per_epoch,
+            "epoch": (row["step"] + 1) / iterations_per_epoch,
             "wire_bytes": sent.wire_bytes,
             "seconds": row["time"],
             "loss": math.nan if row["loss"] is None else row["loss"],

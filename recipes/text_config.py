@@ -75,6 +75,7 @@ class TextConfig(RunConfig):
     # The paper's for GPT-2 of 4, 8, 12, ... blocks, an LSTM's layers and head, else 4 stages.
     split: str = AUTO_SPLIT
     tie: str | None = None  # spec for the message between copies of a tied embedding
+    untie: bool = False  # the output layer gets weights of its own, equal ones where it had others'
     lora: int | None = None  # rank of the adapters that alone are trained; None trains all weights
     epochs: int = 4
     batch_size: int = 8
@@ -112,6 +113,11 @@ class TextConfig(RunConfig):
         if self.tie is not None:
             mpcomp.parse(self.tie)
         super().__post_init__()
+        if self.updates > 1 and self.accumulate > 1:
+            raise ValueError(
+                f"updates is {self.updates}, accumulate is {self.accumulate}; a call has several "
+                "steps with the one, a step several calls with the other, so drop one of the two"
+            )
         if self.lr_warmup_steps and self.lr_warmup_epochs:
             raise ValueError(
                 f"lr_warmup_steps is {self.lr_warmup_steps} and lr_warmup_epochs is "
@@ -150,11 +156,11 @@ class TextConfig(RunConfig):
     def for_model(cls, model: str, **chosen: Any) -> TextConfig:
         """The defaults that suit the model, with `chosen` on top.
 
-        The method for a tied embedding is a default only where those for cuts are: with act and
-        grad none nothing is compressed.
+        The method for a tied embedding is a default only where there is one and those for cuts are:
+        with act and grad none nothing is compressed.
         """
         check_rate_chosen(cls.optimizer, chosen)
         defaults = dict(SIZES.get(model, {}))
-        if "act" in chosen or "grad" in chosen:
+        if "act" in chosen or "grad" in chosen or chosen.get("untie"):
             defaults.pop("tie", None)
         return cls(model=model, **{**defaults, **chosen})

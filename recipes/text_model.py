@@ -73,6 +73,8 @@ def make_model(config: TextConfig, tokenizer: Any) -> nn.Module:
             model: nn.Module = (TextLSTM if config.model == LSTM else GPT2LMHeadModel)(chosen)
         else:
             model = _load(AutoModelForCausalLM, config.model, weights=True).float()
+        if config.untie:
+            _untie(model)
         return model if config.lora is None else _with_adapters(model, config.lora)
 
 
@@ -92,6 +94,22 @@ def _new_config(config: TextConfig) -> Any:
     if config.model != LSTM:
         return GPT2Config(**ARCHITECTURES[config.model])
     return LSTMConfig() if config.hidden is None else LSTMConfig(hidden_size=config.hidden)
+
+
+def _untie(model: nn.Module) -> None:
+    """Gives the output layer a copy of the weights that it shares with the embedding, if it does.
+
+    Then no gradient crosses the whole pipeline, and weights can change within a call.
+    """
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel):
+        return  # an LSTM's are never shared
+    model.config.tie_word_embeddings = False  # for whoever loads it
+    embedding: Any = model.get_input_embeddings()
+    output: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    if output.weight is embedding.weight:
+        output.weight = nn.Parameter(output.weight.detach().clone())
 
 
 def _with_adapters(model: nn.Module, rank: int) -> nn.Module:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import islice
 from typing import Any, ClassVar, Generic
@@ -38,8 +38,9 @@ class Trainer(ABC, Generic[AnyConfig]):
     calls `cut`, and sets the optimizer and the scheduler.
 
     Attributes:
-        num_batches: batches of an epoch.
+        num_batches: batches of an epoch, of which each is a call of the pipeline.
         accumulate: batches of one step of the optimizer; the last one of an epoch may have fewer.
+            With ``updates`` a batch has several steps, and this is 1.
     """
 
     metric: ClassVar[Metric]
@@ -81,10 +82,13 @@ class Trainer(ABC, Generic[AnyConfig]):
         config = self.config
         check_ranks(config, model, self.ranks.size)
         self.num_batches = num_batches
-        warmup_batches = config.warmup_steps * self.accumulate or config.warmup_epochs * num_batches
+        warmup_batches = (
+            config.warmup_steps * self.accumulate // config.updates
+            or config.warmup_epochs * num_batches
+        )
         self.pipe = mpcomp.pipeline(
             model,
-            chunks=config.chunks,
+            chunks=config.call_chunks,
             split=parse_split(config.split),
             act_comp=_one_or_each(config.act),
             grad_comp=_one_or_each(config.grad),
@@ -101,7 +105,8 @@ class Trainer(ABC, Generic[AnyConfig]):
             scaler=self.scaler,
             **choices,
         )
-
+        if config.updates > 1:
+            self.ranks.together(lambda: self.pipe.check_updates(config.updates))
         self.replica_log = ReplicaLog(self.pipe)
         self.adaptive_log = AdaptiveLog(self.pipe)
 
@@ -112,6 +117,11 @@ class Trainer(ABC, Generic[AnyConfig]):
         # Also for "none": the exchange counts what goes uncompressed.
         found = {"dp_comp": config.dp_comp, "network": config.network(), "shard": config.shard}
         return {**found, "param_comp": config.param_comp} if config.shard else found
+
+    @property
+    def update(self) -> Callable[[], None] | None:
+        """The step that a call makes ``updates`` times; None where it makes none itself."""
+        return self._update if self.config.updates > 1 else None
 
     # -- what a subclass adds -----------------------------------------------------------------
 
@@ -135,7 +145,7 @@ class Trainer(ABC, Generic[AnyConfig]):
         """Called before the first batch of an epoch."""
 
     def end_step(self) -> None:
-        """Called after each step of the optimizer."""
+        """Called after each step of the optimizer; with ``updates`` within a call."""
 
     def counted(self) -> dict[str, Any]:
         """Numbers that `end_epoch` needs of the epoch so far; the same on all ranks."""
@@ -154,7 +164,14 @@ class Trainer(ABC, Generic[AnyConfig]):
 
     def notes(self) -> list[str]:
         """Sentences worth reading before the run, a line each."""
-        return []
+        config, lag = self.config, len(self.pipe.cut_stages) - 1
+        if config.updates == 1:
+            return []
+        suits = "" if config.optimizer == "nadam" else "; --optimizer nadam suits that"
+        return [
+            f"{config.updates} steps in a call, between which the pipeline does not drain: weights "
+            f"of the first stage lack up to {lag} updates{suits}"
+        ]
 
     def finish(self, folder: RunFolder) -> None:
         """Called after the last epoch, on every rank."""
@@ -171,6 +188,11 @@ class Trainer(ABC, Generic[AnyConfig]):
     @property
     def steps_per_epoch(self) -> int:
         """Steps of the optimizer in an epoch."""
+        return self.iterations_per_epoch * self.config.updates
+
+    @property
+    def iterations_per_epoch(self) -> int:
+        """Iterations of an epoch: a step of the optimizer each, or all those of a call."""
         return -(-self.num_batches // self.accumulate)
 
     def fit(
@@ -221,7 +243,7 @@ class Trainer(ABC, Generic[AnyConfig]):
                 {config.label: summary.history},
                 folder.curves,
                 self.metric,
-                losses={config.label: plots.losses_of_steps(folder, self.steps_per_epoch)},
+                losses={config.label: plots.losses_of_steps(folder, self.iterations_per_epoch)},
             )
         return summary
 
@@ -235,7 +257,7 @@ class Trainer(ABC, Generic[AnyConfig]):
     ) -> None:
         with tqdm(
             total=last_epoch * self.steps_per_epoch,
-            initial=self._steps_done(),
+            initial=self._iterations_done() * self.config.updates,
             disable=not (progress and self.ranks.speaks),
             unit="step",
             mininterval=0.5 if sys.stderr.isatty() else 10,
@@ -251,18 +273,18 @@ class Trainer(ABC, Generic[AnyConfig]):
                     checkpoints.save(lambda: {"history": self.history})
                     self._write(folder)
 
-    def _steps_done(self) -> int:
-        """Steps of the optimizer so far."""
+    def _iterations_done(self) -> int:
+        """Iterations so far."""
         within = 0 if self._within is None else int(self._within["step"])
-        return len(self.history) * self.steps_per_epoch + within
+        return len(self.history) * self.iterations_per_epoch + within
 
     def _new_log(self, folder: RunFolder) -> mpcomp.RunLog:
         return mpcomp.RunLog(
             self.pipe,
             folder.path,
-            total_steps=self.config.epochs * self.steps_per_epoch,
+            total_steps=self.config.epochs * self.iterations_per_epoch,
             samples=self.samples,
-            steps_done=self._steps_done(),
+            steps_done=self._iterations_done(),
         )
 
     def _traced(
@@ -272,10 +294,11 @@ class Trainer(ABC, Generic[AnyConfig]):
 
         The first ones take longer than others.
         """
-        left = last_epoch * self.steps_per_epoch - self._steps_done()
-        skip = max(0, min(2, left - steps))
+        iterations = -(-steps // self.config.updates)
+        left = last_epoch * self.iterations_per_epoch - self._iterations_done()
+        skip = max(0, min(2, left - iterations))
         return self.pipe.trace(
-            folder.trace, steps=steps * self.accumulate, skip=skip * self.accumulate
+            folder.trace, steps=iterations * self.accumulate, skip=skip * self.accumulate
         )
 
     def train_epoch(
@@ -315,7 +338,7 @@ class Trainer(ABC, Generic[AnyConfig]):
             return {
                 "history": self.history,
                 "within": {
-                    "step": step,
+                    "step": iteration,
                     "lr": lr,
                     "loss_sum": loss_sum.item(),
                     "skipped_steps": skipped_steps,
@@ -326,12 +349,12 @@ class Trainer(ABC, Generic[AnyConfig]):
             }
 
         # What comes before is drawn and left, as each batch is drawn from a seed of its own.
-        for step, batches in islice(enumerate(self._steps(epoch), start=1), begun, None):
+        iterations = enumerate(self._iterations(epoch), start=1)
+        for iteration, batches in islice(iterations, begun, None):
             rate = self.optimizer.param_groups[0]["lr"]
-            loss = self._step(batches).to(self.device)
+            loss = self._iteration(batches).to(self.device)
             loss_sum += loss
             skipped_steps += self.pipe.step_skipped
-            self.end_step()
             if self._run_log is not None:
                 num_samples = sum(self.num_samples(batch) for batch in batches)
                 self._run_log.step(
@@ -341,12 +364,13 @@ class Trainer(ABC, Generic[AnyConfig]):
                 )
             for log in (self.replica_log, self.adaptive_log):
                 log.note_step()
-            bar.update()
+            bar.update(self.config.updates)
             if checkpoints is not None and checkpoints.step(so_far):
-                raise Stopped(checkpoints.stopped, epoch + 1, step)
+                raise Stopped(checkpoints.stopped, epoch + 1, iteration * self.config.updates)
             # Reading a loss waits for a GPU.
-            if self.device.type == "cpu" or step % 10 == 0 or step == self.steps_per_epoch:
-                seen = min(step * self.accumulate, self.num_batches)
+            is_last = iteration == self.iterations_per_epoch
+            if self.device.type == "cpu" or iteration % 10 == 0 or is_last:
+                seen = min(iteration * self.accumulate, self.num_batches)
                 shown = {
                     "loss": f"{loss_sum.item() / seen:.3f}",
                     "MB": f"{(wire_shown + self.pipe.wire_bytes) / 1e6:.1f}",
@@ -436,8 +460,8 @@ class Trainer(ABC, Generic[AnyConfig]):
         if self.ranks.speaks and self.adaptive_log.active:
             replica_log.append_steps(folder.adaptive_steps, self.adaptive_log.new_steps())
 
-    def _steps(self, epoch: int) -> Iterator[list[Any]]:
-        """The batches of each step of the optimizer."""
+    def _iterations(self, epoch: int) -> Iterator[list[Any]]:
+        """The batches of each iteration."""
         waiting: list[Any] = []
         for batch in self.replica_log.timed(self.batches(epoch)):
             waiting.append(batch)
@@ -447,8 +471,12 @@ class Trainer(ABC, Generic[AnyConfig]):
         if waiting:
             yield waiting
 
-    def _step(self, batches: Sequence[Any]) -> Tensor:
-        """One step of the optimizer; gives the sum of the batches' losses."""
+    def _iteration(self, batches: Sequence[Any]) -> Tensor:
+        """One step of the optimizer, or those of a call; gives the sum of the batches' losses."""
+        if self.config.updates > 1:
+            (batch,) = batches
+            with self._autocast():
+                return self.forward_backward(batch)
         losses = []
         for number, batch in enumerate(batches, start=1):
             is_last = number == len(batches)  # replicas need to agree only on the sum
@@ -468,7 +496,17 @@ class Trainer(ABC, Generic[AnyConfig]):
             self.scaler.step(self.optimizer)
             self.scaler.update()
         self.optimizer.zero_grad()
+        self.end_step()
         return torch.stack(losses).sum() if len(losses) > 1 else losses[0]
+
+    def _update(self) -> None:
+        """A step within a call, in which no stage knows the gradients of another."""
+        if self.config.clip is not None:
+            for stage in self.pipe.stages:
+                torch.nn.utils.clip_grad_norm_(stage.parameters(), self.config.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.end_step()
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.dtype is None:

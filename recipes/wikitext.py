@@ -78,6 +78,7 @@ def _parser() -> Parser:
     add("--accumulate", type=int, metavar="BATCHES", help="of one step of the optimizer")
     add("--lr-warmup-steps", type=int, help="in which the learning rate rises")
     add("--tie", metavar="SPEC", help="gradients of a tied embedding, if the cut parts its copies")
+    add("--untie", action="store_true", help="give the output layer weights of its own")
     add("--lora", type=int, metavar="RANK", help="train adapters of this rank only (needs peft)")
     add("--eval-split", choices=EVAL_SPLITS)
     add("--train-limit", type=int, metavar="ARTICLES")
@@ -169,9 +170,10 @@ class TextTrainer(Trainer[TextConfig]):
         super().__init__(config, ranks)
         self.tokenizer = text.tokenizer
         self.accumulate = config.accumulate
+        config.check_fills_call(len(text.train))
         loader = TokenLoader(
             blocks=text.train,
-            batch_size=config.batch_size,
+            batch_size=config.call_batch,
             num_replicas=config.replicas,
             seed=config.seed,
         )
@@ -197,7 +199,9 @@ class TextTrainer(Trainer[TextConfig]):
         """The mean loss over the predicted tokens."""
         arguments, ids, next_ids = batch
         self.pipe.prefetch(next_ids)  # to be read while this batch is computed
-        return self.pipe.forward_backward(arguments, sample_ids=ids)
+        return self.pipe.forward_backward(
+            arguments, sample_ids=ids, update=self.update, updates=self.config.updates
+        )
 
     def num_samples(self, batch: Batch) -> int:
         """Tokens."""
@@ -215,11 +219,11 @@ class TextTrainer(Trainer[TextConfig]):
     def notes(self) -> list[str]:
         """The model, and the memory that AQ-SGD will need."""
         origin = "with random weights" if self.config.is_new else "as loaded"
-        notes = [f"{self.config.model} {origin}: {self.size}"]
+        notes = [f"{self.config.model} {origin}: {self.size}", *super().notes()]
         methods = [link.method for link in self.pipe.links]
         if not any(isinstance(one, mpcomp.Feedback) and one.by_sample for one in methods):
             return notes
-        share = self.config.batch_size // self.config.replicas
+        share = self.config.call_batch // self.config.replicas
         batch = {k: rows[:share] for k, rows in self.first_batch.items() if k != "labels"}
         num_samples = len(self.train_loader.blocks) // self.config.replicas
         with self._autocast():

@@ -503,6 +503,17 @@ class Pipeline(OriginalNames):
         outputs = [output for _, output in sorted(loss.outputs.items())]
         return self._output_on_all(gather(outputs) if outputs else None), total
 
+    def check_updates(self, updates: int) -> None:
+        """Refuses what `forward_backward` would, for a program that has not begun.
+
+        Args:
+            updates: to be made within a step.
+
+        Raises:
+            ValueError: they cannot be made with these stages, links, chunks or processes.
+        """
+        self._updates(lambda: None, updates)
+
     def evaluate(self, loader: Iterable[Any], metric: Metric | None = None) -> Any:
         """The mean of ``metric`` over a loader, in evaluation mode, without gradients.
 

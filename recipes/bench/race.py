@@ -10,6 +10,7 @@ reason, so the mean of three is compared with the target, and interpolated betwe
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import statistics
 import time
@@ -89,7 +90,7 @@ class RaceConfig(RunConfig):
     sample: ClassVar[str] = "sequence"
     data_options: ClassVar[tuple[str, ...]] = ("data", "model")
     at_least_1: ClassVar[tuple[str, ...]] = (
-        *(*RunConfig.at_least_1, "max_steps", "read_every", "eval_blocks", "updates"),
+        *(*RunConfig.at_least_1, "max_steps", "read_every", "eval_blocks"),
     )
 
     rival: str | None = None  # a name in RIVALS and its rank, as in subspace:20
@@ -108,7 +109,6 @@ class RaceConfig(RunConfig):
     read_every: int = 25  # steps between two readings of the loss
     eval_blocks: int = 32
     rise: int = 50  # steps in which the rate rises
-    updates: int = 1  # steps in a call of the pipeline, which does not drain between them
 
     def __post_init__(self) -> None:
         check_choice("model", self.model, tuple(SIZES))
@@ -357,15 +357,9 @@ def race(config: RaceConfig, text: RaceText) -> Line:
 
 def _optimizer(config: RaceConfig, model: nn.Module) -> torch.optim.Optimizer:
     """The optimizer; with updates within a call NAdam, as Ajanthan et al. 2025 have it."""
-    if config.updates == 1:
-        return make_optimizer(config, model)
-    return torch.optim.NAdam(
-        model.parameters(),
-        lr=config.lr,
-        betas=(0.99, 0.999),
-        weight_decay=config.weight_decay,
-        decoupled_weight_decay=True,
-    )
+    if config.updates > 1:
+        config = dataclasses.replace(config, optimizer="nadam")
+    return make_optimizer(config, model)
 
 
 def _batches(loader: TokenLoader, seed: int) -> Iterator[Batch]:

@@ -24,7 +24,7 @@ from recipes.text_config import TextConfig
 from recipes.wikitext import TextTrainer
 from recipes.wikitext import load_data as load_text
 
-RATES = {"sgd": 0.05, "adamw": 1e-3, "lars": 5.0, "lamb": 0.01, "muon": 1e-3}
+RATES = {"sgd": 0.05, "adamw": 1e-3, "nadam": 1e-3, "lars": 5.0, "lamb": 0.01, "muon": 1e-3}
 TINY = [
     *("--data", "digits", "--width", "4", "--epochs", "2", "--batch-size", "16", "--chunks", "2"),
     *("--train-limit", "40", "--test-limit", "20", "--precision", "fp32", "--device", "cpu"),
@@ -338,7 +338,7 @@ def test_weight_decay_beside_momentum_on_replicas(dp_comp):
         ({"lr_milestones": (2,), "lr_warmup_epochs": 3}, "none before the end of the warm-up"),
         ({"lr_factor": 0.0}, "lr_factor is 0.0; pass more than 0 and at most 1"),
         ({"lr_factor": 4.0}, "lr_factor is 4.0; pass more than 0 and at most 1"),
-        ({"optimizer": "adam"}, "optimizer is 'adam'; pass one of sgd, adamw, lars, lamb"),
+        ({"optimizer": "adam"}, "optimizer is 'adam'; pass one of sgd, adamw, nadam, lars"),
         ({"base_batch": 0}, "base_batch is 0; pass at least 1"),
         ({"base_batch": -8}, "base_batch is -8; pass at least 1"),
         ({"lr_warmup_epochs": -1}, "lr_warmup_epochs is -1; pass at least 0"),

@@ -187,7 +187,7 @@ def test_accumulated_batches_are_one_large_batch(command, text):
         blocks = [trainer.train_loader.blocks.take(torch.arange(i, i + 4)) for i in (0, 4)]
         if "accumulate" not in chosen:
             blocks = [{name: torch.cat([one[name] for one in blocks]) for name in blocks[0]}]
-        trainer._step([(one, torch.arange(len(one["labels"])), None) for one in blocks])
+        trainer._iteration([(one, torch.arange(len(one["labels"])), None) for one in blocks])
         ends.append({name: one.detach().clone() for name, one in trainer.pipe.named_parameters()})
     small, large = ends
     for name in small:
