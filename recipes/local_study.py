@@ -4,6 +4,7 @@
     torchrun --nproc-per-node 2 -m recipes.local_study --data FOLDER --out runs/two.jsonl
     torchrun --nproc-per-node 4 -m recipes.local_study --optimizer muon --out runs/muon.jsonl
     torchrun --nproc-per-node 4 -m recipes.local_study --stages 2 --out runs/both_axes.jsonl
+    torchrun --nproc-per-node 4 -m recipes.local_study --per-machine 2 --out runs/two_machines.jsonl
     python -m recipes.local_study --table
 
 Every process is a replica, or a stage of one; `recipes.study` runs it. Rows differ in what they
@@ -80,6 +81,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--epochs", type=int)
     add("--batch-size", type=int, default=16, help="blocks, of all replicas together")
     add("--stages", type=int, default=1, help="of every replica, each in a process of its own")
+    add("--per-machine", type=int, metavar="N", help="replicas that average all their gradients")
     add("--optimizer", choices=OPTIMIZERS, help="inside each replica (default: adamw)")
     add("--lr", type=float)
     add("--lr-warmup-steps", type=int, default=30)

@@ -44,6 +44,7 @@ class Run:
             part.
         copy_of: the name under which each parameter counts that another rank has a copy of.
         watched: parameters that no replica may have a gradient for.
+        alike_inside: whether what is averaged is the same on all replicas of a machine.
         seed: of all random choices.
         device: of the gradients.
     """
@@ -59,6 +60,7 @@ class Run:
     own_norm: Callable[[float], float]
     copy_of: Mapping[str, str]
     watched: Sequence[str]
+    alike_inside: bool
     seed: int
     device: torch.device
 
@@ -267,9 +269,11 @@ class Averaging:
         """Means inside each machine, and an exchange between their first replicas."""
         connections, codec = self._run.connections, self._run.network.inside
         assert connections.inside is not None
-        yield from mean_inside(items, connections.inside, codec, self._draw, factor)
+        if not self._run.alike_inside:
+            yield from mean_inside(items, connections.inside, codec, self._draw, factor)
+            factor = 1.0
         if connections.between is not None:
-            self.load(items)
+            self.load(items, factor)
             for path in self._routes(items):
                 yield from path
 

@@ -68,6 +68,8 @@ class Exchange:
     rounds = 2.0
     #: Steps between counts of the zeros in a result; None counts none.
     density_every: int | None = 50
+    #: Whether the replicas of a machine have the same to average.
+    alike_inside = False
 
     def __init__(
         self,
@@ -242,6 +244,7 @@ class Exchange:
             own_norm=self._own_norm,
             copy_of=self._copy_of,
             watched=self._watched,
+            alike_inside=self.alike_inside,
             seed=self._seed,
             device=self._device,
         )
@@ -263,7 +266,8 @@ class Exchange:
             "ratio": self.totals.ratio,
             "below_bf16": self.totals.below_bf16,
             "density": self.density,
-            "memory_bytes": self._state.num_bytes,
+            # Who only gives its gradients to the first of its machine remembers nothing.
+            "memory_bytes": self._state.num_bytes if self._connections.between is not None else 0,
             "paths": dict(sorted(self._routed.items())),
             **self.controller.report(),
         }

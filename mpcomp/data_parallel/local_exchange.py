@@ -10,6 +10,10 @@ average are parameters, after the optimizer's step, in the same calls of the cla
 
 Which of the two it is follows from the number of steps, so replicas have to skip the same ones:
 those of a pipeline do in any case, and those that have a loss scaler each agree in every step.
+
+Several replicas on a machine are one to the others: an exchange of their own averages their
+gradients in every step, so that they train alike, and the first of them meets those of other
+machines.
 """
 
 from __future__ import annotations
@@ -27,6 +31,8 @@ from mpcomp.data_parallel.averaging import Averaging
 from mpcomp.data_parallel.base import ReplicaMethod
 from mpcomp.data_parallel.exchange import Exchange
 from mpcomp.data_parallel.groups import in_groups
+from mpcomp.data_parallel.methods import replica_method_of
+from mpcomp.data_parallel.network import ReplicaNetwork
 from mpcomp.feedback.anchor import ANCHOR
 
 __all__ = ["LocalExchange"]
@@ -50,6 +56,8 @@ class LocalExchange(Exchange):
     """
 
     density_every = None  # results are parameters, which are not sparse
+    alike_inside = True  # as gradients were averaged there
+    _machine: Exchange | None = None
 
     def __init__(
         self,
@@ -71,6 +79,18 @@ class LocalExchange(Exchange):
         shares = self._rhythm.shares({name: p.numel() for name, p in (whole or parameters).items()})
         #: Copies of a tied weight have the turn of the first one, on whatever rank.
         self._part_of = {name: shares[self._copy_of.get(name, name)] for name in shares}
+        inside = self._connections.inside
+        if inside is not None:
+            common = ("seed", "waiting", "timeout")
+            self._machine = Exchange(
+                parameters,
+                replica_method_of(self.network.inside),
+                inside.group,
+                network=ReplicaNetwork(smallest=self.network.smallest),
+                whole=whole,
+                copy_of=copy_of,
+                **{name: value for name, value in options.items() if name in common},
+            )
         self._agrees = agrees
         self._gradients: list[Tensor] = []
         self._compress = True
@@ -78,6 +98,8 @@ class LocalExchange(Exchange):
 
     def reset(self) -> None:
         super().reset()
+        if self._machine is not None:
+            self._machine.reset()
         self._in_backward = False
         #: Whether a step of the optimizer would be the first one since a backward that counts.
         self._expecting = False
@@ -101,6 +123,8 @@ class LocalExchange(Exchange):
 
     def close(self) -> None:
         self._unfollow()
+        if self._machine is not None:
+            self._machine.close()
         super().close()
 
     def _unfollow(self) -> None:
@@ -127,17 +151,29 @@ class LocalExchange(Exchange):
         self._compress = compress
         self._gradients.clear()
         self._in_backward, self._expecting = True, False
-        unknown = [name for name, end in self._state.ends.items() if not end.known]
-        self._state.load({f"own/{name}/{ANCHOR}": _flat(self._trained[name]) for name in unknown})
+        if self._connections.between is not None:  # else told where to go, and needs no anchor
+            unknown = [name for name, end in self._state.ends.items() if not end.known]
+            anchors = {f"own/{name}/{ANCHOR}": _flat(self._trained[name]) for name in unknown}
+            self._state.load(anchors)
+        if self._machine is not None:
+            self._machine.step = self.step  # for what it draws, also where a run goes on
+            self._machine.begin(loss_scale=loss_scale, lr=lr, compress=compress)
 
     def add(self, gradients: Mapping[str, Tensor]) -> None:
-        """Takes gradients, and leaves them as they are if they are finite on all replicas."""
+        """Takes gradients, and leaves them as they are if they are finite on all replicas.
+
+        Those of replicas on one machine are averaged.
+        """
+        if self._machine is not None:
+            self._machine.add(gradients)
         if self._agrees:
             self._gradients += gradients.values()
 
     def finish(self) -> None:
         """Makes all gradients NaN, so that all replicas skip, if those of one are not finite."""
         self.nonfinite = False
+        if self._machine is not None:
+            self._machine.finish()
         if self._agrees:
             sums = [gradient.sum(dtype=torch.float32) for gradient in self._gradients]
             finite = bool(torch.stack(sums).isfinite().all()) if sums else True
@@ -150,6 +186,8 @@ class LocalExchange(Exchange):
 
     def finish_step(self, finite: bool) -> None:
         """Ends the backward; if it was finite everywhere, the optimizer's next step counts."""
+        if self._machine is not None:
+            self._machine.finish_step(finite)
         if self._in_backward:
             self._expecting = finite
         self._in_backward = False

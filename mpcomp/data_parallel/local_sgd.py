@@ -41,9 +41,12 @@ class LocalSGD(ReplicaMethod):
     given one all skip the same. Between two exchanges replicas differ; evaluate and keep models
     after a multiple of ``period`` steps.
 
+    With ``per_machine`` of `ReplicaNetwork` the replicas of a machine average their gradients in
+    every step: machines are then what trains alone, and their first replicas are what meets.
+
     * Source: DiLoCo (Douillard et al., 2023, algorithm 1); ``parts`` from Streaming DiLoCo
       (Douillard et al., 2025), without its overlap of messages and steps.
-    * State: on each replica the anchor and the outer velocity of each parameter, and what ``inner``
+    * State: on each replica that meets others the anchor and the outer velocity of each parameter, and what ``inner``
       keeps.
     * Theory: of SGD inside and a plain mean outside (``lr=1:momentum=0``; Stich, ICLR 2019, "Local
       SGD converges fast and communicates little"). None that we know of for Adam inside,

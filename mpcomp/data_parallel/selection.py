@@ -80,11 +80,6 @@ def check_run(
             f"{method} with per_machine={network.per_machine}: exact=True looks at gradients "
             "before machines have averaged theirs; leave exact out"
         )
-    if method.rhythm is not None and network.per_machine > 1:
-        raise ValueError(
-            f"{method} with per_machine={network.per_machine}: replicas that train alone have no "
-            "gradients to average inside a machine; leave per_machine out"
-        )
     controller.begin(0, None)
     for name in setting.metas:
         codec = controller.codec(name)

@@ -10,7 +10,7 @@ from everyday import slow
 from methods import same_bits
 from ranks import preload
 from replica_methods import APART
-from replica_runs import NETWORK, SMALLEST, Branching, Run, Training, digest
+from replica_runs import SMALLEST, Branching, Run, Training, digest
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -134,19 +134,88 @@ def test_an_anchor_keeps_what_bf16_would_lose(ranks):
     assert first == second
 
 
+# -- several replicas on a machine ----------------------------------------------------------------
+
+TOGETHER = ["diloco:3", "diloco:4:parts=2:momentum=0+ef+topk:0.2"]
+
+
+def shared(specs: list[str], per_machine: int, steps: int, inside: str | None = None) -> list[Any]:
+    """Weights after each step, which share of a batch by a batch makes, and the log."""
+    found = []
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    for spec in specs:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(12, 24), nn.Tanh(), nn.Linear(24, 4))
+        ddp = DistributedDataParallel(model, bucket_cap_mb=0.001)
+        codec = None if inside is None else parse(inside)
+        network = ReplicaNetwork(smallest=SMALLEST, per_machine=per_machine, inside=codec)
+        handle = mpcomp.compress_gradients(ddp, spec, network=network)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+        handle.follow(optimizer)
+        weights = []
+        for step in range(steps):
+            draw = torch.Generator().manual_seed(step)
+            x, y = torch.randn(24, 12, generator=draw), torch.randint(4, (24,), generator=draw)
+            own = slice(rank * 24 // num_ranks, (rank + 1) * 24 // num_ranks)
+            nn.functional.cross_entropy(ddp(x[own]), y[own]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            weights.append({n: p.detach().clone() for n, p in model.named_parameters()})
+        found.append((weights, handle.history, handle.report()))
+    return found
+
+
+def test_a_machine_of_two_replicas_is_one_replica_with_the_rows_of_both(ranks):
+    """To the others; its second one has the first one's bits after each step, and sends nothing."""
+    alone = ranks(shared, 2, TOGETHER, 1, 9)
+    four = ranks(shared, 4, TOGETHER, 2, 9)
+    for i, spec in enumerate(TOGETHER):
+        method = parse(spec)
+        sizes = {name: value.numel() for name, value in alone[0][i][0][0].items()}
+        shares = method.rhythm.shares(sizes)
+        for step in range(9):
+            due = method.rhythm.due(step)
+            of_rank = [one[i][0][step] for one in four]
+            for name, share in shares.items():
+                for machine in range(2):
+                    first, second = (of_rank[2 * machine + place][name] for place in range(2))
+                    assert same_bits(first, second), (spec, step, name)
+                    torch.testing.assert_close(
+                        first, alone[machine][i][0][step][name], rtol=1e-4, atol=1e-5
+                    )
+                alike = same_bits(of_rank[0][name], of_rank[2][name])
+                assert alike == (due == share), (spec, step, name)
+            sent = [one[i][1][step]["wire_bytes"] for one in four]
+            assert sent == [alone[0][i][1][step]["wire_bytes"], 0] * 2
+        memory = [one[i][2]["memory_bytes"] for one in four]
+        assert memory[0] == memory[2] > memory[1] == memory[3] == 0
+
+
+def test_gradients_inside_a_machine_go_rounded_where_that_is_wanted(ranks):
+    """Weights that meet do not."""
+    exact, rounded = (ranks(shared, 2, TOGETHER[:1], 2, 3, codec) for codec in (None, "bf16"))
+    for ours, plain in zip(rounded, exact, strict=True):
+        for name, value in plain[0][0][-1].items():
+            torch.testing.assert_close(ours[0][0][-1][name], value, rtol=0.01, atol=0.01)
+            if value.dim() > 1:
+                assert not same_bits(ours[0][0][-1][name], value)
+                assert not same_bits(ours[0][0][-1][name], value.bfloat16().float())
+
+
 # -- checkpoints ----------------------------------------------------------------------------------
 
 
-def resumed(specs: list[str]) -> list[Any]:
+def resumed(specs: list[str], per_machine: int = 1) -> list[Any]:
     """Eleven steps: at once; and seven, then four of a new model."""
     found = []
+    network = ReplicaNetwork(smallest=SMALLEST, per_machine=per_machine)
     for spec in specs:
-        whole = Training(Run(spec))
+        whole = Training(Run(spec, network))
         assert not whole.state()["replica"]["tensors"]
         whole.go(0, 7)
         half = whole.state()
         whole.go(7, 11)
-        later = Training(Run(spec))
+        later = Training(Run(spec, network))
         later.go(0, 3)  # which must leave nothing
         later.load(half)
         later.go(7, 11)
@@ -170,15 +239,28 @@ def test_going_on_in_the_middle_of_a_period_is_as_if_never_stopped(ranks):
         assert results[0][i][0][0] != results[1][i][0][0]  # replicas differ where they ended
 
 
+@pytest.mark.slow
+def test_going_on_with_several_replicas_on_a_machine(ranks):
+    """Of which the first ones alone have anything to remember."""
+    results = ranks(resumed, 4, TOGETHER, 2)
+    for i, spec in enumerate(TOGETHER):
+        for rank, of_rank in enumerate(results):
+            whole, later = of_rank[i]
+            assert whole == later, (spec, rank)
+            assert any(key.endswith("/anchor") for key in whole[2]) == (rank % 2 == 0)
+        assert results[0][i][0][0] == results[1][i][0][0] != results[2][i][0][0]
+
+
 # -- steps that do not count ----------------------------------------------------------------------
 
 
-def skipping(kind: str) -> Any:
+def skipping(kind: str, per_machine: int = 1) -> Any:
     """Each replica has its own scaler; a gradient of one of them overflows in the second step."""
     torch.manual_seed(0)
     ddp = DistributedDataParallel(Branching(), bucket_cap_mb=0.003)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-    handle = mpcomp.compress_gradients(ddp, "diloco:3+ef+topk:0.1", network=NETWORK, scaler=scaler)
+    network = ReplicaNetwork(smallest=SMALLEST, per_machine=per_machine)
+    handle = mpcomp.compress_gradients(ddp, "diloco:3+ef+topk:0.1", network=network, scaler=scaler)
     if kind == "fused":  # which the scaler calls in any case, and which then does nothing
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01, fused=True)
     else:
@@ -212,6 +294,15 @@ def test_a_step_that_one_scaler_would_skip_is_skipped_by_all_and_not_counted(ran
     assert alike == [False, False, False, True, False, False, False, True]
 
 
+@pytest.mark.slow
+def test_a_machine_skips_with_the_others(ranks):
+    results = ranks(skipping, 4, "plain", 2)
+    for _, counts, scale, finite in results:
+        assert counts == [1, 1, 2, 3, 4, 5, 5, 6] and scale == 16.0 and finite
+    for place in (0, 2):
+        assert results[place][0] == results[place + 1][0]
+
+
 def diverging() -> list[str]:
     """Without a scaler nothing is skipped: what one replica ends with, all are told."""
     training = Training(Run("diloco:3"))
@@ -242,7 +333,7 @@ def wrong(cases: list[str]) -> list[str]:
     for what in cases:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 5))
-        network = ReplicaNetwork(smallest=16, per_machine=2 if what == "machines" else 1)
+        network = ReplicaNetwork(smallest=16)
         method = f"diloco:{2 + dist.get_rank()}" if what == "another period" else "diloco:2"
         if what == "sharded":
             wrapped: Any = fully_shard(model)
@@ -262,7 +353,6 @@ def wrong(cases: list[str]) -> list[str]:
 REFUSED = {
     "no optimizer": "acts after the optimizer's step, and none was named: call follow(optimizer)",
     "another optimizer": "the optimizer has none of the parameters that replicas train",
-    "machines": "diloco:2 with per_machine=2: replicas that train alone have no gradients",
     "sharded": "diloco:2 with sharded parameters: replicas that train alone need all of them each",
     "another period": "replicas 1 were given another model, method, network or seed",
 }

@@ -99,6 +99,32 @@ def test_two_stages_go_as_one_does(ranks, two_stages):
                 assert same_bits(value, theirs[name]), name
 
 
+def on_machines(dp, per_machine):
+    pipe, optimizer = followed(dp, network=mpcomp.ReplicaNetwork(per_machine=per_machine))
+    states, norms = [], []
+    for step in range(6):
+        pipe.forward_backward(*share_of(pipe, step))
+        norms.append(float(mpcomp.clip_grad_norm_(pipe, 1.0)))
+        optimizer.step()
+        optimizer.zero_grad()
+        states.append(own_state(pipe))
+    return states, norms
+
+
+def test_replicas_of_one_machine_train_as_with_plain_means(ranks):
+    """Two stages, clipped by the norm that all have in common; and with the same bits."""
+    together = ranks(on_machines, 4, "diloco:2:lr=1:momentum=0", 2)
+    plain = ranks(on_machines, 4, "none", 1)
+    for rank, (states, norms) in enumerate(together):
+        torch.testing.assert_close(norms, plain[rank][1], rtol=1e-4, atol=1e-6)
+        for ours, mates, means in zip(
+            states, together[(rank + 2) % 4][0], plain[rank][0], strict=True
+        ):
+            for name, value in ours.items():
+                assert same_bits(value, mates[name]), name
+                torch.testing.assert_close(value, means[name], rtol=1e-3, atol=1e-4)
+
+
 def clipped():
     """Of a replica's own gradient, all stages of it together; and no other's."""
     pipe, _ = followed(PLAIN)
