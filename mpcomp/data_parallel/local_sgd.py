@@ -46,8 +46,8 @@ class LocalSGD(ReplicaMethod):
 
     * Source: DiLoCo (Douillard et al., 2023, algorithm 1); ``parts`` from Streaming DiLoCo
       (Douillard et al., 2025), without its overlap of messages and steps.
-    * State: on each replica that meets others the anchor and the outer velocity of each parameter, and what ``inner``
-      keeps.
+    * State: on each replica that meets others the anchor and the outer velocity of each parameter,
+      and what ``inner`` keeps.
     * Theory: of SGD inside and a plain mean outside (``lr=1:momentum=0``; Stich, ICLR 2019, "Local
       SGD converges fast and communicates little"). None that we know of for Adam inside,
       the outer momentum or compressed deltas: the evidence is the papers' experiments.
