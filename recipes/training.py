@@ -412,12 +412,13 @@ class Trainer(ABC, Generic[AnyConfig]):
         return on, off
 
     def _checkpoints(self, folder: RunFolder) -> mpcomp.Checkpoints:
+        every, updates = self.config.save_every_steps, self.config.updates
         return mpcomp.Checkpoints(
             self.pipe,
             folder.checkpoint,
             optimizer=self.optimizer,
             scheduler=self.scheduler,
-            every_steps=self.config.save_every_steps,
+            every_steps=None if every is None else every // updates,
             every_minutes=self.config.save_every_minutes,
             keep=self.config.keep,
         )
@@ -501,10 +502,11 @@ class Trainer(ABC, Generic[AnyConfig]):
 
     def _update(self) -> None:
         """A step within a call, in which no stage knows the gradients of another."""
-        if self.config.clip is not None:
-            for stage in self.pipe.stages:
-                torch.nn.utils.clip_grad_norm_(stage.parameters(), self.config.clip)
-        self.optimizer.step()
+        with torch.autocast(self.device.type, enabled=False):  # the call's is for the model
+            if self.config.clip is not None:
+                for stage in self.pipe.stages:
+                    torch.nn.utils.clip_grad_norm_(stage.parameters(), self.config.clip)
+            self.optimizer.step()
         self.optimizer.zero_grad()
         self.end_step()
 

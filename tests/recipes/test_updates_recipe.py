@@ -9,6 +9,7 @@ import torch
 from endings import check_error, check_success, end_of, history, weights
 from safetensors.torch import load_file
 
+import mpcomp
 from recipes import cifar10, wikitext
 from recipes.cifar10 import ImageTrainer
 from recipes.image_config import ImageConfig
@@ -143,6 +144,19 @@ def test_the_rate_falls_with_each_step(tmp_path, words):
     total = trainer.steps_per_epoch
     assert total % 4 == 0 and len(rates) == total
     assert rates == [pytest.approx((total - step) / total) for step in range(total)]
+
+
+def test_checkpoints_are_as_many_steps_apart_as_asked_for(tmp_path, words, monkeypatch):
+    """Of the optimizer, of which a call makes four; and one more at the end of the epoch."""
+    saved = []
+    save = mpcomp.Checkpoints.save
+    monkeypatch.setattr(
+        mpcomp.Checkpoints, "save", lambda self, extra: saved.append(1) or save(self, extra)
+    )
+    command = [*TEXT, "--data", words, "--epochs", "1", "--save-every-steps", "8"]
+    wikitext.main([*command, "--out", str(tmp_path / "run")])
+    steps = json.loads((tmp_path / "run" / "summary.json").read_text())["steps"]
+    assert steps > 8 and len(saved) == steps // 8 + 1
 
 
 def test_an_untied_model_begins_with_equal_weights_and_is_saved_with_both(tmp_path, words):
