@@ -159,25 +159,6 @@ class RunConfig:
                     f"many steps, so pass a multiple of {self.updates}"
                 )
 
-    @property
-    def call_batch(self) -> int:
-        """Number of samples in a call of the pipeline."""
-        return self.batch_size * self.updates
-
-    @property
-    def call_chunks(self) -> int:
-        """Number of microbatches in a call of the pipeline."""
-        return self.chunks * self.updates
-
-    def check_fills_call(self, num_samples: int) -> None:
-        """Raises ValueError if the training data have too few samples for one call."""
-        if self.updates > 1 and num_samples < self.call_batch:
-            raise ValueError(
-                f"batch_size is {self.batch_size}, updates is {self.updates}; a call takes "
-                f"{self.call_batch} {self.sample}s, and there are {num_samples} to train on, so "
-                "pass a smaller --batch-size or --updates"
-            )
-
     def _check_replicas(self) -> None:
         """Raises ValueError for compression between replicas that cannot be."""
         replica_method_of(self.dp_comp)  # fails here, before any work
@@ -264,6 +245,16 @@ class RunConfig:
         return self.batch_size
 
     @property
+    def call_batch(self) -> int:
+        """Number of samples in a call of the pipeline."""
+        return self.batch_size * self.updates
+
+    @property
+    def call_chunks(self) -> int:
+        """Number of microbatches in a call of the pipeline."""
+        return self.chunks * self.updates
+
+    @property
     def peak_lr(self) -> float:
         """The highest learning rate, by the linear scaling rule (Goyal et al. 2017)."""
         if self.base_batch is None:
@@ -302,6 +293,15 @@ class RunConfig:
         nothing |= {"dp_small": "none", "param_comp": "none"}
         nothing |= {"warmup_steps": 0, "warmup_epochs": 0}
         return dataclasses.replace(self, **nothing)
+
+    def check_fills_call(self, num_samples: int) -> None:
+        """Raises ValueError if the training data have too few samples for one call."""
+        if self.updates > 1 and num_samples < self.call_batch:
+            raise ValueError(
+                f"batch_size is {self.batch_size}, updates is {self.updates}; a call takes "
+                f"{self.call_batch} {self.sample}s, and there are {num_samples} to train on, so "
+                "pass a smaller --batch-size or --updates"
+            )
 
     def extended(self: AnyConfig, epochs: int) -> AnyConfig:
         """The same run, going on for longer.

@@ -3,10 +3,13 @@
 import contextlib
 import io
 import json
+import os
+import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -46,6 +49,42 @@ def check_success(ends: Sequence[End]) -> None:
     first, *others = ends
     assert first.out.count("run folder: ") == 1 and "error" not in first.err
     assert [(end.out, end.err) for end in others] == [("", "")] * len(others)
+
+
+def stopped_in_step(
+    main: Callable[[list[str]], None],
+    command: list[str],
+    trainer: type,
+    step: Callable[[int], int],
+    signal_number: signal.Signals = signal.SIGTERM,
+) -> int:
+    """Runs a recipe that gets a signal when the optimizer has made a step.
+
+    Args:
+        main: the recipe.
+        command: its options.
+        trainer: the class that it trains with.
+        step: that step, counted from 1, from the number of an epoch's.
+        signal_number: the signal.
+
+    Returns:
+        Steps that were made.
+    """
+    end_step, made = trainer.end_step, 0
+
+    def asks_to_stop(self: Any) -> None:
+        nonlocal made
+        end_step(self)
+        made += 1
+        if made == step(self.steps_per_epoch):
+            os.kill(os.getpid(), signal_number)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "end_step", asks_to_stop)
+        with pytest.raises(SystemExit) as caught:
+            main(command)
+    assert caught.value.code == 128 + signal_number
+    return made
 
 
 def history(folder: Path, without: tuple[str, ...] = ("seconds",)) -> list[dict[str, object]]:

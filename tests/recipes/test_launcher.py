@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from endings import history, weights
+from endings import history, stopped_in_step, weights
 
 import mpcomp
 from recipes import cifar10, launcher
@@ -134,22 +134,10 @@ def assert_same_run(one, other):
     assert (one / "summary.json").exists()
 
 
-def test_a_run_that_was_stopped_within_an_epoch_goes_on_exactly(monkeypatch, tmp_path, capsys):
+def test_a_run_that_was_stopped_within_an_epoch_goes_on_exactly(tmp_path, capsys):
     cifar10.main([*FEEDBACK, "--out", str(tmp_path / "straight")])
     stopped = [*FEEDBACK, "--out", str(tmp_path / "stopped")]
-    end_step, taken = cifar10.ImageTrainer.end_step, []
-
-    def asks_to_stop(self):
-        end_step(self)
-        taken.append(1)
-        if len(taken) == 5:
-            os.kill(os.getpid(), signal.SIGINT)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(cifar10.ImageTrainer, "end_step", asks_to_stop)
-        with pytest.raises(SystemExit) as caught:
-            cifar10.main(stopped)
-    assert caught.value.code == 128 + signal.SIGINT
+    stopped_in_step(cifar10.main, stopped, cifar10.ImageTrainer, lambda _: 5, signal.SIGINT)
     assert (
         "stopped by SIGINT after step 2 of epoch 2; go on with --resume" in capsys.readouterr().out
     )
