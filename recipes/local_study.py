@@ -59,6 +59,7 @@ METHODS: Final[Mapping[str, str]] = {
     "DiLoCo of 7 steps, no momentum, 1 bit": "diloco:7:lr=1:momentum=0+ef+lloyd:1",
     # With a rate of its own inside, and a long warm-up.
     "DiLoCo of 4 steps, no momentum, 1 bit": "diloco:4:lr=1:momentum=0+ef+lloyd:1",
+    "DiLoCo of 8 steps, no momentum, 1 bit": "diloco:8:lr=1:momentum=0+ef+lloyd:1",
     # The outer step of SparseLoCo: no momentum, and a residual that fades.
     "SparseLoCo": "diloco:30:lr=1:momentum=0+ef:decay=0.95+topk:0.02+quant:2",
 }
