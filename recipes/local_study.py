@@ -60,6 +60,14 @@ METHODS: Final[Mapping[str, str]] = {
     # With a rate of its own inside, and a long warm-up.
     "DiLoCo of 4 steps, no momentum, 1 bit": "diloco:4:lr=1:momentum=0+ef+lloyd:1",
     "DiLoCo of 8 steps, no momentum, 1 bit": "diloco:8:lr=1:momentum=0+ef+lloyd:1",
+    # Adam's first moments inside learn of the others by what is exchanged anyway.
+    "DiLoCo of 3 steps, Top-11 % of signs, corrected": (
+        "diloco:3:lr=1:momentum=0:correction=0.5+ef+topk:0.11+sign"
+    ),
+    "DiLoCo of 4 steps, 1 bit, corrected": "diloco:4:lr=1:momentum=0:correction=0.5+ef+lloyd:1",
+    "DiLoCo of 6 steps, Top-11 % of signs, corrected": (
+        "diloco:6:lr=1:momentum=0:correction=0.5+ef+topk:0.11+sign"
+    ),
     # The outer step of SparseLoCo: no momentum, and a residual that fades.
     "SparseLoCo": "diloco:30:lr=1:momentum=0+ef:decay=0.95+topk:0.02+quant:2",
 }

@@ -183,6 +183,8 @@ class ReplicaMethod(SpecValue, ABC):
     #: When it averages which parameters, and gradients stay each replica's own; None for gradients,
     #: in every step.
     rhythm: Rhythm | None = None
+    #: Share of what a turn moves a replica by that goes into its optimizer's first moments.
+    correction: float = 0.0
 
     @property
     def deltas(self) -> ReplicaMethod:

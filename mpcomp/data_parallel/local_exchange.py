@@ -29,6 +29,7 @@ from torch.utils.hooks import RemovableHandle
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.data_parallel.averaging import Averaging
 from mpcomp.data_parallel.base import ReplicaMethod
+from mpcomp.data_parallel.drift import correct
 from mpcomp.data_parallel.exchange import Exchange
 from mpcomp.data_parallel.groups import in_groups
 from mpcomp.data_parallel.methods import replica_method_of
@@ -94,6 +95,7 @@ class LocalExchange(Exchange):
         self._agrees = agrees
         self._gradients: list[Tensor] = []
         self._compress = True
+        self._optimizer: torch.optim.Optimizer | None = None
         self._hook: RemovableHandle | None = None
 
     def reset(self) -> None:
@@ -119,6 +121,7 @@ class LocalExchange(Exchange):
                 "name the one that steps them"
             )
         self._unfollow()
+        self._optimizer = optimizer
         self._hook = optimizer.register_step_post_hook(lambda *_: self.take_step())
 
     def close(self) -> None:
@@ -130,7 +133,7 @@ class LocalExchange(Exchange):
     def _unfollow(self) -> None:
         if self._hook is not None:
             self._hook.remove()
-        self._hook = None
+        self._hook = self._optimizer = None
 
     # -- gradients ------------------------------------------------------------------------------
 
@@ -211,6 +214,8 @@ class LocalExchange(Exchange):
 
     def _meet(self, due: Mapping[str, Tensor]) -> None:
         """Moves all replicas to the next anchor of some parameters."""
+        correction = self.method.correction
+        before = [p.detach().clone() for p in due.values()] if correction else []
         super().begin(compress=self._compress)
         named = ((name, parameter.detach()) for name, parameter in due.items())
         for group in in_groups(named, alone=self._copy_of):
@@ -224,6 +229,10 @@ class LocalExchange(Exchange):
                 "diverged. All replicas have NaN now, and remember what they did before; go on "
                 "from a checkpoint"
             )
+        if correction:
+            assert self._optimizer is not None  # who calls this
+            moved = {p: p.detach() - own for p, own in zip(due.values(), before, strict=True)}
+            correct(self._optimizer, moved, self._rhythm.period, correction)
 
     def _pass(self) -> None:
         """Counts a step in which nothing is sent."""

@@ -6,9 +6,12 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
+
 from mpcomp.compressors import Compressor
 from mpcomp.core.spec import shown
 from mpcomp.data_parallel.base import Controller, ReplicaMethod, Setting
+from mpcomp.data_parallel.drift import check_correction, has_first_moments
 from mpcomp.data_parallel.methods import Compressed, replica_method_of
 from mpcomp.data_parallel.rhythm import Rhythm
 from mpcomp.feedback.anchor import Anchored
@@ -41,11 +44,16 @@ class LocalSGD(ReplicaMethod):
     given one all skip the same. Between two exchanges replicas differ; evaluate and keep models
     after a multiple of ``period`` steps.
 
+    With ``correction`` the first moments of Adam inside also learn from what was exchanged, without
+    a byte for it: a replica alone follows the noise of its own gradients, and what an exchange
+    moves it by says how far. See `mpcomp.data_parallel.drift` for the formula.
+
     With ``per_machine`` of `ReplicaNetwork` the replicas of a machine average their gradients in
     every step: machines are then what trains alone, and their first replicas are what meets.
 
     * Source: DiLoCo (Douillard et al., 2023, algorithm 1); ``parts`` from Streaming DiLoCo
-      (Douillard et al., 2025), without its overlap of messages and steps.
+      (Douillard et al., 2025), without its overlap of messages and steps. ``correction`` is our
+      own, after SCAFFOLD (Karimireddy et al., ICML 2020).
     * State: on each replica that meets others the anchor and the outer velocity of each parameter,
       and what ``inner`` keeps.
     * Theory: of SGD inside and a plain mean outside (``lr=1:momentum=0``; Stich, ICLR 2019, "Local
@@ -59,6 +67,9 @@ class LocalSGD(ReplicaMethod):
         lr: rate of the outer step.
         momentum: of the outer step, in [0, 1).
         parts: so many parts of the model take turns within a period.
+        correction: share of what an exchange moves a replica by that goes into Adam's first
+            moments, in [0, 1]; with a plain mean outside (``lr=1:momentum=0``) and torch's Adam or
+            AdamW inside.
 
     Raises:
         ValueError: a setting outside those, or an ``inner`` that goes by gradients of every step.
@@ -70,6 +81,7 @@ class LocalSGD(ReplicaMethod):
     lr: float = 0.7
     momentum: float = 0.9
     parts: int = 1
+    correction: float = 0.0
     spec: ClassVar[str] = "diloco"
     spec_inner: ClassVar[str | None] = "inner"
 
@@ -78,6 +90,13 @@ class LocalSGD(ReplicaMethod):
         if not (self.lr > 0 and math.isfinite(self.lr)):
             raise ValueError(f"lr={self.lr}: expected a rate of the outer step above 0; 0.7, say")
         check_momentum(self.momentum)
+        check_correction(self.correction)
+        if self.correction and (self.lr != 1 or self.momentum):
+            raise ValueError(
+                f"correction={self.correction} with lr={self.lr:g}, momentum={self.momentum:g}: it "
+                "goes by how far a replica was from the mean of all, and such an outer step goes "
+                "elsewhere; pass lr=1:momentum=0"
+            )
         method = replica_method_of(self.inner)
         if not isinstance(method, Compressed):
             raise ValueError(
@@ -99,6 +118,13 @@ class LocalSGD(ReplicaMethod):
     def deltas(self) -> ReplicaMethod:
         """The inner one, which sends what parameters have moved by."""
         return replica_method_of(self.inner)
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.correction and not has_first_moments(optimizer):
+            raise ValueError(
+                f"{self} corrects the first moments of torch's Adam or AdamW, and the optimizer is "
+                f"{type(optimizer).__name__}: use one of those, or leave correction out"
+            )
 
     def controller(self, setting: Setting) -> Controller:
         return self.deltas.controller(setting)

@@ -136,7 +136,8 @@ def test_an_anchor_keeps_what_bf16_would_lose(ranks):
 
 # -- several replicas on a machine ----------------------------------------------------------------
 
-TOGETHER = ["diloco:3", "diloco:4:parts=2:momentum=0+ef+topk:0.2"]
+CORRECTED = "diloco:3:lr=1:momentum=0:correction=0.5"
+TOGETHER = ["diloco:3", "diloco:4:parts=2:momentum=0+ef+topk:0.2", CORRECTED]
 
 
 def shared(specs: list[str], per_machine: int, steps: int, inside: str | None = None) -> list[Any]:
@@ -150,7 +151,9 @@ def shared(specs: list[str], per_machine: int, steps: int, inside: str | None = 
         codec = None if inside is None else parse(inside)
         network = ReplicaNetwork(smallest=SMALLEST, per_machine=per_machine, inside=codec)
         handle = mpcomp.compress_gradients(ddp, spec, network=network)
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+        if spec == CORRECTED:
+            optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
         handle.follow(optimizer)
         weights = []
         for step in range(steps):
@@ -242,8 +245,9 @@ def test_going_on_in_the_middle_of_a_period_is_as_if_never_stopped(ranks):
 @pytest.mark.slow
 def test_going_on_with_several_replicas_on_a_machine(ranks):
     """Of which the first ones alone have anything to remember."""
-    results = ranks(resumed, 4, TOGETHER, 2)
-    for i, spec in enumerate(TOGETHER):
+    specs = TOGETHER[:2]  # with SGD
+    results = ranks(resumed, 4, specs, 2)
+    for i, spec in enumerate(specs):
         for rank, of_rank in enumerate(results):
             whole, later = of_rank[i]
             assert whole == later, (spec, rank)

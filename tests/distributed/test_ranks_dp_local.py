@@ -19,6 +19,7 @@ from test_ranks_dp import (
 from torch import nn
 
 import mpcomp
+from mpcomp.data_parallel.drift import correct
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*would not shrink")
 
@@ -27,6 +28,8 @@ preload("test_ranks_dp")
 PLAIN = "diloco:4"
 SENT = "diloco:4+ef:decay=0.95+topk:0.2+quant:2"
 PARTS = "diloco:4:parts=2+ef+topk:0.2+quant:4"
+MEAN = "diloco:4:lr=1:momentum=0+ef+topk:0.2+sign"
+CORRECTED = "diloco:4:lr=1:momentum=0:correction=0.5+ef+topk:0.2+sign"
 
 
 def followed(dp, **kwargs):
@@ -59,7 +62,12 @@ def outcomes(cases, steps):
 
 
 CUTS = {"act_comp": "quant:8", "grad_comp": "ef+topk:0.3"}
-CASES = [(PLAIN, {}), (SENT, CUTS), (PARTS, {**CUTS, "schedule": "ZBVZeroBubble"})]
+CASES = [
+    (PLAIN, {}),
+    (SENT, CUTS),
+    (PARTS, {**CUTS, "schedule": "ZBVZeroBubble"}),
+    (CORRECTED, {}),
+]
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +94,36 @@ def test_pipelines_are_one_after_their_turn(two_stages, case):
         assert report["dense_bytes"] == 12 * 2 * 4 * sum(p.numel() for p in deep().parameters())
         assert 0 < report["ratio"] <= 1 / 4
     assert seen[0][0][-4:].mean() < seen[0][0][:4].mean()
+
+
+def drifted(dp, steps):
+    """The state of one period: weights, first moments, and how far each weight was moved."""
+    pipe = pipe_of(dp)
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01)
+    own = {}
+
+    def note(*_):
+        own.update({name: p.detach().clone() for name, p in pipe.named_parameters()})
+
+    optimizer.register_step_post_hook(note)  # before what replicas do then
+    pipe.follow(optimizer)
+    train(pipe, steps, optimizer)
+    moved = {p: p.detach() - own[name] for name, p in pipe.named_parameters()}
+    before = {n: optimizer.state[p]["exp_avg"].clone() for n, p in pipe.named_parameters()}
+    correct(optimizer, moved, 4, 0.5)
+    after = {n: optimizer.state[p]["exp_avg"].clone() for n, p in pipe.named_parameters()}
+    return own_state(pipe), before, after
+
+
+def test_first_moments_are_corrected_when_replicas_have_met(ranks):
+    """By where each was moved to from where it was itself; weights and bytes are those without."""
+    for steps in (3, 4):
+        plain, corrected = (ranks(drifted, 2, dp, steps) for dp in (MEAN, CORRECTED))
+        for (weights, before, after), (also, found, _) in zip(plain, corrected, strict=True):
+            assert_same_tensors(also, weights)
+            assert_same_tensors(found, after if steps == 4 else before)
+            moved = any(not same_bits(before[name], after[name]) for name in before)
+            assert moved == (steps == 4)
 
 
 def test_two_stages_go_as_one_does(ranks, two_stages):
@@ -273,7 +311,7 @@ def goes_on(dps, root):
 
 @pytest.mark.slow
 def test_going_on_in_the_middle_of_a_period_is_as_if_never_stopped(ranks, tmp_path):
-    ranks(goes_on, 4, [SENT, PARTS], str(tmp_path))
+    ranks(goes_on, 4, [SENT, PARTS, CORRECTED], str(tmp_path))
 
 
 def moved(root):
