@@ -17,6 +17,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import ClassVar, Final, NamedTuple, TypeAlias
 
 import torch
@@ -93,7 +94,7 @@ class RaceConfig(RunConfig):
         *(*RunConfig.at_least_1, "max_steps", "read_every", "eval_blocks"),
     )
 
-    rival: str | None = None  # a name in RIVALS and its rank, as in subspace:20
+    rival: str | None = None  # a name in RIVALS and its rank ÷ the width, as in subspace:5/32
     model: str = "small"  # one of SIZES
     split: str = "8"
     epochs: int = 1
@@ -133,7 +134,7 @@ class RaceText(NamedTuple):
 
 
 def load(config: RaceConfig) -> RaceText:
-    """The text of a race, in sequences of a token more than the context.
+    """The text of a race, in sequences of a token more than the context, on the CPU.
 
     Raises:
         ValueError: there is no such text.
@@ -152,6 +153,11 @@ def load(config: RaceConfig) -> RaceText:
 
 def _batch_of(tokens: Tensor) -> Batch:
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def _on(device: torch.device, batch: Batch) -> Batch:
+    x, y = batch
+    return x.to(device), y.to(device)
 
 
 class Entrant(ABC):
@@ -184,7 +190,7 @@ class Entrant(ABC):
 class Piped(Entrant):
     """The plain decoder in a pipeline of the library."""
 
-    def __init__(self, config: RaceConfig) -> None:
+    def __init__(self, config: RaceConfig, device: torch.device) -> None:
         size = config.size
         self._clip, self._updates = config.clip, config.updates
         self.module = self._pipe = mpcomp.pipeline(
@@ -198,6 +204,7 @@ class Piped(Entrant):
             ),
             chunks=size.chunks * config.updates,
             split=equal_stages(size.num_blocks, size.num_blocks),
+            devices=device,
             act_comp=config.act[0],
             grad_comp=config.grad[0],
             loss_fn=token_loss,
@@ -248,20 +255,20 @@ class Piped(Entrant):
 class Changed(Entrant):
     """A rival, which changes the model."""
 
-    def __init__(self, config: RaceConfig) -> None:
+    def __init__(self, config: RaceConfig, device: torch.device) -> None:
         assert config.rival is not None
         size = config.size
-        name, rank = config.rival.split(":")
+        name, share = config.rival.split(":")
         self._clip, self._updates = config.clip, config.updates
         self.module = self._model = RIVALS[name](
             num_blocks=size.num_blocks,
             width=size.width,
-            rank=int(rank),
+            rank=round(Fraction(share) * size.width),
             num_heads=size.num_heads,
             vocab=size.vocab,
             context=size.context,
             seed=config.seed,
-        )
+        ).to(device)
         self.act_bytes = self.grad_bytes = 0.0
         self._num_stages = size.num_blocks
         self._stage_of = {name: self._stage(name) for name, _ in self._model.named_parameters()}
@@ -309,15 +316,20 @@ class Changed(Entrant):
         return {"on": statistics.fmean(token_loss(self._model(x), y).item() for x, y in batches)}
 
 
-def race(config: RaceConfig, text: RaceText) -> Line:
+def race(config: RaceConfig, text: RaceText, device: torch.device) -> Line:
     """Trains until the target is reached, or for the most steps.
+
+    Args:
+        config: of one entrant.
+        text: of all.
+        device: of all stages.
 
     Returns:
         The line of a results file: ``steps`` to the target, None where it was not reached; the
         readings; and bits that an element took, each way.
     """
     start = time.perf_counter()
-    entrant = Piped(config) if config.rival is None else Changed(config)
+    entrant = (Piped if config.rival is None else Changed)(config, device)
     optimizer = _optimizer(config, entrant.module)
     rate = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1, (step + 1) / config.rise)
@@ -329,12 +341,13 @@ def race(config: RaceConfig, text: RaceText) -> Line:
         optimizer.zero_grad()
 
     readings: list[dict[str, float]] = []
-    batches = _batches(text.loader, config.seed)
+    batches = (_on(device, batch) for batch in _batches(text.loader, config.seed))
+    held_out = [_on(device, batch) for batch in text.held_out]
     calls = range(config.updates, config.max_steps + 1, config.updates)
     for step in tqdm(calls, unit="call", leave=False, disable=None):
         entrant.train(list(itertools.islice(batches, config.updates)), update)
         if step % config.read_every == 0 or step == config.max_steps:
-            readings.append({"step": step, **entrant.losses(text.held_out)})
+            readings.append({"step": step, **entrant.losses(held_out)})
             if smoothed(readings)[-1][1] <= config.target:
                 break
     size = config.size

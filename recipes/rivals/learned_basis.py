@@ -17,6 +17,8 @@ polar factor::
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -71,6 +73,13 @@ class LearnedBasisDecoder(nn.Module):
         self._rate, self._beta = rate, beta
         #: Numbers that a token sends over a cut, each way.
         self.numbers_sent = rank
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LearnedBasisDecoder:
+        """Also moves the bases, which are no parameters, where the module goes."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.bases = [fn(basis.detach()).requires_grad_() for basis in self.bases]
+        self._means = [fn(mean) for mean in self._means]
+        return self
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[batch, time] -> logits [batch, time, vocab]."""

@@ -60,6 +60,17 @@ def test_short_race(row: str, tmp_path, capsys) -> None:
     assert ("off" in line["readings"][-1]) == (line["rival"] is None)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("row", ["auto:scratch", "subspace, rank 5/32", "learned basis, rank 1/4"])
+def test_a_race_on_a_gpu(row: str, tmp_path) -> None:
+    out = tmp_path / "race.jsonl"
+    arguments = ["--rows", row, "--seeds", "1", "--max-steps", "2", "--workers", "0"]
+    arguments += ["--device", "cuda", "--speed", "none", "--out", str(out)]
+    time_to_loss.main(arguments)
+    (line,) = read_json_lines(out)
+    assert line["trained_steps"] == 2
+
+
 def test_seconds_of_a_step() -> None:
     size = SIZES["small"]
     compute, bits = [(0.01, 0.02)] * 8, Bits(16, 16)

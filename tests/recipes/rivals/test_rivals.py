@@ -78,6 +78,14 @@ def test_a_learned_basis_stays_orthonormal_and_moves() -> None:
     assert all(id(basis) not in map(id, model.parameters()) for basis in model.bases)
 
 
+def test_bases_go_where_the_module_goes() -> None:
+    model = LearnedBasisDecoder(**SIZES, rank=RANK, seed=0).double()
+    x, y = batch()
+    token_loss(model(x), y).backward()
+    model.after_step()
+    assert all(basis.dtype == torch.float64 and basis.requires_grad for basis in model.bases)
+
+
 def test_a_learned_basis_descends() -> None:
     """Of the bases alone: every other weight stays as it is."""
     model = LearnedBasisDecoder(**SIZES, rank=RANK, seed=0, rate=0.02)
