@@ -191,8 +191,17 @@ def joined(timeout_s: float = RENDEZVOUS_S) -> Iterator[Ranks]:
             dist.destroy_process_group()
 
 
+def _meeting_place() -> torch.device:
+    """The kind of device by which processes are connected: GPUs, where each can have its own.
+
+    NCCL refuses processes that share one, as those of ``--device cuda:0`` do; gloo serves them.
+    """
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return torch.device("cuda" if local_size <= torch.cuda.device_count() else "cpu")
+
+
 def _join(timeout_s: float, already: bool) -> Ranks:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = _meeting_place()
     if not already:
         if "TORCHELASTIC_RUN_ID" in os.environ:  # else the parent is a shell, which may go
             end_with_launcher()

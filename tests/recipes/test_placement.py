@@ -5,6 +5,7 @@ import torch
 
 import stages
 from mpcomp.core.precision import compute_dtype
+from recipes import ranks as recipe_ranks
 from recipes.image_config import ImageConfig
 from recipes.placement import check_ranks, common_dtype, devices_of, parse_split
 from recipes.ranks import Ranks
@@ -76,6 +77,14 @@ def test_devices_under_torchrun(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ValueError, match="2 processes on this machine, but torch sees 1 GPUs"):
         devices_of(ImageConfig(), ranks)
+
+
+def test_processes_that_share_a_gpu_meet_on_the_cpu(monkeypatch):
+    """NCCL would refuse them."""
+    for gpus, size, place in ((0, 1, "cpu"), (1, 1, "cuda"), (1, 4, "cpu"), (4, 4, "cuda")):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(size))
+        assert recipe_ranks._meeting_place() == torch.device(place)
 
 
 @pytest.mark.parametrize(
