@@ -61,6 +61,9 @@ METHODS: Final[Mapping[str, str]] = {
     "DiLoCo of 4 steps, no momentum, 1 bit": "diloco:4:lr=1:momentum=0+ef+lloyd:1",
     "DiLoCo of 8 steps, no momentum, 1 bit": "diloco:8:lr=1:momentum=0+ef+lloyd:1",
     # Adam's first moments inside learn of the others by what is exchanged anyway.
+    "DiLoCo of 2 steps, Top-8 % of signs, corrected": (
+        "diloco:2:lr=1:momentum=0:correction=0.5+ef+topk:0.08+sign"
+    ),
     "DiLoCo of 3 steps, Top-11 % of signs, corrected": (
         "diloco:3:lr=1:momentum=0:correction=0.5+ef+topk:0.11+sign"
     ),
@@ -71,6 +74,8 @@ METHODS: Final[Mapping[str, str]] = {
     # The outer step of SparseLoCo: no momentum, and a residual that fades.
     "SparseLoCo": "diloco:30:lr=1:momentum=0+ef:decay=0.95+topk:0.02+quant:2",
 }
+#: Row -> dtype of parameters too small to compress, where they would be a third of the bytes.
+SMALL_IN: Final[Mapping[str, str]] = {"DiLoCo of 2 steps, Top-8 % of signs, corrected": "bf16"}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -134,6 +139,7 @@ def configuration(options: argparse.Namespace, row: str, seed: int, replicas: in
     if options.stages > 1:
         chosen |= {"tie": "none"} if row == DDP else AT_CUTS
     chosen |= {"replicas": replicas, "dp_comp": METHODS[row], "seed": seed}
+    chosen["dp_small"] = SMALL_IN.get(row, "none")
     config = TextConfig.for_model(**chosen)
     return TextConfig.for_model(**{**chosen, "eval_every": config.epochs})
 
@@ -157,7 +163,7 @@ def render(lines: Sequence[Line]) -> str:
                 _times(one["dense_traffic_bytes"], one["traffic_bytes"]) for one in sent
             ),
             statistics.mean(run["memory_bytes"] / 1e6 for run in of_row),
-            METHODS[row],
+            f"{METHODS[row]}, small ones in {SMALL_IN[row]}" if row in SMALL_IN else METHODS[row],
         ]
 
     headers = (

@@ -44,16 +44,19 @@ class LocalSGD(ReplicaMethod):
     given one all skip the same. Between two exchanges replicas differ; evaluate and keep models
     after a multiple of ``period`` steps.
 
-    With ``correction`` the first moments of Adam inside also learn from what was exchanged, without
-    a byte for it: a replica alone follows the noise of its own gradients, and what an exchange
-    moves it by says how far. See `mpcomp.data_parallel.drift` for the formula.
+    With ``correction`` c the first moments m of Adam inside learn from each exchange, and not a
+    byte is sent for it. A replica alone follows the noise of its own gradients; the exchange moves
+    it by j, to the mean of all, and c j / period is what its next steps are to have more of::
+
+        m <- m - c (1 - beta1^t) (sqrt(v^) + eps) j / (period rate)
 
     With ``per_machine`` of `ReplicaNetwork` the replicas of a machine average their gradients in
     every step: machines are then what trains alone, and their first replicas are what meets.
 
     * Source: DiLoCo (Douillard et al., 2023, algorithm 1); ``parts`` from Streaming DiLoCo
-      (Douillard et al., 2025), without its overlap of messages and steps. ``correction`` is our
-      own, after SCAFFOLD (Karimireddy et al., ICML 2020).
+      (Douillard et al., 2025), without its overlap of messages and steps. ``correction`` puts
+      into Adam's first moments what SCAFFOLD (Karimireddy et al., ICML 2020, option II) puts into
+      gradients.
     * State: on each replica that meets others the anchor and the outer velocity of each parameter,
       and what ``inner`` keeps.
     * Theory: of SGD inside and a plain mean outside (``lr=1:momentum=0``; Stich, ICLR 2019, "Local

@@ -7,7 +7,7 @@ from endings import end_of
 
 import mpcomp
 from recipes import local_study
-from recipes.local_study import DDP, METHODS, configuration, render
+from recipes.local_study import DDP, METHODS, SMALL_IN, configuration, render
 
 
 def study(command):
@@ -33,9 +33,17 @@ def test_runs_differ_in_what_the_row_says():
     configs = [configuration(chosen, row, 3, 4).to_json() for row in METHODS]
     for config, row in zip(configs, METHODS, strict=True):
         assert config.pop("dp_comp") == METHODS[row]
+        assert config.pop("dp_small") == SMALL_IN.get(row, "none")
     assert all(config == configs[0] for config in configs)
     assert (configs[0]["seed"], configs[0]["replicas"], configs[0]["optimizer"]) == (3, 4, "adamw")
     assert configs[0]["eval_every"] == configs[0]["epochs"] == 2 and configs[0]["tie"] is None
+
+
+def test_small_parameters_are_rounded_where_a_row_says_so():
+    ((row, dtype),) = SMALL_IN.items()
+    assert dtype == "bf16" and row in METHODS
+    text = render([line(DDP, 0, 50.0), line(row, 0, 51.0)])
+    assert f"{METHODS[row]}, small ones in bf16" in text
 
 
 def test_rows_are_the_papers():
