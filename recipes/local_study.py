@@ -60,6 +60,7 @@ METHODS: Final[Mapping[str, str]] = {
     # With a rate of its own inside, and a long warm-up.
     "DiLoCo of 4 steps, no momentum, 1 bit": "diloco:4:lr=1:momentum=0+ef+lloyd:1",
     "DiLoCo of 8 steps, no momentum, 1 bit": "diloco:8:lr=1:momentum=0+ef+lloyd:1",
+    "DiLoCo of 2 steps, Top-8 % of signs": "diloco:2:lr=1:momentum=0+ef+topk:0.08+sign",
     # Adam's first moments inside learn of the others by what is exchanged anyway.
     "DiLoCo of 2 steps, Top-8 % of signs, corrected": (
         "diloco:2:lr=1:momentum=0:correction=0.5+ef+topk:0.08+sign"
@@ -75,7 +76,10 @@ METHODS: Final[Mapping[str, str]] = {
     "SparseLoCo": "diloco:30:lr=1:momentum=0+ef:decay=0.95+topk:0.02+quant:2",
 }
 #: Row -> dtype of parameters too small to compress, where they would be a third of the bytes.
-SMALL_IN: Final[Mapping[str, str]] = {"DiLoCo of 2 steps, Top-8 % of signs, corrected": "bf16"}
+SMALL_IN: Final[Mapping[str, str]] = {
+    "DiLoCo of 2 steps, Top-8 % of signs": "bf16",
+    "DiLoCo of 2 steps, Top-8 % of signs, corrected": "bf16",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
