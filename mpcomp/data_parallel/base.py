@@ -183,7 +183,7 @@ class ReplicaMethod(SpecValue, ABC):
     #: When it averages which parameters, and gradients stay each replica's own; None for gradients,
     #: in every step.
     rhythm: Rhythm | None = None
-    #: Share of what a turn moves a replica by that goes into its optimizer's first moments.
+    #: Share of what an exchange moves a replica by that goes into its optimizer's first moments.
     correction: float = 0.0
 
     @property

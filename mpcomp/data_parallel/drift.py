@@ -1,14 +1,14 @@
-"""Drift correction: after a meeting of replicas each one's Adam learns where the others went.
+"""Drift correction: after an exchange each replica's Adam learns where the others went.
 
 A replica that trains alone follows its own noise, which Adam's first moment m has in it for about
-1 / (1 - beta1) steps more. A meeting after H steps at a rate lr moves it on by j, from where it had
-come to where the mean of all is. Adam itself would have moved it by j in those H steps with another
-m, as a step is -lr m / (1 - beta1^t) / (sqrt(v^) + eps); a share c of that difference is put in::
+1 / (1 - beta1) steps more. An exchange after H steps at a rate lr moves the replica on by j, from
+where it had come to where the mean of all is. Its steps, -lr m / (1 - beta1^t) / (sqrt(v^) + eps),
+would have made that move with another m; a share c of the difference is put in::
 
     m <- m - c (1 - beta1^t) (sqrt(v^) + eps) j / (H lr)
 
-so that each of its next steps would be longer by c j / H, but for the decay of m. What j is all
-replicas have been told anyway: nothing is sent for this, and nothing is kept.
+so that each of its next steps has c j / H more, but for the decay of m. What j is all replicas have
+been told anyway: nothing is sent for this, and nothing is kept.
 
 SCAFFOLD (Karimireddy et al., ICML 2020, section 3, option II) likewise takes the mean gradient from
 what parameters have moved by, and corrects gradients by its distance from a replica's own.
@@ -41,14 +41,14 @@ def has_first_moments(optimizer: torch.optim.Optimizer) -> bool:
 def correct(
     optimizer: torch.optim.Optimizer, moved: Mapping[Tensor, Tensor], period: int, share: float
 ) -> None:
-    """Puts a share of what a meeting has moved parameters by into their first moments.
+    """Puts a share of what an exchange has moved parameters by into their first moments.
 
     Parameters that the optimizer has not stepped yet, and those at a rate of 0, are left alone.
 
     Args:
         optimizer: Adam or AdamW.
         moved: parameters -> j, of the same shapes.
-        period: H, steps since their last meeting.
+        period: H, steps since the exchange before.
         share: c, in [0, 1].
     """
     for group in optimizer.param_groups:

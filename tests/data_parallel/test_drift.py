@@ -46,7 +46,7 @@ def test_a_step_becomes_longer_by_a_share_of_the_jump_over_the_period(kind: str)
 
 
 def test_that_is_the_last_step_of_adam_itself() -> None:
-    """What the test above measures by."""
+    """The measure of the test above."""
     parameter, optimizer = stepped("adamw")
     before = parameter.detach().clone()
     parameter.grad = torch.randn(6, 5)
