@@ -196,18 +196,39 @@ class ECSQ(Compressor):
         tokens = Tokens.of(meta)
         device = payload[0].device
         coded = self._parts(tokens).parted((payload[0].cpu(),))
-        *shapes, of_elements = self._shapes(tokens)
-        *few, elements = (part.numpy() for (part,) in coded)
+        *shapes, _ = self._shapes(tokens)
+        *few, elements = (part for (part,) in coded)
         lowest, above, *of_channels = (
-            entropy.decode(each, *shape) for each, shape in zip(few, shapes, strict=True)
+            entropy.decode(each.numpy(), *shape) for each, shape in zip(few, shapes, strict=True)
         )
         dither = self._dither(generator, tokens, device)
-        q = entropy.decode(elements, *of_elements, tokens.image, _offsets_of(dither))
+        q = self.decode_elements(elements, tokens, dither)
         exponents = _absolute(lowest, above)
         means = of_channels[0][0] if self.centre else None
         grid = self._grid(exponents, means, device)
-        numbers = _Numbers(exponents, means, grid, torch.from_numpy(q).to(device))
+        numbers = _Numbers(exponents, means, grid, q.to(device))
         return self._tensor(numbers, tokens, dither)
+
+    def encode_elements(self, q: Tensor, tokens: Tokens, dither: Tensor | None) -> Tensor:
+        """Whole numbers of the elements in as few bytes as they say: uint8 [n] on the CPU.
+
+        Args:
+            q: int16 [T, C], on the tensor's device.
+            tokens: what they are of.
+            dither: under which they were rounded, fp32 [T, C]; None for none.
+        """
+        offsets = None if dither is None else parts_of(dither, entropy.PARTS)
+        return torch.from_numpy(entropy.encode(q.cpu().numpy(), tokens.image, offsets))
+
+    def decode_elements(self, data: Tensor, tokens: Tokens, dither: Tensor | None) -> Tensor:
+        """The inverse of `encode_elements`, on any device.
+
+        Raises:
+            RuntimeError: the data cannot be of such numbers.
+        """
+        offsets = None if dither is None else parts_of(dither, entropy.PARTS)
+        shape = tokens.num, tokens.width
+        return torch.from_numpy(entropy.decode(data.numpy(), *shape, tokens.image, offsets))
 
     def _numbers(self, tokens: Tokens, x: Tensor, whole: Tensor, dither: Tensor | None) -> _Numbers:
         """The numbers that a message says."""
@@ -225,8 +246,8 @@ class ECSQ(Compressor):
         few = _relative(numbers.exponents)
         if numbers.means is not None:
             few.append(numbers.means[None])
-        coded_q = entropy.encode(numbers.q.cpu().numpy(), tokens.image, _offsets_of(dither))
-        coded = [(torch.from_numpy(each),) for each in (*map(entropy.encode, few), coded_q)]
+        coded = [(torch.from_numpy(entropy.encode(each)),) for each in few]
+        coded.append((self.encode_elements(numbers.q, tokens, dither),))
         return tuple(part.to(numbers.q.device) for part in self._parts(tokens).joined(coded))
 
     def _tensor(self, numbers: _Numbers, tokens: Tokens, dither: Tensor | None) -> Tensor:
@@ -304,11 +325,6 @@ def _absolute(lowest: NDArray[np.int16], above: NDArray[np.int16]) -> NDArray[np
     """The inverse of `_relative`; of a damaged message exponents all the same."""
     exponents = np.where(above[0] > 0, lowest[0].astype(np.int32) + above[0] - 1, _NONE)
     return np.clip(exponents, _NONE, _LARGEST).astype(np.int16)
-
-
-def _offsets_of(dither: Tensor | None) -> NDArray[np.int8] | None:
-    """The dither as `entropy.encode` takes it."""
-    return None if dither is None else parts_of(dither, entropy.PARTS)
 
 
 def _ordinary(exponents: NDArray[np.int16]) -> NDArray[np.bool_]:

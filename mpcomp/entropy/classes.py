@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -193,7 +193,9 @@ def _from_zero(octaves: NDArray[np.float64]) -> NDArray[np.uint8]:
     return from_zero
 
 
-def with_tables(classes: Classes, counts: NDArray[np.int32]) -> tuple[Classes, list[Table]]:
+def with_tables(
+    classes: Classes, counts: NDArray[np.signedinteger[Any]]
+) -> tuple[Classes, list[Table]]:
     """Classes, and all tables of their message: those of rows and columns, and of the symbols.
 
     Where little is not zero, classes may cost more than they tell; then there is a single one.

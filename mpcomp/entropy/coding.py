@@ -21,7 +21,7 @@ from mpcomp.core.threads import each, slices_of
 from mpcomp.entropy import ans, classes, dithered, neighbours
 from mpcomp.entropy.message import FEW, Reader, damaged
 
-__all__ = ["LARGEST", "decode", "encode", "max_bytes"]
+__all__ = ["LARGEST", "decode", "encode", "lines_of", "max_bytes", "slices"]
 
 #: Magnitudes are at most this.
 LARGEST = 2**15 - 1
@@ -85,14 +85,14 @@ def decode(
             raise damaged(f"{len(data)} bytes, expected {max_bytes(rows, columns)}")
         plain = np.frombuffer(data, "<i2", offset=1).astype(np.int16)
         return np.maximum(plain, -LARGEST).reshape(rows, columns)
-    shape = _lines_of(rows, columns) if image is None else (rows, columns)
+    shape = lines_of(rows, columns) if image is None else (rows, columns)
     if offsets is not None and image is None:
         offsets = _filled(offsets, shape)
     q = _of_slices(data, shape, image, offsets)
     return q.reshape(-1)[: rows * columns].reshape(rows, columns)
 
 
-def _lines_of(rows: int, columns: int) -> tuple[int, int]:
+def lines_of(rows: int, columns: int) -> tuple[int, int]:
     """The shape in which integers are coded: a vector in lines, of which each has a class."""
     if min(rows, columns) != 1 or rows * columns < FEW:
         return rows, columns
@@ -102,7 +102,7 @@ def _lines_of(rows: int, columns: int) -> tuple[int, int]:
 
 def _in_lines(q: NDArray[Any]) -> NDArray[Any]:
     """The integers in the shape in which they are coded."""
-    return _filled(q, _lines_of(*q.shape))
+    return _filled(q, lines_of(*q.shape))
 
 
 def _filled(q: NDArray[Any], shape: tuple[int, int]) -> NDArray[Any]:
@@ -112,7 +112,7 @@ def _filled(q: NDArray[Any], shape: tuple[int, int]) -> NDArray[Any]:
     return np.pad(q.reshape(-1), (0, math.prod(shape) - q.size)).reshape(shape)
 
 
-def _slices(shape: tuple[int, int], image: tuple[int, int] | None) -> list[slice]:
+def slices(shape: tuple[int, int], image: tuple[int, int] | None) -> list[slice]:
     """Rows that are coded by themselves; of images whole ones."""
     return slices_of(*shape, together=1 if image is None else math.prod(image))
 
@@ -125,7 +125,7 @@ def _in_slices(
     def coded(rows: slice) -> bytes:
         return b"".join(_encoded(q[rows], image, None if offsets is None else offsets[rows]))
 
-    messages = each(coded, _slices(q.shape, image))
+    messages = each(coded, slices(q.shape, image))
     if len(messages) == 1:
         return messages
     lengths = np.array(list(map(len, messages)), "<u4")
@@ -139,13 +139,13 @@ def _of_slices(
     offsets: NDArray[np.int8] | None,
 ) -> NDArray[np.int16]:
     """The inverse of `_in_slices`."""
-    slices = _slices(shape, image)
-    if len(slices) == 1:
+    rows_of = slices(shape, image)
+    if len(rows_of) == 1:
         return _decoded(data, shape, image, offsets)
     if data[0] != _SLICES:
-        raise damaged(f"kind {data[0]}, expected {len(slices)} slices")
+        raise damaged(f"kind {data[0]}, expected {len(rows_of)} slices")
     reader = Reader(data)
-    lengths = reader.array("<u4", len(slices)).astype(np.int64)
+    lengths = reader.array("<u4", len(rows_of)).astype(np.int64)
     reader.check_end(int(lengths.sum()))
     ends = reader.at + lengths.cumsum()
     q = np.empty(shape, np.int16)
@@ -155,7 +155,7 @@ def _of_slices(
         of_slice = None if offsets is None else offsets[rows]
         q[rows] = _decoded(data[start:end], q[rows].shape, image, of_slice)
 
-    each(decode_slice, list(zip(slices, (ends - lengths).tolist(), ends.tolist(), strict=True)))
+    each(decode_slice, list(zip(rows_of, (ends - lengths).tolist(), ends.tolist(), strict=True)))
     return q
 
 

@@ -24,18 +24,30 @@ from mpcomp.entropy.ans import folded, unfolded
 from mpcomp.entropy.classes import CONTEXTS, Classes, message, popped, read, with_tables
 from mpcomp.entropy.message import FEW, Message, Place, Reader
 
-__all__ = ["PARTS", "contexts_of", "decode", "encode", "integers_of", "may_tell", "symbols_of"]
+__all__ = [
+    "LARGEST",
+    "PARTS",
+    "SIZES",
+    "contexts_of",
+    "decode",
+    "encode",
+    "integers_of",
+    "may_tell",
+    "symbols_of",
+]
 
 #: Of a step, by which offsets are told apart.
 PARTS: Final = 8
-_SIZES: Final = PARTS // 2  # of an offset, without its sign
-_LARGEST: Final = (ans.ESCAPE - 1) // 2  # magnitude of integers that all have a symbol
+#: Sizes of an offset, without its sign.
+SIZES: Final = PARTS // 2
+#: Magnitude of integers that all have a symbol.
+LARGEST: Final = (ans.ESCAPE - 1) // 2
 _int64: Any = np.int64  # for a type checker, which knows no bits of numpy's own numbers
 
 
 def may_tell(q: NDArray[np.int16], sums: ans.Sums) -> bool:
     """Whether there are integers enough for so many tables, and none too large for a symbol."""
-    return q.size >= FEW and 0 < sums.largest <= _LARGEST
+    return q.size >= FEW and 0 < sums.largest <= LARGEST
 
 
 def encode(q: NDArray[np.int16], offsets: NDArray[np.int8], sums: ans.Sums) -> Message:
@@ -54,12 +66,12 @@ def encode(q: NDArray[np.int16], offsets: NDArray[np.int8], sums: ans.Sums) -> M
         symbols,
         place.rows,
         place.columns,
-        _SIZES * CONTEXTS,
+        SIZES * CONTEXTS,
         int(symbols.max()),
         no_signs,
         none_large,
     )
-    chosen, tables = with_tables(classes, counts.reshape(_SIZES, CONTEXTS, -1))
+    chosen, tables = with_tables(classes, counts.reshape(SIZES, CONTEXTS, -1))
     if chosen is not classes:
         place = _place(chosen, offsets)
     return message(chosen, tables, symbols, place)
@@ -71,7 +83,7 @@ def decode(reader: Reader, rows: int, columns: int, offsets: NDArray[np.int8]) -
     Raises:
         RuntimeError: it cannot be of such integers.
     """
-    classes, coder = read(reader, rows, columns, _SIZES)
+    classes, coder = read(reader, rows, columns, SIZES)
     symbols, _, _ = popped(reader, coder, (rows, columns), _place(classes, offsets), signed=False)
     coder.check_end()
     reader.check_end(0)
@@ -81,7 +93,7 @@ def decode(reader: Reader, rows: int, columns: int, offsets: NDArray[np.int8]) -
 def _place(classes: Classes, offsets: NDArray[np.int8]) -> Place:
     """Places of integers: that of their classes, and the size of their offset."""
     num_occurring = len(classes.occurring)
-    table_of = np.add.outer(num_occurring * np.arange(_SIZES), classes.table_of).reshape(-1)
+    table_of = np.add.outer(num_occurring * np.arange(SIZES), classes.table_of).reshape(-1)
     contexts = contexts_of(classes.rows, classes.columns, offsets, CONTEXTS)
     return Place(np.zeros(len(offsets), np.uint8), contexts, table_of)
 

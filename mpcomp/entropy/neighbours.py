@@ -21,7 +21,9 @@ from __future__ import annotations
 from typing import Any, Final
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from mpcomp.core.compiled import compiled
 from mpcomp.entropy import ans
@@ -49,10 +51,13 @@ _LARGEST_SIZE: Final = 12  # of an expected integer; 64 and more
 _PER_ERROR: Final = _LARGEST_SIZE + 1
 _LARGEST_ERROR: Final = 14
 _FIRST: Final = _LARGEST_ERROR + 1  # the class of pixels with none around them
-_CONTEXTS: Final = _PER_ERROR * (_FIRST + 1)
-_LARGEST: Final = 2**13 - 1  # magnitude of integers whose symbols all are int16
+#: Contexts, by errors around a pixel and by what is expected.
+CONTEXTS: Final = _PER_ERROR * (_FIRST + 1)
+#: Magnitude of integers whose symbols all are int16.
+LARGEST: Final = 2**13 - 1
 _LIMIT: Final = 2**15 - 1  # of what damaged data says
-_ONE_OF = 8  # images is looked at first, where integers may be negative
+#: Of so many images one is looked at first, where integers may be negative.
+ONE_OF: Final = 8
 _int64: Any = np.int64  # for a type checker, which knows no absolute one of numpy's own numbers
 
 
@@ -62,11 +67,11 @@ def may_tell(q: NDArray[np.int16], height: int, width: int, *, signed: bool) -> 
     Noise, as gradients are, would cost the time of looking for what is not there.
     """
     largest = max(int(q.max()), -int(q.min()))
-    if q.size < FEW or not 0 < largest <= _LARGEST:
+    if q.size < FEW or not 0 < largest <= LARGEST:
         return False
     if not signed:
         return True
-    some = q[: height * width * max(1, len(q) // (_ONE_OF * height * width))]
+    some = q[: height * width * max(1, len(q) // (ONE_OF * height * width))]
     symbols, _, _ = symbols_of(some, height, width, signed)
     # A symbol is about twice as large as what it is off.
     return bool(symbols.sum(dtype=np.int64) < 2 * np.abs(some).sum(dtype=np.int64))
@@ -85,7 +90,7 @@ def encode(q: NDArray[np.int16], height: int, width: int, *, signed: bool) -> Me
     largest = min(int(symbols.max()), ESCAPE)
     large = np.empty(q.size if largest == ESCAPE else 0, np.uint16)
     no_signs = np.zeros(q.size // 8 + 1, np.uint8)
-    counts, num_large = ans.tally(symbols, pixels, sizes, _CONTEXTS, largest, no_signs, large)
+    counts, num_large = ans.tally(symbols, pixels, sizes, CONTEXTS, largest, no_signs, large)
     occurs = counts.any(1)
     return Message(
         ahead=np.packbits(occurs).tobytes(),
@@ -103,8 +108,8 @@ def decode(
     Raises:
         RuntimeError: it cannot be of such integers.
     """
-    bits = np.unpackbits(reader.array("u1", -(-_CONTEXTS // 8)))
-    occurring = np.flatnonzero(bits[:_CONTEXTS])
+    bits = np.unpackbits(reader.array("u1", -(-CONTEXTS // 8)))
+    occurring = np.flatnonzero(bits[:CONTEXTS])
     if not len(occurring):
         raise damaged("no contexts")
     coder = reader.coder(len(occurring), pixels * channels)
@@ -120,7 +125,7 @@ def decode(
 
 def _tables_of(occurring: NDArray[np.intp]) -> NDArray[np.int64]:
     """The table of each context; of one that does not occur, any."""
-    table_of = np.zeros(_CONTEXTS, np.int64)
+    table_of = np.zeros(CONTEXTS, np.int64)
     table_of[occurring] = np.arange(len(occurring))
     return table_of
 
@@ -170,6 +175,37 @@ def expect(
     return of_error * _PER_ERROR
 
 
+def expect_all(q: Tensor) -> tuple[Tensor, Tensor]:
+    """Expected integers of whole images that are known, and contexts; `expect` for any device.
+
+    Args:
+        q: int64 [images, height, width, channels].
+
+    Returns:
+        Both like ``q``.
+    """
+    left, above = torch.zeros_like(q), torch.zeros_like(q)
+    left[:, :, 1:], above[:, 1:] = q[:, :, :-1], q[:, :-1]
+    # At an edge the one neighbour there is stands for all.
+    left[:, 1:, 0], above[:, 0] = above[:, 1:, 0], left[:, 0]
+    corner = torch.zeros_like(q)
+    corner[:, 0], corner[:, 1:, 0] = left[:, 0], above[:, 1:, 0]
+    corner[:, 1:, 1:] = q[:, :-1, :-1]
+    low, high = torch.minimum(left, above), torch.maximum(left, above)
+    expected = torch.minimum(torch.maximum(left + above - corner, low), high)
+    sizes = torch.from_numpy(_SIZES).to(q.device, torch.int64)
+    of_expected = sizes[expected.abs().clamp(max=127)].clamp_(max=_LARGEST_SIZE)
+    errors = (q - expected).abs().sum(-1)
+    around = torch.zeros_like(errors)
+    around[:, :, 1:] += errors[:, :, :-1]
+    around[:, 1:] += errors[:, :-1]
+    around[:, 0, 1:] += errors[:, 0, :-1]
+    around[:, 1:, 0] += errors[:, :-1, 0]
+    classes = sizes[(4 * around // q.shape[-1]).clamp_(max=127)].clamp_(max=_LARGEST_ERROR)
+    classes[:, 0, 0] = _FIRST
+    return expected, classes[..., None] * _PER_ERROR + of_expected
+
+
 @compiled
 def symbol(q: int, expected: int, signed: bool) -> int:
     """s of an integer."""
@@ -191,7 +227,7 @@ def symbols_of(
     """Symbols of images, and their contexts.
 
     Args:
-        q: integers, int16 [pixels, channels], of magnitudes up to `_LARGEST`.
+        q: integers, int16 [pixels, channels], of magnitudes up to `LARGEST`.
         height: lines of an image.
         width: pixels of a line.
         signed: whether integers may be negative.

@@ -73,7 +73,7 @@ def test_contexts_tell_sizes_errors_and_first_pixels_apart():
         pixels[0] == pixels[20] == pixels.max() and (np.delete(pixels, [0, 20]) < pixels[0]).all()
     )
     contexts = pixels[:, None].astype(int) + sizes
-    assert contexts.min() >= 0 and contexts.max() < neighbours._CONTEXTS
+    assert contexts.min() >= 0 and contexts.max() < neighbours.CONTEXTS
     smooth = np.repeat(q[:1], 40, 0)
     assert not neighbours.symbols_of(smooth, 5, 4, True)[0][1:20].any()
     assert len(set(neighbours.symbols_of(smooth, 5, 4, True)[1][1:20])) < len(set(pixels[1:20]))
@@ -89,7 +89,7 @@ def test_machine_code_does_what_the_interpreter_does(seed, signed):
         symbols, pixels, sizes = found
         starts = np.arange(ans.ESCAPE + 2, dtype=np.int64)[None].copy()
         starts[0, 1:] += ans.TOTAL - ans.ESCAPE - 1
-        table_of = np.zeros(neighbours._CONTEXTS, np.int64)
+        table_of = np.zeros(neighbours.CONTEXTS, np.int64)
         states, out = np.full(4, ans.LOWEST, np.int64), np.empty(2 * q.size, np.uint8)
         at = function(ans.push)(symbols, pixels, sizes, table_of, starts, states, out, len(out))
         popped, first = np.empty_like(q), ans.buckets(starts)
