@@ -13,7 +13,7 @@ from mpcomp.compressors.base import Compressor
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.core.wire import Payload
 
-__all__ = ["Identity", "or_dense"]
+__all__ = ["Identity", "or_dense", "shrinks"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,13 @@ class Identity(Compressor):
         return meta.unflatten(payload[0])
 
 
+def shrinks(compressor: Compressor, meta: TensorMeta) -> bool:
+    """Whether a tensor like ``meta`` is sent by ``compressor``, and not as it is."""
+    if compressor.sends_dense or compressor.variable_length:
+        return True
+    return compressor.wire_bytes(meta) < meta.dense_bytes
+
+
 def or_dense(compressor: Compressor, meta: TensorMeta) -> Compressor:
     """``compressor``, or `Identity` where it would not make a tensor like ``meta`` smaller.
 
@@ -48,9 +55,7 @@ def or_dense(compressor: Compressor, meta: TensorMeta) -> Compressor:
     says only the most, which is not what is sent.) Says so once (Python's warning filter folds
     repeats).
     """
-    if compressor.sends_dense or compressor.variable_length:
-        return compressor
-    if compressor.wire_bytes(meta) < meta.dense_bytes:
+    if shrinks(compressor, meta):
         return compressor
     warnings.warn(
         f"{compressor} would not shrink {list(meta.shape)} {meta.dtype} tensors "

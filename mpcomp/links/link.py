@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mpcomp.comm.channels import Channel
 from mpcomp.compressors.base import Compressor
-from mpcomp.compressors.identity import Identity, or_dense
+from mpcomp.compressors.identity import Identity, or_dense, shrinks
 from mpcomp.core.bit_sum import bit_sum
 from mpcomp.core.checks import check_tensor, nonfinite_error
 from mpcomp.core.padding import blanked, padded_positions
@@ -575,7 +575,7 @@ class Link:
         return [
             VERSION,
             *(
-                layout_check(or_dense(coder, meta).layout(meta))
+                layout_check((coder if shrinks(coder, meta) else Identity()).layout(meta))
                 for coder in plain
                 for meta in _METAS
             ),

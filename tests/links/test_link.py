@@ -21,6 +21,7 @@ from mpcomp import (
     RandomK,
     TensorMeta,
     TopK,
+    pipeline,
 )
 from mpcomp.core.step import Step
 from mpcomp.core.wire import COMPRESSED, DENSE, HEADER_BYTES, Header
@@ -399,6 +400,22 @@ def test_what_would_not_shrink_is_marked_dense():
         message = link_of(TopK(1.0)).encode(torch.randn(SHAPE), step_of(), 0)
     assert Header.of(message).kind == DENSE
     assert message.numel() == HEADER_BYTES + 480 * 4
+
+
+@pytest.mark.parametrize("method", ["bf16", "quant:8", "ef21+fp16"])
+def test_only_tensors_that_are_sent_are_said_to_be_sent_dense(method):
+    """The ranks' comparison of formats looks at tensors of its own, of which nobody has to hear."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pipe = pipeline(
+            torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)),
+            1,
+            split=2,
+            act_comp=method,
+            grad_comp=method,
+            loss_fn=torch.nn.functional.mse_loss,
+        )
+        pipe.forward_backward(torch.randn(4, 64), torch.randn(4, 64))
 
 
 def test_steps_are_values():
