@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
+from torch import Tensor
 
 from mpcomp.plan import Coding, Compute, CutCost, Messages, Network, measure_coding, predict
 from mpcomp.plan.network import FIRST_WINDOW, PACKET_SHARE
@@ -65,8 +66,7 @@ def measure(
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        rows = size.batch // size.chunks
-        x = torch.randn(rows, size.context, size.width).to(device)
+        x = activation_of(size, device)
         coding = {}
         for row, (act, grad) in methods.items():
             coding[row], _ = measure_coding(act, grad, x, x.clone(), repeats=_REPEATS)
@@ -78,6 +78,11 @@ def measure(
         }
     finally:
         torch.set_num_threads(before)
+
+
+def activation_of(size: Size, device: torch.device) -> Tensor:
+    """A microbatch at a cut, in fp32 and drawn at random: what coding is measured with."""
+    return torch.randn(size.batch // size.chunks, size.context, size.width).to(device)
 
 
 def _compute(size: Size, device: torch.device) -> list[list[float]]:
