@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,17 +48,26 @@ def train_on_replicas(config: RunConfig, settings: Line, ranks: Ranks) -> Line:
     """Trains one run; its line has the times, bytes and memory of the exchange."""
     trainer = trainer_of(config, ranks)
     summary = trainer.fit(progress=False)
-    steps = trainer.replica_log.new_steps()
-    every = max(1, len(steps) // 50)
-    parts = [epoch["replicas"] for epoch in summary.history]
     exchange = trainer.pipe.exchange
     assert exchange is not None  # there are replicas
+    return {**reached(summary), **between_replicas(trainer, exchange.report())}
+
+
+def between_replicas(trainer: Trainer[Any], report: Mapping[str, Any]) -> Line:
+    """Times, bytes and memory of the exchange of a run that has ended.
+
+    Args:
+        trainer: of the run.
+        report: of this replica's exchange.
+    """
+    steps = trainer.replica_log.new_steps()
+    every = max(1, len(steps) // 50)
+    parts = [epoch["replicas"] for epoch in trainer.history]
     return {
-        **reached(summary),
         # Without evaluations; the median, as the first epoch also warms up.
         "step_s": statistics.median(sum(one[part] for part in PARTS) for one in parts)
         / trainer.steps_per_epoch,
-        "memory_bytes": exchange.report()["memory_bytes"],  # that errors take on a replica
+        "memory_bytes": report["memory_bytes"],  # that errors take on a replica
         "replicas": parts[-1],
-        "cfs": [step["cf"] for step in steps[::every]] if "cf" in steps[-1] else None,
+        "cfs": [step["cf"] for step in steps[::every]] if steps and "cf" in steps[-1] else None,
     }

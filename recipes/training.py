@@ -90,8 +90,8 @@ class Trainer(ABC, Generic[AnyConfig]):
             model,
             chunks=config.call_chunks,
             split=parse_split(config.split),
-            act_comp=_one_or_each(config.act),
-            grad_comp=_one_or_each(config.grad),
+            act_comp=self.methods("act_comp", config.act),
+            grad_comp=self.methods("grad_comp", config.grad),
             warmup_steps=warmup_batches,
             recompute=config.recompute,
             seed=config.seed,
@@ -109,6 +109,10 @@ class Trainer(ABC, Generic[AnyConfig]):
             self.ranks.together(lambda: self.pipe.check_updates(config.updates))
         self.replica_log = ReplicaLog(self.pipe)
         self.adaptive_log = AdaptiveLog(self.pipe)
+
+    def methods(self, argument: str, specs: tuple[str, ...]) -> Any:
+        """Methods of the cuts, as an argument of `mpcomp.pipeline` takes them."""
+        return specs[0] if len(specs) == 1 else list(specs)
 
     def _between_replicas(self) -> dict[str, Any]:
         config = self.config
@@ -175,6 +179,9 @@ class Trainer(ABC, Generic[AnyConfig]):
 
     def finish(self, folder: RunFolder) -> None:
         """Called after the last epoch, on every rank."""
+
+    def close(self) -> None:
+        """Lets go of what the trainer holds beside memory: nothing, if it says no more."""
 
     # -- the run ------------------------------------------------------------------------------
 
@@ -514,7 +521,3 @@ class Trainer(ABC, Generic[AnyConfig]):
         if self.dtype is None:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self.dtype)
-
-
-def _one_or_each(specs: tuple[str, ...]) -> str | list[str]:
-    return specs[0] if len(specs) == 1 else list(specs)
