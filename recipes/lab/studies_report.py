@@ -29,7 +29,10 @@ def render(lines: Sequence[Line]) -> str:
             continue
         parts.append(f"{name}: {study.question}.")
         if finished:
-            parts.append(_table(study, Results.of(finished, order=list(study.rows))))
+            results = Results.of(finished, order=list(study.rows))
+            parts.append(_table(study, results))
+            if course := _course(study, results):
+                parts.append(course)
             parts.append(_notes(finished))
         if stopped := _stopped(own, finished):
             parts.append(stopped)
@@ -70,6 +73,34 @@ def _table(study: Study, results: Results) -> str:
     formats = ("", "d", "", "", "", ".1f", ".1f", ".0f", "")
     rows = results.table({row: row for row in results.runs}, cells)
     return tabulate(rows, headers, floatfmt=formats, disable_numparse=[2, 3, 4])
+
+
+def _course(study: Study, results: Results) -> str:
+    """The metric against what was trained on, where a run was judged more than once."""
+    metric = study.metric
+    rows, headers = [], list[str]()
+    for row in results.runs:
+        runs = results.of_row(row)
+        judged = [
+            [epoch for epoch in run["history"] if epoch.get(metric.on) is not None] for run in runs
+        ]
+        if not judged or min(map(len, judged)) < 2:
+            continue
+        headers = [_trained_on(runs[0], epoch["epoch"]) for epoch in judged[0]]
+        means = (
+            statistics.mean(metric.scale * epoch[metric.on] for epoch in epochs)
+            for epochs in zip(*judged, strict=True)
+        )
+        rows.append([row, *means])
+    return tabulate(rows, [metric.title("on, after"), *headers], floatfmt=".2f") if rows else ""
+
+
+def _trained_on(run: Run, epoch: int) -> str:
+    """The number of tokens after an epoch, or the epoch of what has none."""
+    settings, of_epoch = run["settings"], run["steps"] / run["epochs"]
+    if "seq_len" not in settings:
+        return f"epoch {epoch}"
+    return f"{epoch * of_epoch * settings['batch_size'] * settings['seq_len'] / 1e6:.1f} M tokens"
 
 
 def cuts_below_bf16(run: Run) -> float | None:

@@ -46,7 +46,7 @@ def token_loss(output, target):
     return F.cross_entropy(output.flatten(0, -2), target.flatten())
 
 
-def trained(method, *, count):
+def trained(method, *, count, device="cpu"):
     """Losses, weights and bytes of each link, after some steps and an evaluation."""
     torch.manual_seed(0)
     on_images = method == "same"
@@ -62,10 +62,12 @@ def trained(method, *, count):
         act_comp=counted(act) if count else act,
         grad_comp=counted(grad) if count else grad,
         loss_fn=F.cross_entropy if on_images else token_loss,
+        devices=device,
     )
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.05)
     losses = []
     for x, y, ids in images() if on_images else tokens():
+        x, y = x.to(device), y.to(device)
         losses.append(pipe.forward_backward(x, y, sample_ids=ids).item())
         optimizer.step()
         optimizer.zero_grad()
@@ -74,10 +76,18 @@ def trained(method, *, count):
     return losses, [p.detach() for p in pipe.parameters()], sent
 
 
+@pytest.fixture
+def _deterministic(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+
+
+@pytest.mark.usefixtures("_deterministic")
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("method", METHODS)
-def test_counted_is_coded(method):
-    losses, weights, sent = trained(method, count=False)
-    counted_losses, counted_weights, counted_sent = trained(method, count=True)
+def test_counted_is_coded(method, device):
+    losses, weights, sent = trained(method, count=False, device=device)
+    counted_losses, counted_weights, counted_sent = trained(method, count=True, device=device)
     assert counted_losses == losses
     assert all(torch.equal(a, b) for a, b in zip(weights, counted_weights, strict=True))
     assert counted_sent == pytest.approx(sent, rel=0.01)

@@ -79,6 +79,16 @@ def test_a_killed_command_keeps_its_rows_and_goes_on(tmp_path):
     assert sorted(rows_of(tmp_path)) == sorted(WANTED)
 
 
+@pytest.mark.gpu
+@pytest.mark.usefixtures("_signals")
+@pytest.mark.parametrize(("name", "row"), [each[:2] for each in sorted(WANTED)])
+def test_toy_rows_train_on_a_gpu(name, row, tmp_path):
+    reporter = Reporter(1000)
+    train(reporter, name, row, 0, options(tmp_path, device="cuda:0"))
+    (said,) = reporter.rows
+    assert said[STUDIES[name].metric.on] > 0 and said["from"]["gpu"]
+
+
 class Reporter:
     """A job's reporter whose time is over after so many looks at it."""
 
@@ -179,6 +189,17 @@ def test_the_table():
     assert "top 10 %, seed 0: not finished; killed after 9 s." in text
     assert "tiles of 64, 4 bits, seed 0: not finished after 1 epochs, loss 4.000; it needs" in text
     assert studies_report.render([]) == studies_report.NOTHING
+
+
+def test_the_course_of_a_training():
+    history = [
+        {"epoch": epoch, "loss": 4.0, "perplexity_compressed": 900.0 / epoch, "traffic": {}}
+        for epoch in (1, 2)
+    ]
+    settings = {"batch_size": 16, "seq_len": 1024}
+    runs = [line("bf16", 0, 450.0, history=history, settings=settings, steps=294, epochs=2)]
+    text = studies_report.render(runs)
+    assert "2.4 M tokens    4.8 M tokens" in text and "900.00" in text
 
 
 def test_a_run_that_has_ended_after_all_is_not_called_unfinished():
