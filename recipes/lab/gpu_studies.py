@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Final
 
@@ -106,7 +107,7 @@ def run_missing(options: argparse.Namespace) -> None:
         preload=("recipes.lab.timed", "transformers.models.gpt2.modeling_gpt2"),
         least_s=min(_LEAST_S, options.seconds / 4),
     )
-    with ending_on_signals("stopped; the same command continues"):
+    with ending_on_signals("stopped; the same command continues"), closing(events):
         for event in events:
             begun.add(event.job.name)
             if isinstance(event, Said):

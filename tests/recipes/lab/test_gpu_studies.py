@@ -259,7 +259,12 @@ def test_finished_runs_are_not_run_again(tmp_path, monkeypatch):
         given.out, {"study": "smollm2", "row": "auto:memory", "seed": 0, "stopped": ""}
     )
     seen = []
-    monkeypatch.setattr(gpu_studies, "run_jobs", lambda jobs, **_: seen.extend(jobs) or [])
+
+    def none_ends(jobs, **_):
+        seen.extend(jobs)
+        yield from ()
+
+    monkeypatch.setattr(gpu_studies, "run_jobs", none_ends)
     gpu_studies.run_missing(given)
     names = [job.name for job in seen]
     assert "gpt2-tied, auto:scratch, seed 0" not in names
