@@ -95,12 +95,15 @@ def render_plan(figures: Sequence[Mapping[str, Any]]) -> str:
     )
     formats = ("", "", ",d", ",.0f", ",.0f", ".0f", ".1f")
     text = tabulate(rows, headers, floatfmt=formats, intfmt=",")
-    carried = {f"--{study.data}": study.carried_mb for study in STUDIES.values()}
+    answers = [
+        (name, study.question, f"--{study.data}", study.carried_mb)
+        for name, study in STUDIES.items()
+    ]
     return (
-        f"{text}\n\nOne seed of all takes {sum(row[-1] for row in rows):.0f} minutes if runs "
-        f"follow each other, less where several share the GPU.\nAn operation counts "
-        f"{1e6 * _OPERATION_S:.0f} us. Evaluations and the optimizer are left out.\n"
-        f"Data to be carried, MB: {', '.join(f'{name} {mb:g}' for name, mb in carried.items())}."
+        f"{tabulate(answers, ('study', 'shows', 'needs', 'MB'), floatfmt='.0f')}\n\n{text}\n\n"
+        f"One seed of all takes {sum(row[-1] for row in rows):.0f} minutes if runs follow each "
+        f"other, less where several share the GPU.\nAn operation counts "
+        f"{1e6 * _OPERATION_S:.0f} us. Evaluations and the optimizer are left out."
     )
 
 
