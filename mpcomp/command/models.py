@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import stages
+from mpcomp.command.model_config import model_of
 from mpcomp.core.loss import CausalLMLoss
 from mpcomp.core.spec import closest
 
@@ -59,7 +60,7 @@ class Candidate:
     described: str
 
 
-def candidate(name: str, *, rows: int, seq_len: int, config: Mapping[str, Any]) -> Candidate:
+def candidate(name: str, *, rows: int, seq_len: int, config: Mapping[str, str]) -> Candidate:
     """The model of that name.
 
     Args:
@@ -68,11 +69,11 @@ def candidate(name: str, *, rows: int, seq_len: int, config: Mapping[str, Any]) 
             function of the number of rows that gives a model and a microbatch.
         rows: of a microbatch.
         seq_len: tokens of a row of text.
-        config: entries of a language model's configuration that are to differ.
+        config: entries of a language model's configuration that are to differ, as text.
 
     Raises:
-        ValueError: there is no such model, it is no causal language model, or it has fewer
-            positions.
+        ValueError: there is no such model, it is no causal language model, an entry does not fit
+            it, or it has fewer positions.
     """
     generator = torch.Generator().manual_seed(0)
     if ":" in name:
@@ -101,9 +102,9 @@ def _classes(output: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(output.float(), labels)
 
 
-def _language_model(name: str, config: Mapping[str, Any]) -> tuple[nn.Module, str]:
+def _language_model(name: str, config: Mapping[str, str]) -> tuple[nn.Module, str]:
     """The model and its task: with its weights from a folder, on the meta device from a name."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     if Path(name).is_dir():
@@ -121,14 +122,7 @@ def _language_model(name: str, config: Mapping[str, Any]) -> tuple[nn.Module, st
             f"{', '.join([*IMAGES, 'gpt2', *GPT2])}, an architecture of transformers (llama, "
             "qwen2, ...), a folder with a model, or module:function"
         )
-    chosen = AutoConfig.for_model(architecture, **GPT2.get(name, {}))
-    for key, value in config.items():
-        if not hasattr(chosen, key):
-            raise ValueError(f"--config {key}={value}: {name} has no such entry")
-        setattr(chosen, key, value)
-    with torch.device("meta"):
-        made: nn.Module = AutoModelForCausalLM.from_config(chosen)  # type: ignore[no-untyped-call]
-        return made, "scratch"
+    return model_of(architecture, GPT2.get(name, {}), config), "scratch"
 
 
 def function_named(name: str) -> Callable[..., Any]:

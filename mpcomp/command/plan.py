@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import itertools
 import json
 import math
@@ -73,7 +72,8 @@ def add_to(commands: Any) -> None:
         nargs="+",
         default=[],
         metavar="NAME=VALUE",
-        help="entries of a language model's configuration, as in num_hidden_layers=24",
+        help="entries of a language model's configuration, as in num_hidden_layers=24 "
+        "tie_word_embeddings=false",
     )
     add("--batch", type=int, default=8, help="rows of a step, of one replica (default %(default)s)")
     add("--chunks", type=int, help="microbatches of it (default: as many as rows, at most 8)")
@@ -309,15 +309,12 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError(f"--html {options.html}: there is no folder {options.html.parent}")
 
 
-def _entry(text: str) -> tuple[str, Any]:
-    """A configuration's entry; its value as Python would read it, or a word."""
+def _entry(text: str) -> tuple[str, str]:
+    """A configuration's entry and its value."""
     name, equals, value = text.partition("=")
     if not equals:
         raise ValueError(f"--config {text}: pass NAME=VALUE, as in num_hidden_layers=24")
-    try:
-        return name, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        return name, value
+    return name, value
 
 
 def _pair(given: Sequence[str]) -> Pair:
