@@ -1,6 +1,7 @@
 """Numbers of blocks for each stage, so that the stages weigh about the same.
 
-Exact, by dynamic programming over the places where a model can be cut. Where every stage runs on a
+Exact, by dynamic programming over the places where a model can be cut, in a time that grows with
+stages times blocks. Where every stage runs on a
 machine like the others, `balance` does it all; unequal machines each measure the blocks:
 
     units = blocks(model)
@@ -10,8 +11,11 @@ machine like the others, `balance` does it all; unequal machines each measure th
 
 import copy
 import statistics
-from collections.abc import Callable, Sequence
+from bisect import bisect_left, bisect_right
+from collections import deque
+from collections.abc import Sequence
 from itertools import accumulate
+from math import inf
 from typing import Any, Literal
 
 import torch
@@ -114,21 +118,8 @@ def partition(
         raise ValueError(f"{len(prices)} prices for {num_units} units; pass one price per unit")
     ends = [[0, *accumulate(row)] for row in rows]
 
-    def size(stage: int, start: int, end: int) -> float:
-        return ends[stage][end] - ends[stage][start]
-
-    def price(stage: int, start: int, end: int) -> float:
-        if prices is None:
-            return size(stage, start, end) ** 2
-        return prices[end - 1] if end < num_units else 0.0
-
-    best, _ = _cheapest(num_units, num_stages, size, max)
-    limit = best * (1 + slack)
-
-    def allowed(stage: int, start: int, end: int) -> float:
-        return price(stage, start, end) if size(stage, start, end) <= limit else float("inf")
-
-    return _cheapest(num_units, num_stages, allowed, lambda total, new: total + new)[1]
+    limit = _least_largest(ends) * (1 + slack)
+    return _cheapest(ends, limit, prices)
 
 
 def _one_list_per_stage(sizes: Sizes, num_stages: int) -> list[list[float]]:
@@ -158,31 +149,88 @@ def _one_list_per_stage(sizes: Sizes, num_stages: int) -> list[list[float]]:
     return rows
 
 
-def _cheapest(
-    num_units: int,
-    num_stages: int,
-    cost: Callable[[int, int, int], float],
-    combine: Callable[[float, float], float],
-) -> tuple[float, list[int]]:
-    """Return the least combined cost of `num_stages` groups, and their lengths.
+def _least_largest(ends: Sequence[Sequence[float]]) -> float:
+    """Return the least that the largest group can be, one group a stage.
 
-    `cost(stage, start, end)` is that of units start to end - 1 as the group of `stage`.
-    `rows[end]` is the best for the first `end` units in the groups so far; each round adds a
-    group. O(stages x units^2). Costs are not negative, so 0 starts both a sum and a maximum.
+    `best[end]` is the answer for the first `end` units in the groups so far. A group from `start`
+    to `end` makes it the larger of `best[start]` and the group's size. The later it starts, the
+    smaller the group; so as `end` grows, the start from which on `best` is the larger moves
+    forward alone, and all ends of a stage together take one walk over the units.
     """
-    rows: dict[int, tuple[float, list[int]]] = {0: (0, [])}
-    for stage in range(num_stages):
-        left = num_stages - stage - 1  # groups still to come, each of one unit at least
-        longer: dict[int, tuple[float, list[int]]] = {}
-        for end in range(stage + 1, num_units - left + 1):
-            total, start = min(
-                (combine(total, cost(stage, start, end)), start)
-                for start, (total, _) in rows.items()
-                if start < end
-            )
-            longer[end] = total, [*rows[start][1], end - start]
-        rows = longer
-    return rows[num_units]
+    num_units, num_stages = len(ends[0]) - 1, len(ends)
+    best: list[float] = [0.0, *[inf] * num_units]
+    for stage, upto in enumerate(ends):
+        longer = [inf] * (num_units + 1)
+        start, least = stage, deque[int]()  # starts from `start` on whose `best` rises
+        # Each stage before has one unit at least, and each after it.
+        for end in range(stage + 1, num_units - num_stages + stage + 2):
+            while least and best[least[-1]] >= best[end - 1]:
+                least.pop()
+            least.append(end - 1)
+            while least and best[least[0]] < upto[end] - upto[start]:
+                start += 1
+                if least[0] < start:
+                    least.popleft()
+            before = best[least[0]] if least else inf
+            longer[end] = min(before, upto[end] - upto[start - 1]) if start > stage else before
+        best = longer
+    return best[-1]
+
+
+def _reachable(ends: Sequence[Sequence[float]], limit: float) -> list[tuple[int, int]]:
+    """Return the first and the last end that each group may have if none is above `limit`."""
+    num_units, num_stages = len(ends[0]) - 1, len(ends)
+    firsts, lasts = [num_units], [0]
+    for stage, upto in enumerate(ends):
+        begin, most = lasts[-1], num_units - num_stages + stage + 1
+        fits = bisect_right(range(most + 1), limit, begin, key=lambda end: upto[end] - upto[begin])
+        lasts.append(fits - 1)
+    for stage in reversed(range(1, num_stages)):
+        upto, end = ends[stage], firsts[-1]
+        fits = bisect_left(range(end), -limit, key=lambda start: upto[start] - upto[end])
+        firsts.append(max(fits, stage))
+    return list(zip(reversed(firsts), lasts[1:], strict=True))
+
+
+def _cheapest(
+    ends: Sequence[Sequence[float]], limit: float, prices: Sequence[float] | None
+) -> list[int]:
+    """Return the lengths of the groups, none above `limit`, whose costs sum to least.
+
+    A cost is the price at the group's end, or the square of its size. Either way the best start of
+    a group moves forward with its end (Monge's inequality holds). So the start that is best for an
+    end in the middle bounds those of the ends on both sides.
+    """
+    num_units = len(ends[0]) - 1
+    best: dict[int, float] = {0: 0.0}
+    starts: list[dict[int, int]] = []
+    for upto, (low, high) in zip(ends, _reachable(ends, limit), strict=True):
+        longer: dict[int, float] = {}
+        chosen: dict[int, int] = {}
+        spans = [(low, high, min(best), max(best))]  # ends, and the starts that may be best there
+        while spans:
+            low, high, first, last = spans.pop()
+            if low > high:
+                continue
+            end = (low + high) // 2
+            for start in range(min(last, end - 1), first - 1, -1):
+                size = upto[end] - upto[start]
+                if size > limit:
+                    break
+                total = best.get(start, inf) + (size**2 if prices is None else 0)
+                if total < inf and total <= longer.get(end, inf):
+                    longer[end], chosen[end] = total, start
+            if prices is not None and end in longer and end < num_units:
+                longer[end] += prices[end - 1]
+            spans.append((low, end - 1, first, chosen.get(end, last)))
+            spans.append((end + 1, high, chosen.get(end, first), last))
+        best = longer
+        starts.append(chosen)
+    counts, end = [], num_units
+    for chosen in reversed(starts):
+        counts.append(end - chosen[end])
+        end = chosen[end]
+    return counts[::-1]
 
 
 def num_parameters(units: Sequence[Block]) -> list[float]:

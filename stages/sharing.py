@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
-from stages.stage import Piece, ancestors
+from stages.stage import Homes, Piece, ancestors
 
 
 def shared_parameters(model: nn.Module) -> list[tuple[str, ...]]:
@@ -26,19 +26,15 @@ def shared_parameters(model: nn.Module) -> list[tuple[str, ...]]:
 
 def check_not_shared(model: nn.Module, pieces: Sequence[Piece]) -> None:
     """Raise ValueError if two of `pieces` hold the same parameter or the same stateful module."""
+    where = Homes(pieces)
     parameters = [
-        [
-            (name, i)
-            for name in names
-            for i, piece in enumerate(pieces)
-            if piece.holds(name) and not piece.copies(name)
-        ]
+        [(name, i) for name in names for i in where.holding(name) if i not in where.copying(name)]
         for names in name_groups(model)
     ]
     # A buffer that forward reads itself, such as a mask at the root, is in no block; several
     # stages may read it. A module with buffers (BatchNorm's statistics) changes them.
     buffers = [
-        [(name, i) for name in names for i, piece in enumerate(pieces) if piece.calls(name)]
+        [(name, i) for name in names for i in where.calling(name)]
         for names in _buffer_groups(model)
     ]
     for homes in (*parameters, *buffers):
@@ -59,9 +55,10 @@ def with_tied_copies(model: nn.Module, pieces: Sequence[Piece]) -> list[Piece]:
     merely overlaps, of a whole module that is used twice, and of what code between blocks reads:
     `check_not_shared` refuses those.
     """
+    where = Homes(pieces)
     copied = [piece.copied for piece in pieces]
     for names in same_parameters(model):
-        homes = [(i, name) for name in names for i, p in enumerate(pieces) if p.calls(name)]
+        homes = [(i, name) for name in names for i in where.calling(name)]
         owners = {id(model.get_submodule(name.rpartition(".")[0])) for _, name in homes}
         if len(owners) < len(homes):
             continue

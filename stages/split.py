@@ -11,7 +11,7 @@ from stages.blocks import Line, blocks, line_of
 from stages.graph import Trace
 from stages.language_models import Decoder, is_causal_lm
 from stages.sharing import check_not_shared, same_parameters, with_tied_copies
-from stages.stage import Origin, Piece, Stage, Tie
+from stages.stage import Homes, Origin, Piece, Stage, Tie
 
 Where = int | str | Sequence[int] | Sequence[str]
 
@@ -125,12 +125,12 @@ def _places_of_names(line: Line, names: Sequence[str]) -> list[int]:
 
 def _ties(shared: Sequence[Sequence[str]], pieces: Sequence[Piece]) -> Iterator[Tie]:
     """Yield the shared parameters that several stages have, each once a stage."""
+    where = Homes(pieces)
     for names in shared:
         copies: dict[int, str] = {}
         for name in names:
-            for i, piece in enumerate(pieces):
-                if piece.holds(name):
-                    copies.setdefault(i, name)
+            for i in where.holding(name):
+                copies.setdefault(i, name)
         if len(copies) > 1:
             yield tuple(sorted(copies.items()))
 
@@ -144,10 +144,8 @@ def _with_unused(model: nn.Module, pieces: Sequence[Piece]) -> list[Piece]:
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
     }
-    homes = {
-        name: next((i for i, piece in enumerate(pieces) if piece.holds(name)), None)
-        for name in tensors
-    }
+    where = Homes(pieces)
+    homes = {name: next(iter(where.holding(name)), None) for name in tensors}
     by_identity = {id(tensors[name]): home for name, home in homes.items() if home is not None}
     extra: list[list[str]] = [[] for _ in pieces]
     for name, home in homes.items():

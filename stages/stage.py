@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
@@ -33,17 +34,39 @@ class Piece:
     run: Run
     copied: tuple[str, ...] = ()  # modules, blocks or not, of which it has a copy of its own
 
-    def calls(self, name: str) -> bool:
-        """Whether what has that qualified name is in a block of this piece, or is one."""
-        return not set(self.blocks).isdisjoint(ancestors(name))
 
-    def copies(self, name: str) -> bool:
-        """Whether what has that qualified name is copied for this piece."""
-        return not set(self.copied).isdisjoint(ancestors(name))
+class Homes:
+    """The pieces that modules, parameters and buffers are in, found by qualified name."""
 
-    def holds(self, name: str) -> bool:
-        """Whether the parameter or buffer of that qualified name is in this piece."""
-        return name in self.tensors or self.calls(name)
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self._blocks = _indices(piece.blocks for piece in pieces)
+        self._tensors = _indices(piece.tensors for piece in pieces)
+        self._copied = _indices(piece.copied for piece in pieces)
+
+    def calling(self, name: str) -> list[int]:
+        """The pieces with a block that has that name or holds it, in order."""
+        return _found(self._blocks, *ancestors(name))
+
+    def copying(self, name: str) -> list[int]:
+        """The pieces that it is copied for, in order."""
+        return _found(self._copied, *ancestors(name))
+
+    def holding(self, name: str) -> list[int]:
+        """The pieces that the parameter or buffer of that name is in, in order."""
+        return sorted({*_found(self._tensors, name), *self.calling(name)})
+
+
+def _indices(lists: Iterable[Sequence[str]]) -> dict[str, list[int]]:
+    """The places of the lists that each name is in."""
+    found: dict[str, list[int]] = {}
+    for index, names in enumerate(lists):
+        for name in names:
+            found.setdefault(name, []).append(index)
+    return found
+
+
+def _found(indices: Mapping[str, list[int]], *names: str) -> list[int]:
+    return sorted({index for name in names for index in indices.get(name, ())})
 
 
 #: One parameter that several stages have: the stage and the qualified name of each copy.
@@ -71,6 +94,12 @@ class Origin:
     ties: tuple[Tie, ...] = ()  # those of them that stages have copies of
     own_loss: Callable[..., Any] | None = None  # of output and targets, if the model computes it
 
+    @cached_property
+    def places(self) -> Mapping[str, int]:
+        """The place of each module in the model's own order, parents before what is inside."""
+        named = self.model.named_modules(remove_duplicate=False)
+        return {name: place for place, (name, _) in enumerate(named)}
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Origin:
         return self  # a copied stage must not drag a copy of the whole model along
 
@@ -91,16 +120,21 @@ class Stage(nn.Module):
         self._origin = origin
         self._run = piece.run
         self._copied = piece.copied
+        tensors: dict[str, set[str]] = {}  # by the module that they are in
+        for qualified in piece.tensors:
+            prefix, _, name = qualified.rpartition(".")
+            tensors.setdefault(prefix, set()).add(name)
         # In the model's own order, so parents come before what is inside them and optimizers
         # see parameters in the order they would see in the model.
-        for prefix, module in origin.model.named_modules(remove_duplicate=False):
-            if prefix in piece.copied:
+        own, copied = set(piece.blocks), set(piece.copied)
+        for prefix in sorted({*own, *copied, *tensors}, key=origin.places.__getitem__):
+            module = origin.model.get_submodule(prefix)
+            if prefix in copied:
                 self._adopt_module(prefix, _copied(module, origin))
-            elif prefix in piece.blocks:
+            elif prefix in own:
                 self._adopt_module(prefix, module)
             for name in (*module._parameters, *module._buffers):
-                qualified = f"{prefix}.{name}" if prefix else name
-                if qualified in piece.tensors:
+                if name in tensors.get(prefix, ()):
                     self._adopt_tensor(prefix, module, name)
         blocks = (origin.model.get_submodule(name) for name in piece.blocks)
         self._protects_input = _begins_in_place(leaf for block in blocks for leaf in _leaves(block))
