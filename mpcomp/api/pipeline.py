@@ -1036,7 +1036,9 @@ class Pipeline(OriginalNames):
         return rows_of_chunks(rows, min(self.chunks, rows))
 
     def _step(self, sizes: Sequence[int], batch: Any, sample_ids: Any, train: bool) -> Step:
-        mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+        # Of this name and meaning in transformers; a model of one's own may mean the opposite.
+        marks = self.cut_stages[0].is_causal_lm and isinstance(batch, Mapping)
+        mask = batch.get("attention_mask") if marks else None
         lr = self._lr_of.param_groups[0]["lr"] if self._lr_of is not None else None
         scaled = self.scaler is not None and self.scaler.is_enabled()
         step = Step(

@@ -1,9 +1,11 @@
 """Positions of a batch that are only padding, which no compressed message spends anything on.
 
-A language model's batch holds sequences of unequal lengths; its attention mask says which of the
-positions count. At a cut that compresses, the others are exact zeros, for the method and for the
-stage behind it, and what a feedback method keeps there stays as it is: the same place holds
-another sample's token in the next batch. Both ends hold the batch, so that none of this is sent.
+A batch of a language model of transformers holds sequences of unequal lengths; its attention mask
+says which of the positions count. In a model of one's own a mask of that name may mean anything, in
+torch's attention the opposite, and says nothing here. At a cut that compresses, positions that do
+not count are exact zeros, for the method and for the stage behind it, and what a feedback method
+keeps there stays as it is: the same place holds another sample's token in the next batch. Both ends
+hold the batch, so that none of this is sent.
 
 What is uncompressed is left alone. A tensor has positions if it is [rows, positions, features] (or
 has more dimensions) like the mask; any other crosses as if nothing were padded.
