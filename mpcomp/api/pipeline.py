@@ -22,6 +22,7 @@ from mpcomp.api.comparison import Comparison
 from mpcomp.api.equal_copies import EqualCopies
 from mpcomp.api.evaluation import Metric, evaluating, mean_over
 from mpcomp.api.generation import generate
+from mpcomp.api.gradient_hooks import hooks_once
 from mpcomp.api.loss_probe import measure_losses
 from mpcomp.api.memory_estimate import state_bytes
 from mpcomp.api.original_names import OriginalNames
@@ -397,7 +398,8 @@ class Pipeline(OriginalNames):
         Each microbatch's loss is weighted by its share of the terms that it is the mean over, rows
         or tokens (`mpcomp.core.loss.num_terms`; not at all where the loss has
         ``reduction="sum"``), and microbatches are differentiated in ascending order. Call it
-        several times before the optimizer's step to accumulate gradients.
+        several times before the optimizer's step to accumulate gradients. Hooks of
+        ``register_post_accumulate_grad_hook`` run once, at the end (`mpcomp.api.gradient_hooks`).
 
         Args:
             batch: tensor [b, ...], tuple of tensors, or mapping (arguments of the first stage).
@@ -482,10 +484,14 @@ class Pipeline(OriginalNames):
             measure_losses(
                 self.adaptation, self.engine, self.stages, parts, targets, step, self._loss_fn
             )
-        if self._tracing is not None:
-            step = replace(step, trace=self._tracing.begin_step(step.index))
-        self._open, self._began = step, time.perf_counter()
-        with self._undone_on_error(True), torch.enable_grad(), step.during("step"):
+        with ExitStack() as stack:
+            stack.enter_context(hooks_once(self.named_parameters()))
+            if self._tracing is not None:
+                step = replace(step, trace=self._tracing.begin_step(step.index))
+            self._open, self._began = step, time.perf_counter()
+            stack.enter_context(self._undone_on_error(True))
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(step.during("step"))
             self.engine.forward_backward(parts, targets, step, loss, same, within)
             with step.during("agree"):
                 total = self._finish_step(loss)

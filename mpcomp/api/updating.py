@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
+from mpcomp.api.gradient_hooks import has_hooks
 from mpcomp.engines.base import Engine
 from mpcomp.engines.updates import Updates, check_stashable
 from mpcomp.links.tied_weights import TiedWeights
@@ -57,6 +58,13 @@ def updates_within(
         raise ValueError(
             f"updates within a step, and two stages share {tied[0]}, whose gradients are added up "
             "at the end of it: untie or freeze it, or leave update out"
+        )
+    hooked = [n for stage in stages for n, p in stage.named_parameters() if has_hooks(p)]
+    if hooked:
+        raise ValueError(
+            f"updates within a step, and {hooked[0]} has a hook that waits for the step's whole "
+            "gradient (register_post_accumulate_grad_hook): do in update what it does, or leave "
+            "update out"
         )
     check_stashable(stages)
     engine.check_updates()
