@@ -58,7 +58,7 @@ def measure_losses(
         return
     chosen = step.index % len(microbatches)
     batch, target = microbatches[chosen], targets[chosen]
-    terms = num_terms(loss_fn, target, num_rows(target))
+    terms = num_terms(loss_fn, target, num_rows(batch))
     beside = replace(
         step,
         train=False,

@@ -37,7 +37,14 @@ from mpcomp.api.updating import updates_within
 from mpcomp.api.weights import whole_again
 from mpcomp.api.wrapping import WRAPPED, refuse_within_ddp
 from mpcomp.core.loss import LossFn, StepLoss, num_terms, with_target
-from mpcomp.core.microbatch import gather, map_tensors, num_rows, rows_of_chunks, scatter
+from mpcomp.core.microbatch import (
+    check_target,
+    gather,
+    map_tensors,
+    num_rows,
+    rows_of_chunks,
+    scatter,
+)
 from mpcomp.core.padding import valid_positions
 from mpcomp.core.sample_ids import ids_of_batch, split_sample_ids
 from mpcomp.core.sent import Sent
@@ -351,6 +358,8 @@ class Pipeline(OriginalNames):
     def _infer(self, batch: Any, same: Any, target: Any = None) -> tuple[list[Tensor], list[Any]]:
         """Outputs, where the last stage is, and targets of the microbatches."""
         sizes = self._microbatch_rows(batch, False)
+        if target is not None:
+            check_target(target, sum(sizes))
         step = self._step(sizes, batch, None, False)
         with self._undone_on_error(False):
             outputs = self.engine.forward(scatter(batch, sizes), step, (same,))
@@ -455,10 +464,7 @@ class Pipeline(OriginalNames):
         self._finish_step()
         batch, target = with_target(batch, target)
         sizes = self._microbatch_rows(batch, True)
-        if num_rows(target) != sum(sizes):
-            raise ValueError(
-                f"target has {num_rows(target)} rows, the batch {sum(sizes)}: expected one each"
-            )
+        check_target(target, sum(sizes))
         step = self._step(sizes, batch, sample_ids, True)
         parts, targets = scatter(batch, sizes), scatter(target, sizes)
         begin, waited_before = time.perf_counter(), self.engine.waited_s
