@@ -17,6 +17,7 @@ from mpcomp.api.advice import advise_on_cut, advise_on_threads
 from mpcomp.api.config import PipelineConfig
 from mpcomp.api.launch import DistributedLaunch, Launch, LocalLaunch
 from mpcomp.api.pipeline import Pipeline
+from mpcomp.api.row_layout import warn_of_sequence_first
 from mpcomp.api.weights import check_weights, load_weights, refuse_part_for_whole, to_meta
 from mpcomp.comm.mesh import launched
 from mpcomp.compressors import Compressor
@@ -181,6 +182,8 @@ def build(model: nn.Module, config: PipelineConfig) -> Pipeline:
             advise_on_cut(model, cut)
         if launch.device_of(0).type == "cpu":
             advise_on_threads(launch.local_ranks)
+        if not cut[0].is_causal_lm:
+            warn_of_sequence_first(model)
     for i, stage in enumerate(cut):
         if i not in own:
             to_meta(stage)
