@@ -28,7 +28,7 @@ from transformers.training_args import ParallelMode
 
 from mpcomp.api.grad_norm import clip_grad_norm_
 from mpcomp.api.pipeline import Pipeline
-from mpcomp.core.loss import num_terms
+from mpcomp.core.loss import is_sum, num_terms
 from mpcomp.core.microbatch import num_rows
 
 __all__ = ["PipelineAccelerator", "PipelineTrainer"]
@@ -183,11 +183,11 @@ class PipelineTrainer(Trainer):
 
     def _share_of(self, labels: Any, all_terms: Any) -> float:
         """The share of a batch in a loss over ``all_terms``, as `Trainer` counts them."""
-        if getattr(self._loss_fn, "reduction", "mean") == "sum":
+        if is_sum(self._loss_fn):
             return 1.0
-        return self._num_terms(labels) / max(int(all_terms), 1)
+        return self._num_terms(labels) / (float(all_terms) or 1.0)
 
-    def _num_terms(self, labels: Any) -> int:
+    def _num_terms(self, labels: Any) -> float:
         return num_terms(self._loss_fn, labels, num_rows(labels))
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:

@@ -114,7 +114,8 @@ def pipeline(
             message: on a link with a latency of 10 ms or more four take fewer round trips, as each
             begins with a window of its own after a pause. gloo's alone; a process makes none.
         loss_fn: ``loss_fn(output, target)``, the mean over its rows, or over what its
-            ``num_terms(target)`` counts (or a module with ``reduction="sum"``). By default
+            ``num_terms(target)`` counts (or with ``reduction="sum"``). The first step compares it
+            with its value for the batch. By default
             `CausalLMLoss` for a causal language model, and for a model that gives
             ``(output, loss)`` when called with targets (``targets=None`` in its forward) its own.
         recompute: keep only stage inputs and recompute the rest in backward.

@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from mpcomp.comm.mesh import Mesh
-from mpcomp.core.loss import num_terms, with_target
+from mpcomp.core.loss import is_sum, num_terms, with_target
+from mpcomp.core.loss_check import LossCheck
 from mpcomp.core.microbatch import map_tensors
 
 __all__ = ["Metric", "evaluating", "mean_over", "pair_of"]
@@ -22,8 +23,11 @@ def mean_over(
     loader: Iterable[Any],
     metric: Metric,
     mesh: Mesh,
+    check: LossCheck,
 ) -> float | dict[str, float]:
     """The mean of ``metric`` over the terms of a loader: rows, or what the metric says.
+
+    What it gives for all rows of the loader together: of a sum the sum.
 
     Args:
         infer: called with each batch and target, gives the outputs and targets of microbatches;
@@ -31,29 +35,36 @@ def mean_over(
         loader: yields (batch, target), (batch, target, anything else), or mappings with labels.
         metric: the mean over a microbatch: a number, a 0-d tensor, or a mapping of those.
         mesh: the ranks; sums from those with outputs are added up.
+        check: of the metric.
 
     Raises:
-        ValueError: the loader is empty, nothing in it counts, or a metric is no single number.
+        ValueError: the loader is empty, nothing in it counts, a metric is no single number, or the
+            check fails.
         TypeError: the loader yields something else, or the metric returns something else.
     """
     totals: dict[str, float] = {}
-    terms = 0
-    judged, named = False, True
+    terms = 0.0
+    judged, named, summed = False, True, is_sum(metric)
     for item in loader:
         outputs, targets = infer(*with_target(*pair_of(item)))
+        watch = check.begin(len(outputs))
         for output, part in zip(outputs, targets, strict=bool(outputs)):
             judged = True
             with mesh.failing_together("metric"):  # others wait for its value
+                part = map_tensors(part, lambda t: t.to(mesh.device))
                 weight = num_terms(metric, part, output.shape[0])
-                if not weight:
-                    continue  # the mean over nothing is NaN
-                value = metric(output, map_tensors(part, lambda t: t.to(mesh.device)))
-                several = value.items() if isinstance(value, Mapping) else [("", value)]
-                means = [(key, _number(mean)) for key, mean in several]
+                if weight:  # the mean over nothing is NaN
+                    value = metric(output, part)
+                    several = value.items() if isinstance(value, Mapping) else [("", value)]
+                    means = [(key, _number(mean)) for key, mean in several]
+                if watch is not None:
+                    watch(output, part, True)
+            if not weight:
+                continue
             named = isinstance(value, Mapping)
             terms += weight
             for key, mean in means:
-                totals[key] = totals.get(key, 0.0) + mean * weight
+                totals[key] = totals.get(key, 0.0) + mean * (1.0 if summed else weight)
     own = [totals, terms, named] if judged else None
     found = [sums for sums in mesh.all_gather_object(own) if sums]
     if not found:
@@ -61,7 +72,7 @@ def mean_over(
     found = [sums for sums in found if sums[1]]
     if not found:
         raise ValueError("evaluate: no token of the loader's batches has a label")
-    all_terms = sum(terms for _, terms, _ in found)
+    all_terms = 1.0 if summed else sum(terms for _, terms, _ in found)
     result = {key: sum(totals[key] for totals, *_ in found) / all_terms for key in found[0][0]}
     return result if found[0][2] else result[""]
 

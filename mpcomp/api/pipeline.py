@@ -37,6 +37,7 @@ from mpcomp.api.updating import updates_within
 from mpcomp.api.weights import whole_again
 from mpcomp.api.wrapping import WRAPPED, refuse_within_ddp
 from mpcomp.core.loss import LossFn, StepLoss, num_terms, with_target
+from mpcomp.core.loss_check import LossCheck
 from mpcomp.core.microbatch import (
     check_target,
     gather,
@@ -132,6 +133,8 @@ class Pipeline(OriginalNames):
         self.step_skipped = False
         self.updating = False
         self._loss_fn = loss_fn
+        self._loss_check = None if loss_fn is None else LossCheck(loss_fn)
+        self._metric_check: LossCheck | None = None
         self.scaler = scaler
         self._has_warned_of_part = False
         self._lr_of: torch.optim.Optimizer | None = None
@@ -435,7 +438,9 @@ class Pipeline(OriginalNames):
 
         Raises:
             ValueError: no loss function, evaluation mode, fewer rows than chunks, bad ids, a
-                weight that is no number, or updates that cannot be made in between.
+                weight that is no number, updates that cannot be made in between, or a loss of
+                which the mean over microbatches is not its value for the batch
+                (`mpcomp.core.loss_check`; the first step finds out).
             TypeError: a batch without tensors, or a stage whose output is not a tensor.
             FloatingPointError: NaN or Inf at a cut or in the loss (in a gradient, and in the loss,
                 only without a loss scaler). Links are then as before the step; gradients of the
@@ -474,6 +479,7 @@ class Pipeline(OriginalNames):
         ]
         if self.engine.computes_loss:
             targets = [map_tensors(part, lambda t: t.to(self.mesh.device)) for part in targets]
+        assert self._loss_check is not None
         loss = StepLoss(
             self._loss_fn,
             terms,
@@ -481,6 +487,7 @@ class Pipeline(OriginalNames):
             weight=weight,
             updates=1 if within is None else within.count,
             keeps_outputs=with_output,
+            watch=self._loss_check.begin(len(sizes)),
         )
         if self.scaler is not None and not self.engine.computes_loss:
             # A scaler is made by its first loss, but `unscale_` and `update` need it on all ranks.
@@ -541,12 +548,17 @@ class Pipeline(OriginalNames):
             rank; the metric is called where the last stage is. Replicas are taken together.
 
         Raises:
-            ValueError: the loader is empty, or there is neither metric nor loss function.
+            ValueError: the loader is empty, there is neither metric nor loss function, or the
+                metric is a loss of which the mean over microbatches is not its value for a batch.
         """
         metric = metric or self._loss_fn
         if metric is None:
             raise ValueError("evaluate needs a metric: evaluate(loader, metric)")
-
+        check = self._loss_check
+        if check is None or not check.is_of(metric):
+            check = self._metric_check
+            if check is None or not check.is_of(metric):
+                check = self._metric_check = LossCheck(metric, "metric")
         begin = time.perf_counter()
         self._align_replicas()
         with evaluating(self, *self.cut_stages), torch.no_grad():
@@ -555,6 +567,7 @@ class Pipeline(OriginalNames):
                 loader,
                 metric,
                 self.mesh,
+                check,
             )
         self._check_finite()
         self.evaluated_s += time.perf_counter() - begin
@@ -980,6 +993,8 @@ class Pipeline(OriginalNames):
         with self._parts_are_meant():
             extra = checkpoint.load(run, Path(folder), optimizer=optimizer, scheduler=scheduler)
         self.num_steps = run.num_steps
+        if self._loss_check is not None and self.num_steps:
+            self._loss_check.due = False  # it was made in the first of these steps
         self._open = None  # only now: a load that fails leaves an open step open
         for each in self.crossings:
             each.finish_step(finite=False)

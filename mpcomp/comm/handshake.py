@@ -28,7 +28,7 @@ from mpcomp.comm.failures import PeerError
 from mpcomp.comm.mesh import ProcessMesh
 from mpcomp.comm.secret import ENVIRONMENT, ENVIRONMENT_FILE, Secret, given_secret
 from mpcomp.core.bit_sum import bit_sum
-from mpcomp.core.sketch import NUM_SKETCHED, sketch, sketches_agree
+from mpcomp.core.sketch import sketch, sketches_agree
 from mpcomp.core.step import Step
 
 __all__ = [
@@ -146,12 +146,12 @@ def shake_hands(mesh: ProcessMesh, config: Mapping[str, Any]) -> None:
 
 
 class StepFingerprint(NamedTuple):
-    """A rank's announcement of what it is about to do, in whole numbers.
+    """A rank's announcement of what it is about to do.
 
     Attributes:
         data: hash of what all ranks of a replica were handed, but for floating-point elements.
         settings: hash of what must be the same on all ranks.
-        rows: of the batch, or terms of the loss.
+        terms: of the loss, or rows of the batch; weights may make them a fraction.
         trained: the first stage there with something to train, or the number of stages.
         tied_trained: of `mpcomp.links.tied_weights.trained_and_frozen`.
         tied_frozen: likewise.
@@ -160,7 +160,7 @@ class StepFingerprint(NamedTuple):
 
     data: int
     settings: int
-    rows: int
+    terms: float
     trained: int
     tied_trained: int
     tied_frozen: int
@@ -173,7 +173,7 @@ class StepFingerprint(NamedTuple):
         settings: tuple[Any, ...],
         data: tuple[Any, ...],
         *,
-        rows: int,
+        terms: float,
         trained: int,
         tied: tuple[int, int],
     ) -> StepFingerprint:
@@ -183,32 +183,44 @@ class StepFingerprint(NamedTuple):
             step: the step to come.
             settings: what all ranks have to agree in besides.
             data: what the ranks of a replica have to agree in.
-            rows: as the attribute, as are ``trained`` and ``tied``.
+            terms: as the attribute, as are ``trained`` and ``tied``.
         """
         on = (step.compress_act, step.compress_grad, step.compress_dp)
         own = (step.index, step.train, *on, step.loss_scale)
         floats: list[Tensor] = []
         exact = fingerprint(*_without_floats(data, floats))
-        bits = struct.unpack(f"<{NUM_SKETCHED}q", struct.pack(f"<{NUM_SKETCHED}d", *sketch(floats)))
-        return cls(exact, fingerprint(own, step.lr, *settings), rows, trained, *tied, bits)
+        bits = _bits(*sketch(floats))
+        return cls(exact, fingerprint(own, step.lr, *settings), terms, trained, *tied, bits)
 
     @classmethod
     def from_numbers(cls, numbers: Sequence[int]) -> StepFingerprint:
         """The inverse of `numbers`."""
-        data, settings, rows, trained, tied_trained, tied_frozen, *sketched = numbers
+        data, settings, terms, trained, tied_trained, tied_frozen, *sketched = numbers
         tied = tied_trained, tied_frozen
-        return cls(data, settings, rows, trained, *tied, tuple(sketched))
+        (count,) = _numbers(terms)
+        return cls(data, settings, count, trained, *tied, tuple(sketched))
 
     @property
     def numbers(self) -> list[int]:
         """All of it, as whole numbers of 64 bits."""
         tied = self.tied_trained, self.tied_frozen
-        return [self.data, self.settings, self.rows, self.trained, *tied, *self.sketched]
+        terms = _bits(self.terms)
+        return [self.data, self.settings, *terms, self.trained, *tied, *self.sketched]
 
     @property
     def sketch(self) -> tuple[float, ...]:
         """The sketch of floating-point elements."""
-        return struct.unpack(f"<{NUM_SKETCHED}d", struct.pack(f"<{NUM_SKETCHED}q", *self.sketched))
+        return _numbers(*self.sketched)
+
+
+def _bits(*numbers: float) -> tuple[int, ...]:
+    """Integers whose bits are these fp64 numbers."""
+    return struct.unpack(f"<{len(numbers)}q", struct.pack(f"<{len(numbers)}d", *numbers))
+
+
+def _numbers(*bits: int) -> tuple[float, ...]:
+    """The inverse of `_bits`."""
+    return struct.unpack(f"<{len(bits)}d", struct.pack(f"<{len(bits)}q", *bits))
 
 
 def step_name(step: Step) -> str:

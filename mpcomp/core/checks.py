@@ -8,7 +8,8 @@ __all__ = ["check_tensor", "nonfinite_error", "nonfinite_loss_error"]
 
 _CURE = (
     "Lower the learning rate, clip gradients, or use bf16; with fp16 give the pipeline a loss "
-    "scaler (scaler=torch.amp.GradScaler(...))"
+    "scaler (scaler=torch.amp.GradScaler(...)). A loss of one's own divides 0 by 0 in a microbatch "
+    "in which nothing counts, such as padding: loss_fn.num_terms(target) says so"
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["CausalLMLoss", "LossFn", "StepLoss", "num_terms", "with_target"]
+__all__ = [
+    "CausalLMLoss",
+    "LossFn",
+    "StepLoss",
+    "is_known",
+    "is_sum",
+    "num_terms",
+    "one_number",
+    "with_target",
+]
 
 LossFn = Callable[[Tensor, Any], Tensor]
 
@@ -52,30 +62,66 @@ class CausalLMLoss:
         return torch.where((following != self.ignore_index).any(), mean, 0.0)
 
 
-def num_terms(loss_fn: Callable[..., Any], target: Any, rows: int) -> int:
-    """Over how many terms ``loss_fn(output, target)`` is the mean.
+def num_terms(loss_fn: Callable[..., Any], target: Any, rows: int) -> float:
+    """Over how many terms ``loss_fn(output, target)`` is the mean, or over which sum of weights.
 
     Args:
-        loss_fn: what its ``num_terms(target)`` says, if it has that; cross-entropy's classes that
-            are not ignored; else the rows.
+        loss_fn: what its ``num_terms(target)`` says, if it has that; of a cross-entropy the classes
+            that are not ignored, or the sum of their weights; else the rows.
         target: of a batch or microbatch.
         rows: of that batch.
     """
-    own = getattr(loss_fn, "num_terms", None)
+    inner, _ = _unwrapped(loss_fn)
+    own = getattr(loss_fn, "num_terms", None) or getattr(inner, "num_terms", None)
     if own is not None:
-        return int(own(target))
-    ignored = _ignored_class(loss_fn)
-    if ignored is None or not isinstance(target, Tensor) or target.is_floating_point():
+        count = own(target)
+        return float(count.item() if isinstance(count, Tensor) else count)
+    entropy = _entropy_of(loss_fn)
+    if entropy is None or not isinstance(target, Tensor) or target.is_floating_point():
         return rows
-    return int((target != ignored).sum())
+    ignored, weights = entropy
+    counted = target != ignored
+    if weights is None:
+        return int(counted.sum())
+    return float(weights.detach().to(target.device, torch.float64)[target[counted]].sum())
 
 
-def _ignored_class(loss_fn: Callable[..., Any]) -> int | None:
-    if loss_fn in (F.cross_entropy, F.nll_loss):
-        return -100
-    if isinstance(loss_fn, nn.CrossEntropyLoss | nn.NLLLoss) and loss_fn.weight is None:
-        return loss_fn.ignore_index
-    return None
+def is_sum(loss_fn: Callable[..., Any]) -> bool:
+    """Whether a loss is a sum over its terms, by its ``reduction``, and not a mean."""
+    inner, options = _unwrapped(loss_fn)
+    reduction = options.get("reduction", getattr(inner, "reduction", "mean"))
+    return bool(getattr(loss_fn, "reduction", reduction) == "sum")
+
+
+def is_known(loss_fn: Callable[..., Any]) -> bool:
+    """Whether `num_terms` knows a loss, so that nothing is left to ask about its mean."""
+    if hasattr(loss_fn, "num_terms"):
+        return type(loss_fn) is CausalLMLoss
+    inner, options = _unwrapped(loss_fn)
+    known = inner in _ENTROPIES or type(inner) in (nn.CrossEntropyLoss, nn.NLLLoss)
+    return known and options.keys() <= {"weight", "ignore_index", "reduction", "label_smoothing"}
+
+
+_ENTROPIES = (F.cross_entropy, F.nll_loss)
+
+
+def _unwrapped(loss_fn: Callable[..., Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """The function that a `functools.partial` calls, and its options."""
+    if isinstance(loss_fn, functools.partial) and not loss_fn.args:
+        inner, options = _unwrapped(loss_fn.func)
+        return inner, {**options, **loss_fn.keywords}
+    return loss_fn, {}
+
+
+def _entropy_of(loss_fn: Callable[..., Any]) -> tuple[int, Tensor | None] | None:
+    """The class that a cross-entropy ignores, and weights of classes; None for another loss."""
+    inner, options = _unwrapped(loss_fn)
+    ignored, weights = -100, None
+    if isinstance(inner, nn.CrossEntropyLoss | nn.NLLLoss):
+        ignored, weights = inner.ignore_index, inner.weight
+    elif inner not in _ENTROPIES:
+        return None
+    return options.get("ignore_index", ignored), options.get("weight", weights)
 
 
 def _check_labels(labels: object) -> None:
@@ -117,11 +163,12 @@ class StepLoss:
         updates: of weights within the step: each is by the mean over its own microbatches, which
             are as many for each.
         keeps_outputs: whether outputs are kept.
+        watch: called with each output, its target, and whether its loss is finite.
 
     Attributes:
         total: sum of the weighted losses so far, detached and unscaled.
         outputs: those of microbatches, detached, by number, if they are kept.
-        terms: number of terms of this replica.
+        terms: number of terms of this replica, or the sum of their weights.
         factor: on every loss. Replicas average their gradients, so one that has more terms than
             another, or a sum, must weigh more for the average to be right.
     """
@@ -129,20 +176,22 @@ class StepLoss:
     def __init__(
         self,
         loss_fn: LossFn,
-        terms: Sequence[int],
+        terms: Sequence[float],
         scaler: torch.amp.GradScaler | None,
         *,
         weight: float = 1.0,
         updates: int = 1,
         keeps_outputs: bool = False,
+        watch: Callable[[Tensor, Any, bool], None] | None = None,
     ) -> None:
         self._loss_fn = loss_fn
         self._terms = terms
         self._scaler = scaler
         self._weight = weight
         self._keeps_outputs = keeps_outputs
+        self._watch = watch
         self.outputs: dict[int, Tensor] = {}
-        self._summed = getattr(loss_fn, "reduction", "mean") == "sum"
+        self._summed = is_sum(loss_fn)
         self.terms = sum(terms)
         of_each = len(terms) // updates
         sums = [sum(terms[i : i + of_each]) for i in range(0, len(terms), of_each)]
@@ -151,9 +200,9 @@ class StepLoss:
         self.total: Tensor | None = None
         self.factor = 1.0
 
-    def share_with(self, all_terms: int, replicas: int) -> None:
+    def share_with(self, all_terms: float, replicas: int) -> None:
         """Sets the factor for this many terms over all replicas."""
-        share = 1.0 if self._summed else self.terms / max(all_terms, 1)
+        share = 1.0 if self._summed else self.terms / (all_terms or 1)
         self.factor = float(replicas * share)
 
     def __call__(self, output: Tensor, target: Any, microbatch: int) -> Tensor:
@@ -167,15 +216,17 @@ class StepLoss:
         if self._keeps_outputs:
             self.outputs[microbatch] = output.detach()
         if self._summed:
-            loss = _one_number(self._loss_fn(output, target))
+            loss = one_number(self._loss_fn(output, target))
         elif terms:
-            loss = _one_number(self._loss_fn(output, target))
+            loss = one_number(self._loss_fn(output, target))
             loss = loss * (terms / self._terms_of_update[microbatch])
         else:
             loss = (output[:0] * 0).sum()  # of the output, as each microbatch goes backward
         if self.factor != 1:
             loss = loss * self.factor
         part = loss.detach()
+        if self._watch is not None:
+            self._watch(output, target, bool(part.isfinite()))
         if terms and not self._summed and self._terms_of_update[microbatch] != self.terms:
             part = part * (self._terms_of_update[microbatch] / self.terms)
         self.total = part if self.total is None else self.total + part
@@ -184,7 +235,7 @@ class StepLoss:
         return self._scaler.scale(loss) if self._scaler is not None else loss
 
 
-def _one_number(loss: object) -> Tensor:
+def one_number(loss: object) -> Tensor:
     """The value of a loss function, 0-d, if a step can be trained by it."""
     if not isinstance(loss, Tensor):
         raise TypeError(

@@ -15,7 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["check_target", "gather", "map_tensors", "num_rows", "rows_of_chunks", "scatter"]
+__all__ = [
+    "check_target",
+    "gather",
+    "is_of_tensors",
+    "join",
+    "map_tensors",
+    "num_rows",
+    "rows_of_chunks",
+    "scatter",
+]
 
 
 def map_tensors(batch: Any, function: Callable[[Tensor], Any]) -> Any:
@@ -140,3 +149,24 @@ def _is_sequence(value: Any) -> bool:
 def gather(outputs: Sequence[Tensor]) -> Tensor:
     """Microbatch outputs as one batch."""
     return outputs[0] if len(outputs) == 1 else torch.cat(list(outputs))
+
+
+def is_of_tensors(batch: Any) -> bool:
+    """Whether nothing in it but tensors can have an entry a row, so that `join` is exact."""
+    if isinstance(batch, Mapping):
+        return all(map(is_of_tensors, batch.values()))
+    if _is_sequence(batch):
+        return _holds_tensors(batch) and all(map(is_of_tensors, batch))
+    return isinstance(batch, Tensor) or not hasattr(batch, "shape")
+
+
+def join(parts: Sequence[Any]) -> Any:
+    """The batch of tensors (`is_of_tensors`) that these are parts of, as `scatter` gives them."""
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return torch.cat(list(parts))
+    if isinstance(first, Mapping):
+        return {key: join([part[key] for part in parts]) for key in first}
+    if isinstance(first, tuple):
+        return tuple(join(values) for values in zip(*parts, strict=True))
+    return first

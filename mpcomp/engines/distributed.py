@@ -201,11 +201,11 @@ class DistributedEngine(Engine):
         same: tuple[Any, ...],
         updates: Updates | None = None,
     ) -> None:
-        all_rows, trained = self._check_same(step, same, loss.terms)
+        all_terms, trained = self._check_same(step, same, loss.terms)
         if trained == len(self._places):
             raise ValueError("nothing to train: no parameter of any stage requires a gradient")
         if self.mesh.num_replicas > 1:
-            loss.share_with(all_rows, self.mesh.num_replicas)
+            loss.share_with(all_terms, self.mesh.num_replicas)
         sync = self._replica_sync
         if sync is not None:
             sync.check_begin(step)
@@ -248,12 +248,12 @@ class DistributedEngine(Engine):
             )
 
     def _check_same(
-        self, step: Step, same: tuple[Any, ...], rows: int, settings: Any = None
-    ) -> tuple[int, int]:
+        self, step: Step, same: tuple[Any, ...], terms: float, settings: Any = None
+    ) -> tuple[float, int]:
         """Compares what ranks are about to do: ``settings`` on all, ``same`` in each replica.
 
         Returns:
-            The rows of all replicas, and the first stage with something to train.
+            The terms of all replicas, and the first stage with something to train.
 
         Raises:
             ValueError: ranks were handed other data, or take another step; on every rank, and
@@ -266,7 +266,7 @@ class DistributedEngine(Engine):
             step,
             (autocast, settings),
             same,
-            rows=rows,
+            terms=terms,
             trained=min(training, default=len(self._places)),
             tied=trained_and_frozen(self._all_ties),
         )
@@ -281,7 +281,7 @@ class DistributedEngine(Engine):
                 reduce(or_, (one.tied_trained for one in of_replica)),
                 reduce(or_, (one.tied_frozen for one in of_replica)),
             )
-        return sum(one.rows for one in found[::row]), min(one.trained for one in of_replica)
+        return sum(one.terms for one in found[::row]), min(one.trained for one in of_replica)
 
     def _begin(
         self,

@@ -173,7 +173,7 @@ def test_rows_in_another_order_differ():
 
 
 def step_fingerprint(*data):
-    return StepFingerprint.of(Step(3, True), ("bf16",), data, rows=8, trained=0, tied=(0, 0))
+    return StepFingerprint.of(Step(3, True), ("bf16",), data, terms=8.5, trained=0, tied=(0, 0))
 
 
 def refused(*data, others):

@@ -1,5 +1,7 @@
 """The loss of a step: shares of microbatches, tokens that do not count, transformers' numbers."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,7 +12,7 @@ from transformers import BatchEncoding
 
 import mpcomp
 from mpcomp import CausalLMLoss
-from mpcomp.core.loss import StepLoss, num_terms, with_target
+from mpcomp.core.loss import StepLoss, is_sum, num_terms, with_target
 
 
 def logits(rows=3, positions=7, dtype=torch.float32):
@@ -49,8 +51,12 @@ def test_num_terms():
     for loss_fn in (F.cross_entropy, F.nll_loss, nn.CrossEntropyLoss(), nn.NLLLoss()):
         assert num_terms(loss_fn, classes, 3) == 2
     assert num_terms(nn.CrossEntropyLoss(ignore_index=2), classes, 3) == 2
-    # Class weights make the mean one over weights, which only rows can stand for.
-    assert num_terms(nn.CrossEntropyLoss(weight=torch.ones(3)), classes, 3) == 3
+    # Class weights make the mean one over weights.
+    weights = torch.tensor([4.0, 0.5, 0.25])
+    for loss_fn in (nn.CrossEntropyLoss(weights), partial(F.nll_loss, weight=weights)):
+        assert num_terms(loss_fn, classes, 3) == 0.75
+    assert num_terms(partial(F.cross_entropy, ignore_index=2), classes.clamp(min=0), 3) == 2
+    assert is_sum(partial(F.mse_loss, reduction="sum")) and not is_sum(partial(F.mse_loss))
     assert num_terms(F.cross_entropy, torch.randn(3, 5), 3) == 3
     assert num_terms(F.mse_loss, torch.tensor([-100, 1, 2]), 3) == 3
     assert num_terms(F.cross_entropy, (classes, classes), 3) == 3
