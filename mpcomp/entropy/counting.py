@@ -1,6 +1,6 @@
 """Bytes that integers would take, counted on the tensor's own device: nothing is coded.
 
-The coder's cost is that of its tables (`mpcomp.entropy.frequencies`), and tables follow from how
+Tables (`mpcomp.entropy.frequencies`) say what a symbol costs, and they follow from how
 often each symbol occurs in each context. These counts are sums that any device can make at once,
 where the coder itself goes from symbol to symbol. So a study on an accelerator can say what its
 messages would have taken, within a thousandth or so, without waiting for a processor.
@@ -26,7 +26,7 @@ from mpcomp.entropy.message import FEW
 
 __all__ = ["count_bytes"]
 
-# Bytes of the coder's states, of few integers and of many: four each, of which one says symbols.
+# Bytes of the coder's states, of few integers and of many. Each has four, and one says symbols.
 _STATE, _STATES = 3, 12
 _SLICE = 4  # bytes of a slice's length
 

@@ -118,7 +118,7 @@ def _of(rows: Mapping[str, Row], *names: str) -> dict[str, Row]:
 
 
 def _between(specs: Mapping[str, Mapping[str, Any]]) -> dict[str, Row]:
-    """Rows of replicas: nothing is compressed at cuts, of which there are none."""
+    """Rows of replicas, which have no cuts."""
     return {name: Row("none", "none", also=also) for name, also in specs.items()}
 
 

@@ -4,7 +4,7 @@
     python -m recipes.lab.gpu_studies --plan        # minutes of each, before there is a GPU
     python -m recipes.lab.gpu_studies --table
 
-Each run is a process, of which some share the GPU, and its row is written when it has ended. The
+Each run is a process. Some share the GPU, and a row is written when its run has ended. The
 same command goes on with what is missing: runs that were cut off begin anew, but for those with a
 checkpoint that is small enough to be carried (`--resume`). Messages are counted instead of coded
 (`recipes.lab.counted`), so that no run waits for a processor; the rows say so.
