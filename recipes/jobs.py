@@ -1,6 +1,6 @@
 """Jobs in processes of their own, each with a time limit: what a job has said by then is kept.
 
-    for event in run_jobs(jobs, workers=1, until=time.monotonic() + 330):
+    for event in run_jobs(jobs, workers=1, until=time.monotonic() + 370):
         if isinstance(event, Said):
             write(event.row)                # at once: the next moment may be the last
 

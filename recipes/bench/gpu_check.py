@@ -1,6 +1,6 @@
 """One command for a machine with a GPU: it tests, counts and times, most valuable first.
 
-    python -m recipes.bench.gpu_check --seconds 330
+    python -m recipes.bench.gpu_check --seconds 370
     python -m recipes.bench.gpu_check --parts coding pipeline --again
     python -m recipes.bench.gpu_check --plan
     python -m recipes.bench.gpu_check --table
@@ -72,7 +72,7 @@ PARTS: Final = (
         "which GPU and software is it, and how fast does it copy?",
         f"{_HERE}.gpu_parts:machine",
     ),
-    Part("tests", 90, "do the tests that are marked gpu pass?", f"{_HERE}.gpu_parts:tests"),
+    Part("tests", 130, "do the tests that are marked gpu pass?", f"{_HERE}.gpu_parts:tests"),
     Part(
         "messages",
         40,

@@ -63,7 +63,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--studies", nargs="+", choices=STUDIES, default=list(STUDIES), help="in their order")
     add("--rows", nargs="+", metavar="ROW", help="of those; default: all")
     add("--seeds", type=int, default=3, help="seeds 0 to n-1; all studies of one before the next")
-    add("--workers", type=int, default=5, help="runs that share the GPU (default %(default)s)")
+    add("--workers", type=int, default=3, help="runs that share the GPU (default %(default)s)")
     add("--images", metavar="FOLDER", help="of CIFAR-10's parquet files")
     add("--text", metavar="DATA", default="python-docs", help="(default %(default)s)")
     add("--tokenizer", metavar="FOLDER", default="bpe", help="of GPT-2 (default: a new one)")

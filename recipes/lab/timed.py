@@ -10,10 +10,12 @@ from __future__ import annotations
 import argparse
 import shutil
 import signal
+import statistics
 import threading
 import time
 from collections.abc import Mapping
 from contextlib import closing
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,6 +25,7 @@ from tqdm.auto import tqdm
 import mpcomp
 from mpcomp.links.build import method_of
 from recipes import cifar10, wikitext
+from recipes.bench.workers import num_cores
 from recipes.evidence import stamp
 from recipes.image_config import ImageConfig
 from recipes.jobs import Reporter
@@ -36,7 +39,8 @@ from recipes.training import Trainer
 
 __all__ = ["OutOfTime", "Timed", "train", "trainer_of"]
 
-#: Steps that are not looked at, as the first are slower; then those that are.
+#: Steps that are not looked at, as the first are slower; then those that are. Their median counts,
+#: as a link that learns a basis looks for one in few steps, which take long.
 _SKIPPED: Final = 10
 _LOOKED_AT: Final = 20
 #: Seconds that a run needs behind its last step.
@@ -61,7 +65,7 @@ class Timed(Trainer[Any]):
     can_go_on: bool = False
     counts_codes: bool = False
     _num_ended: int = 0
-    _looked_at_from: float = 0.0
+    _ended_at: tuple[float, ...] = ()
     _offsets: Mapping[str, int] | None = None
 
     def methods(self, argument: str, specs: tuple[str, ...]) -> Any:
@@ -87,10 +91,10 @@ class Timed(Trainer[Any]):
             return
         if left_s <= 0:
             raise OutOfTime(f"its time was over after {self._num_ended} steps")
-        if self._num_ended == _SKIPPED:
-            self._looked_at_from = time.monotonic()
+        if _SKIPPED <= self._num_ended <= _SKIPPED + _LOOKED_AT:
+            self._ended_at += (time.monotonic(),)
         if self._num_ended == _SKIPPED + _LOOKED_AT:
-            step_s = (time.monotonic() - self._looked_at_from) / _LOOKED_AT
+            step_s = statistics.median(b - a for a, b in pairwise(self._ended_at))
             steps = self.config.epochs * self.steps_per_epoch - self._num_ended
             needed_s = steps * step_s + _MARGIN_S
             if needed_s > left_s:
@@ -169,8 +173,8 @@ def train(reporter: Reporter, name: str, row: str, seed: int, options: argparse.
     """Trains one run in a process of its own, and says its row: its outcome, or why it stopped."""
     study = STUDIES[name]
     config = study.configuration(options, row, seed)
-    if options.device == "cpu":
-        torch.set_num_threads(1)
+    # Runs that share the GPU share the cores too: more threads than cores are many times slower.
+    torch.set_num_threads(1 if options.device == "cpu" else max(1, num_cores() // options.workers))
     torch.backends.cudnn.benchmark = True
     tqdm.set_lock(threading.RLock())  # its own is of all processes, and would be left behind
     with closing(trainer_of(study, config)) as trainer:
