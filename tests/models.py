@@ -3,6 +3,7 @@
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -120,6 +121,11 @@ def plain_step(
         loss.backward()
         total = loss.detach() if i == 0 else total + loss.detach()
     return total
+
+
+def names_in(folder: Path) -> list[str]:
+    """Names in a folder, but of locks, which a pipeline that saves holds as long as it lives."""
+    return sorted(path.name for path in folder.iterdir() if path.suffix != ".lock")
 
 
 def clone(model: nn.Module) -> nn.Module:

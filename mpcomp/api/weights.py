@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 import stages as staging
-from mpcomp.checkpoint.files import weights_files
+from mpcomp.checkpoint.files import WeightsFile, weights_files
 
 __all__ = ["check_weights", "load_weights", "refuse_part_for_whole", "to_meta", "whole_again"]
 
@@ -46,8 +45,7 @@ def check_weights(stages: Iterable[staging.Stage], weights: str | Path | None) -
             )
         for names, own in stored:
             name = _name_of(names, there)
-            with safe_open(there[name], framework="pt") as file:
-                shape = list(file.get_slice(name).get_shape())
+            shape = list(there[name].shapes[name])
             if shape != list(own.shape):
                 raise ValueError(
                     f"weights={weights}: {name} has shape {shape}, the model {list(own.shape)}"
@@ -64,16 +62,18 @@ def load_weights(stage: staging.Stage, weights: str | Path) -> None:
     """Reads the parameters and buffers of one stage, and nothing else, from a folder.
 
     `check_weights` has found them all there.
+
+    Raises:
+        ValueError: the folder is a checkpoint, and a weight is not what was written.
     """
     there = _files_of(Path(weights))
     own_names = stage.state_dict().keys()
     values: dict[str, Tensor] = {}
     for names, own in _stored(stage):
         name = _name_of(names, there)
-        with safe_open(there[name], framework="pt") as file:
-            value = file.get_tensor(name)
+        value = there[name].read(name)
         assert value.shape == own.shape, name
-        # A copy, as the file may change or go; in the model's own memory order.
+        # A copy in the model's own memory order.
         value = torch.empty_like(own, device="cpu", requires_grad=False).copy_(value)
         if isinstance(own, nn.Parameter):
             value = nn.Parameter(value, own.requires_grad)
@@ -143,22 +143,14 @@ def _stored(stage: staging.Stage) -> list[tuple[list[str], Tensor]]:
     return [(group, tensors[group[0]]) for group in names.values()]
 
 
-def _name_of(names: list[str], there: Mapping[str, Path]) -> str:
+def _name_of(names: list[str], there: Mapping[str, WeightsFile]) -> str:
     """The one of a tensor's names that the files have: that of tied weights may be any."""
     return next(name for name in names if name in there)
 
 
-def _files_of(folder: Path) -> Mapping[str, Path]:
+def _files_of(folder: Path) -> Mapping[str, WeightsFile]:
     """The file that has each tensor."""
     files = weights_files(folder)
     if not files:
         raise ValueError(f"weights={folder}: no .safetensors file there")
-    there: dict[str, Path] = {}
-    for path in files:
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118  (it is no dict)
-                    there.setdefault(name, path)
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{path} is truncated or foreign: {error}") from error
-    return there
+    return {name: file for file in reversed(files) for name in file.shapes}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -24,6 +25,10 @@ from mpcomp.checkpoint.forms import OF_PART, OF_SEVERAL, check_form
 __all__ = [
     "Part",
     "Saved",
+    "WeightsFile",
+    "delete_own",
+    "foreign",
+    "has_remains",
     "is_checkpoint",
     "part_name",
     "sync",
@@ -34,6 +39,9 @@ __all__ = [
 
 FORMAT, VERSION = "mpcomp checkpoint", 1
 WEIGHTS, STATE, META = "weights.safetensors", "state.safetensors", "checkpoint.json"
+#: Begins the name of an empty file in what `mpcomp.checkpoint.replacing` may delete.
+MARK = ".made-by-mpcomp-"
+_PART = re.compile(r"rank-\d{5,}-of-\d{5,}")
 
 
 def part_name(rank: int, num_ranks: int) -> str:
@@ -157,21 +165,41 @@ class Part:
         read = self._read(STATE, [prefix + rest for rest in rests if wanted(rest)])
         return {name.removeprefix(prefix): value for name, value in read.items()}
 
+    @property
+    def weights(self) -> WeightsFile:
+        """The file of the weights."""
+        return WeightsFile(self.folder / WEIGHTS, self.shapes, self._checksums(WEIGHTS))
+
     def _read(self, file: str, names: list[str]) -> dict[str, Tensor]:
-        if not names:
-            return {}
-        # Copies: safetensors maps the file into memory, and the file may change or go.
-        read: dict[str, Tensor] = _with_file(
-            self.folder / file, lambda opened: {n: opened.get_tensor(n).clone() for n in names}
-        )
-        if "checksums" in self.meta:
-            checksums = self.meta["checksums"][_kind(file)]
-            for name, tensor in read.items():
-                if checksums.get(name) != _checksum(tensor):
-                    raise ValueError(
-                        f"{self.folder / file} is damaged: {name} is not what was written"
-                    )
-        return read
+        return _tensors(self.folder / file, names, self._checksums(file))
+
+    def _checksums(self, file: str) -> dict[str, int] | None:
+        """Of a file's tensors, by name; None in checkpoints from before there were any."""
+        found: dict[str, int] | None = self.meta.get("checksums", {}).get(_kind(file))
+        return found
+
+
+@dataclass(frozen=True)
+class WeightsFile:
+    """A safetensors file with weights, whoever wrote it.
+
+    Attributes:
+        path: of the file.
+        shapes: of the weights, by name.
+        checksums: by name; None where nothing says what was written.
+    """
+
+    path: Path
+    shapes: Mapping[str, torch.Size]
+    checksums: Mapping[str, int] | None = None
+
+    def read(self, name: str) -> Tensor:
+        """One of the weights, a copy.
+
+        Raises:
+            ValueError: it is not what was written.
+        """
+        return _tensors(self.path, [name], self.checksums)[name]
 
 
 @dataclass(frozen=True)
@@ -206,6 +234,11 @@ class Saved:
             ValueError: there is none, or it is damaged, or of another format.
         """
         if not (folder / META).is_file():
+            if parts := _parts(folder):
+                raise ValueError(
+                    f"{folder} lacks {META} beside {parts[0].name}: it is the same on all machines "
+                    "of the run, so copy it from another"
+                )
             Part.of(folder)  # raises, and says what is missing
         meta = _read_json(folder)
         if "placement" not in meta:
@@ -262,6 +295,21 @@ def _with_file(path: Path, read: Callable[[Any], Any]) -> Any:
         raise ValueError(f"{path} is truncated or foreign: {error}") from error
 
 
+def _tensors(
+    path: Path, names: list[str], checksums: Mapping[str, int] | None
+) -> dict[str, Tensor]:
+    """Copies: safetensors maps the file into memory, and the file may change or go."""
+    if not names:
+        return {}
+    read: dict[str, Tensor] = _with_file(
+        path, lambda opened: {name: opened.get_tensor(name).clone() for name in names}
+    )
+    for name, tensor in read.items():
+        if checksums is not None and checksums.get(name) != _checksum(tensor):
+            raise ValueError(f"{path} is damaged: {name} is not what was written")
+    return read
+
+
 def _shapes(file: Any) -> dict[str, torch.Size]:
     names: list[str] = file.keys()
     return {name: torch.Size(file.get_slice(name).get_shape()) for name in names}
@@ -308,20 +356,61 @@ def _missing(folder: Path) -> list[str]:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether `save` may replace ``folder``: nobody else's files are deleted."""
+    """Whether it has all files of a checkpoint, so that `save` may replace it."""
     return not _missing(folder) or _is_of_several(folder)
 
 
-def weights_files(folder: Path) -> list[Path]:
+def has_remains(folder: Path) -> bool:
+    """Whether it has anything of a checkpoint, whole or damaged."""
+    return len(_missing(folder)) < 3 or bool(_parts(folder))
+
+
+def foreign(folder: Path) -> list[Path]:
+    """Entries of a checkpoint's folder that no save has written, relative to it."""
+    places = [folder, *_parts(folder)]
+    found = [path for place in places for path in place.iterdir() if not _is_own(path)]
+    return [path.relative_to(folder) for path in found]
+
+
+def delete_own(folder: Path) -> None:
+    """Deletes a checkpoint; what no save has written stays, with its folder."""
+    for place in [*_parts(folder), folder]:
+        for name in (WEIGHTS, STATE, META):
+            (place / name).unlink(missing_ok=True)
+        for path in place.glob(f"{MARK}*"):  # last: what could not be deleted is still ours
+            path.unlink(missing_ok=True)
+        if not any(place.iterdir()):
+            place.rmdir()
+
+
+def _is_own(path: Path) -> bool:
+    name = path.name
+    return name in (WEIGHTS, STATE, META) or bool(_PART.fullmatch(name)) or name.startswith(MARK)
+
+
+def _parts(folder: Path) -> list[Path]:
+    """Folders of the parts that are there."""
+    if not folder.is_dir():
+        return []
+    found = [path for path in folder.iterdir() if _PART.fullmatch(path.name) and path.is_dir()]
+    return sorted(found)
+
+
+def weights_files(folder: Path) -> list[WeightsFile]:
     """The safetensors files with a model's weights; in a checkpoint not those with its state.
 
     Of the parts of a checkpoint those of the first replica come first.
+
+    Raises:
+        ValueError: a file is truncated, or the checkpoint is damaged.
     """
-    if _is_of_several(folder):
-        return sorted(folder.glob(f"rank-*-of-*/{WEIGHTS}"))
-    if (folder / WEIGHTS).is_file() and (folder / STATE).is_file():
-        return [folder / WEIGHTS]
-    return sorted(folder.glob("*.safetensors"))
+    if parts := _parts(folder):
+        Saved.of(folder)
+        return [Part.of(part).weights for part in parts]
+    if (folder / META).is_file():
+        return [Part.of(folder).weights]
+    names = sorted(path for path in folder.glob("*.safetensors") if path.name != STATE)
+    return [WeightsFile(path, _with_file(path, _shapes)) for path in names]
 
 
 def _is_of_several(folder: Path) -> bool:

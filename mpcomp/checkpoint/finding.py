@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mpcomp.checkpoint.files import Saved, is_checkpoint
+from mpcomp.checkpoint.files import Saved, has_remains
 from mpcomp.checkpoint.locking import FolderLock
 from mpcomp.checkpoint.replacing import complete_saves, new_token, put_back
 from mpcomp.comm.agreement import SharedOutcome
@@ -22,8 +22,8 @@ __all__ = ["exists", "find"]
 
 
 def exists(folder: str | Path) -> bool:
-    """Whether this disk has a checkpoint for `find`: under its name, or about to get it."""
-    return is_checkpoint(Path(folder)) or bool(_hidden(Path(folder)))
+    """Whether this disk has a checkpoint for `find`, whole or not: under its name, or about to."""
+    return has_remains(Path(folder)) or bool(_hidden(Path(folder)))
 
 
 def find(mesh: Mesh, folder: Path) -> Saved:

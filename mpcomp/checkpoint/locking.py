@@ -20,6 +20,7 @@ import os
 import socket
 import sys
 import warnings
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,7 @@ class FolderLock:
         self._folder = folder.resolve()
         self._path = self._folder.with_name(f".{self._folder.name}.lock")
         self._run = run
+        self._pid = os.getpid()
         self._taken = False
 
     def take(self) -> None:
@@ -91,9 +93,17 @@ class FolderLock:
             "another folder"
         )
 
+    def keep_for(self, owner: object) -> None:
+        """Keeps the right as long as an object lives, unless this process has it otherwise."""
+        if self._taken and _rights[self._key].count == 1:
+            self._taken = False
+            kept = FolderLock(self._folder, self._run)
+            kept._taken = True
+            weakref.finalize(owner, kept.release)
+
     def release(self) -> None:
-        """Gives the right back; nothing where it was not taken."""
-        if not self._taken:
+        """Gives the right back; nothing where it was not taken, or by another process."""
+        if not self._taken or self._pid != os.getpid():
             return
         self._taken = False
         right = _rights[self._key]

@@ -11,7 +11,8 @@
 Ranks may share a disk or have one each, and need not know: making a folder succeeds for one alone.
 If a machine fails meanwhile a workspace stays, and goes when a folder of that name is next
 replaced. Only what has a marker with its own name in it is ever deleted: neither a folder of
-somebody else's that happens to be called like one of these, nor a copy of one.
+somebody else's that happens to be called like one of these, nor a copy of one. In it only what a
+save writes is deleted: a user's own files in a checkpoint's folder go on to the next one.
 
 At every moment there is a save that is complete on all disks: under its name, or in a workspace
 (`complete_saves`), from where `put_back` brings it back to its name.
@@ -19,15 +20,24 @@ At every moment there is a save that is complete on all disks: under its name, o
 
 from __future__ import annotations
 
+import contextlib
 import re
 import secrets
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mpcomp.checkpoint.exchanging import put_in_place
-from mpcomp.checkpoint.files import Saved, is_checkpoint, sync, write_meta
+from mpcomp.checkpoint.files import (
+    MARK,
+    Saved,
+    delete_own,
+    foreign,
+    has_remains,
+    is_checkpoint,
+    sync,
+    write_meta,
+)
 
 __all__ = ["Replacement", "complete_saves", "new_token", "put_back"]
 
@@ -87,6 +97,8 @@ class Replacement:
         """
         if not self._claimed:
             return
+        for path in _checkpoints_in(_workspaces(self._folder)):
+            _hand_on(path, self._folder)
         if keep is not None:
             if keep > 1 and is_checkpoint(self._old):
                 self._keep_old()
@@ -152,12 +164,7 @@ class Replacement:
 
 def complete_saves(folder: Path) -> list[Path]:
     """Complete checkpoints in workspaces beside ``folder``: as saves left that were interrupted."""
-    return [
-        path
-        for workspace in _workspaces(folder.resolve())
-        for path in sorted(workspace.iterdir())
-        if path.is_dir() and is_checkpoint(path)
-    ]
+    return [path for path in _checkpoints_in(_workspaces(folder.resolve())) if is_checkpoint(path)]
 
 
 def put_back(found: Path, folder: Path, token: str) -> None:
@@ -183,6 +190,22 @@ def _workspaces(folder: Path) -> list[Path]:
     return [path for path in named if _is_marked(path)]
 
 
+def _checkpoints_in(workspaces: list[Path]) -> list[Path]:
+    return [
+        path
+        for workspace in workspaces
+        for path in sorted(workspace.iterdir())
+        if path.is_dir() and has_remains(path)
+    ]
+
+
+def _hand_on(former: Path, folder: Path) -> None:
+    """Moves a user's own files from a checkpoint to the one that has taken its place."""
+    for path in foreign(former):
+        if (folder / path).parent.is_dir() and not (folder / path).exists():
+            (former / path).rename(folder / path)
+
+
 # -- former checkpoints ---------------------------------------------------------------------------
 
 
@@ -201,7 +224,7 @@ def _kept(folder: Path) -> list[Path]:
 
 
 def _marker(folder: Path, name: str | None = None) -> Path:
-    return folder / f".made-by-mpcomp-{name or folder.name}"
+    return folder / f"{MARK}{name or folder.name}"
 
 
 def _mark(folder: Path, name: str | None = None) -> None:
@@ -224,13 +247,9 @@ def _is_first(claim: Path) -> bool:
 
 
 def _discard(folder: Path) -> None:
-    """Deletes a folder of ours, last its marker: what cannot be deleted now is later."""
-    marker = _marker(folder)
-    for path in folder.iterdir():
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        elif path != marker:
-            path.unlink()
-    if {*folder.iterdir()} <= {marker}:
-        marker.unlink(missing_ok=True)
-        folder.rmdir()
+    """Deletes a workspace or a former checkpoint; what cannot be deleted now is later."""
+    inside = folder.iterdir() if folder.name.startswith(".") else ()
+    with contextlib.suppress(OSError):
+        for path in (*inside, folder):
+            if path.is_dir():
+                delete_own(path)

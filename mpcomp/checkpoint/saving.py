@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from mpcomp.checkpoint.files import is_checkpoint, part_name, write_part
+from mpcomp.checkpoint.files import Saved, has_remains, is_checkpoint, part_name, write_part
 from mpcomp.checkpoint.generators import generator_states
 from mpcomp.checkpoint.links import links_entries, sum_of_links
 from mpcomp.checkpoint.locking import FolderLock
@@ -38,7 +39,8 @@ def save(
 
     Args:
         run: the state of the run.
-        folder: made, or replaced if it holds a checkpoint.
+        folder: made, or replaced if it holds a checkpoint; files that no save has written stay in
+            it. As long as the pipeline lives no other run can write it.
         optimizer: its state is stored by parameter name, so that it survives another cut.
         scheduler: a learning-rate scheduler.
         extra: anything JSON can hold; `load` returns it.
@@ -46,8 +48,9 @@ def save(
             None keeps none.
 
     Raises:
-        ValueError: ``folder`` exists and is no checkpoint, or another run is writing it; nothing
-            is written.
+        ValueError: ``folder`` exists and is no checkpoint, or a damaged one, or another run is
+            writing it; nothing is written.
+        FloatingPointError: a weight that is trained is not finite; nothing is written.
         OSError: the folder cannot be written.
         TypeError: ``extra`` has what JSON cannot hold.
         PeerError: another rank has gone. Where the new folder is in place by then, the former one
@@ -67,7 +70,7 @@ def save(
         replacement = _written(run, folder, start.values, optimizer, scheduler, extra)
         with SharedOutcome(mesh):  # nothing is being deleted any more when `save` returns
             replacement.finish(keep)
-            lock.release()
+        lock.keep_for(mesh)
     finally:
         lock.release()
 
@@ -109,7 +112,9 @@ def _written(
                 "extra": dict(extra or {}),
             }
             part = part_name(mesh.rank, mesh.num_ranks) if several else ""
-            write_part(replacement.make(part), meta, run.model.state_dict(), tensors)
+            weights = run.model.state_dict()
+            _check_finite(run, weights, folder)
+            write_part(replacement.make(part), meta, weights, tensors)
             writing.value = [entries, _for_others(meta["replicas"])] if several else None
         with SharedOutcome(mesh):
             if several:
@@ -138,5 +143,25 @@ def _for_others(entry: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _check_replaceable(folder: Path) -> None:
-    if folder.exists() and any(folder.iterdir()) and not is_checkpoint(folder):
-        raise ValueError(f"{folder} exists and is no checkpoint: choose another folder")
+    if folder.resolve() == Path.cwd():
+        raise ValueError(f"{folder} is the working directory: name a folder in it")
+    if not folder.exists() or not any(folder.iterdir()) or is_checkpoint(folder):
+        return
+    if has_remains(folder):
+        try:
+            Saved.of(folder)
+        except ValueError as error:
+            raise ValueError(
+                f"{error}. Its other files may be whole, so no save replaces them: move {folder} "
+                "away, or choose another folder"
+            ) from error
+    raise ValueError(f"{folder} exists and is no checkpoint: choose another folder")
+
+
+def _check_finite(run: RunState, weights: Mapping[str, Tensor], folder: Path) -> None:
+    for name, parameter in run.model.named_parameters():
+        if parameter.requires_grad and name in weights and not weights[name].isfinite().all():
+            raise FloatingPointError(
+                f"{name} is not finite after step {run.num_steps}, so {folder} stays as it was: "
+                "load it and train on with a lower learning rate or with clipping"
+            )

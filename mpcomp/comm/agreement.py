@@ -19,7 +19,8 @@ from mpcomp.comm.mesh import Mesh
 __all__ = ["SharedOutcome"]
 
 _KINDS: dict[str, type[Exception]] = {
-    kind.__name__: kind for kind in (OSError, ValueError, TypeError, RuntimeError)
+    kind.__name__: kind
+    for kind in (OSError, ValueError, TypeError, FloatingPointError, RuntimeError)
 }
 
 
@@ -36,8 +37,8 @@ class SharedOutcome:
         mesh: the ranks.
 
     Raises:
-        OSError, ValueError, TypeError, RuntimeError: on every rank, what the block raised on the
-            first rank on which it did; the message names that rank.
+        OSError, ValueError, TypeError, FloatingPointError, RuntimeError: on every rank, what the
+            block raised on the first rank on which it did; the message names that rank.
     """
 
     def __init__(self, mesh: Mesh) -> None:

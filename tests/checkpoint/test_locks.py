@@ -1,12 +1,14 @@
 """One run at a time writes a folder, and whoever comes second is told who it is."""
 
 import contextlib
+import gc
 import json
 import os
 import signal
 
 import pytest
 import torch
+from models import names_in
 
 import mpcomp
 from mpcomp.checkpoint.locking import FolderLock
@@ -53,7 +55,39 @@ def test_a_save_is_refused_while_another_run_writes_until_that_is_killed(holder,
     kill(holder)
     assert (tmp_path / ".a.lock").exists()  # but nobody holds it
     one.save(tmp_path / "a")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+    assert names_in(tmp_path) == ["a", "b"]
+
+
+def test_a_folder_is_its_pipelines_as_long_as_it_lives(tmp_path):
+    told, tells = os.pipe()
+    goes, go = os.pipe()
+    child = os.fork()
+    if not child:
+        other = pipe()
+        other.save(tmp_path / "a")
+        os.write(tells, b"saved")
+        os.read(goes, 1)
+        del other
+        gc.collect()
+        os.write(tells, b"freed")
+        signal.pause()
+    try:
+        one = pipe()
+        assert os.read(told, 5) == b"saved"
+        for _ in range(2):
+            with pytest.raises(ValueError, match=rf"a is being written by process {child} on"):
+                one.save(tmp_path / "a")
+        os.write(go, b"1")
+        assert os.read(told, 5) == b"freed"
+        one.save(tmp_path / "a")
+        assert (tmp_path / ".a.lock").exists()
+    finally:
+        kill(child)
+        for end in (told, tells, goes, go):
+            os.close(end)
+    del one
+    gc.collect()
+    assert not (tmp_path / ".a.lock").exists()
 
 
 def test_ranks_of_one_run_share_the_right(holder, tmp_path):

@@ -27,6 +27,7 @@ from models import (
     images,
     links_state,
     mlp,
+    names_in,
     rows,
     sgd,
 )
@@ -170,7 +171,7 @@ def goes_on(settings, root, shared):
         assert_same_loops(resumed, straight)
         assert not straight.pipe.dense_bytes or straight.pipe.wire_bytes > 0
         straight.pipe.collect(None)  # nobody deletes what another still reads
-        assert sorted(path.name for path in folder.iterdir()) == ["last"]
+        assert names_in(folder) == ["last"]
     return resumed.pipe.rank
 
 
@@ -605,12 +606,12 @@ def failing_saves(root, shared):
             loop.save(own / "a")
         pipe.collect(None)
         assert contents(own) == old
-        assert [path.name for path in own.iterdir()] == ["a"], message
+        assert names_in(own) == ["a"], message
         pipe.collect(None)
     with pytest.raises(TypeError, match="rank 2: .*JSON"):
         loop.save(own / "a", note=object() if pipe.rank == 2 else 1)
     pipe.collect(None)
-    assert contents(own) == old and [path.name for path in own.iterdir()] == ["a"]
+    assert contents(own) == old and names_in(own) == ["a"]
     pipe.collect(None)
 
     elsewhere = own / ("mine" if pipe.rank == 1 else "free")
@@ -629,12 +630,39 @@ def failing_saves(root, shared):
     assert_same_loops(again, loop)
 
 
+def test_one_ranks_bad_weights_or_head_are_refused_on_all(ranks, tmp_path):
+    ranks(refusing, 2, str(tmp_path))
+
+
+def refusing(root):
+    loop = Loop(Setting(["tanh"]))
+    pipe, own = loop.pipe, disk(root, loop.pipe.rank, False)
+    loop.run(0, 1)
+    loop.save(own / "a")
+    old = contents(own)
+    if pipe.rank == 0:
+        with torch.no_grad():
+            next(iter(pipe.parameters())).view(-1)[0] = float("nan")
+    with pytest.raises(FloatingPointError, match="^rank 0: .* is not finite after step 1, so .*a"):
+        loop.save(own / "a")
+    assert contents(own) == old
+    if pipe.rank == 1:
+        (own / "a" / "checkpoint.json").unlink()
+    pipe.collect(None)
+    with (
+        mpcomp.Checkpoints(pipe, own / "b"),
+        mpcomp.Checkpoints(pipe, own / "a") as checkpoints,
+        pytest.raises(ValueError, match=r"^rank 1: .*a lacks checkpoint.json beside rank-00001-of"),
+    ):
+        checkpoints.restore()
+
+
 def test_a_checkpoint_of_one_process_is_replaced_by_one_of_several(ranks, tmp_path):
     setting = Setting(["tanh"])
     train_and_save(setting, tmp_path / "a", 1)
     ranks(in_rank_train_and_save, 2, setting, tmp_path / "a", 2)
     assert Loop(setting).load(tmp_path / "a") == {"note": "x"}
-    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    assert names_in(tmp_path) == ["a"]
     train_and_save(setting, tmp_path / "a", 1)
     assert len(list((tmp_path / "a").iterdir())) == 3
 
