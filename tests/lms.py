@@ -47,6 +47,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 4},
     "granite": _GROUPED,
     "mixtral": {**_GROUPED, "num_local_experts": 3},
+    "olmo": _GROUPED,
     "opt": {"ffn_dim": 40, "word_embed_proj_dim": 32},
     "phi": {},
     "stablelm": _GROUPED,

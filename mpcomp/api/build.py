@@ -162,6 +162,7 @@ def build(model: nn.Module, config: PipelineConfig) -> Pipeline:
     }
     with launch.failing_together():
         cut = launch.cut(model)
+        loss_fn = config.loss_for(cut)
         boundaries = boundaries_of(
             config.act_comp,
             config.grad_comp,
@@ -202,7 +203,7 @@ def build(model: nn.Module, config: PipelineConfig) -> Pipeline:
         boundaries,
         engine,
         chunks=config.chunks,
-        loss_fn=config.loss_for(cut),
+        loss_fn=loss_fn,
         scaler=config.scaler,
         ties=ties,
         warmup_steps=config.warmup_steps,

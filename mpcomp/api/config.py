@@ -19,6 +19,7 @@ from mpcomp.data_parallel.methods import replica_method_of
 from mpcomp.data_parallel.network import ReplicaNetwork
 from mpcomp.engines.schedules import schedule_named
 from mpcomp.links.build import MethodLike, Methods
+from stages.language_models import check_own_loss
 from stages.split import Where
 
 __all__ = ["PipelineConfig"]
@@ -152,10 +153,17 @@ class PipelineConfig:
         }
 
     def loss_for(self, cut: Sequence[staging.Stage]) -> LossFn | None:
-        """The loss function: if none is given, that of language models, or the model's own."""
+        """The loss function: if none is given, that of language models, or the model's own.
+
+        Raises:
+            ValueError: a language model's own is another than that.
+        """
         if self.loss_fn is not None:
             return self.loss_fn
-        return CausalLMLoss() if cut[0].is_causal_lm else cut[0].own_loss
+        if not cut[0].is_causal_lm:
+            return cut[0].own_loss
+        check_own_loss(cut[0].original)
+        return CausalLMLoss()
 
 
 def _counts(value: Any) -> bool:

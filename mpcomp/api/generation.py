@@ -68,6 +68,11 @@ def generate(
     lm: Any = cut[0].original
     if not cut[0].is_causal_lm:
         raise ValueError(f"generate: {type(lm).__name__} is no causal language model")
+    if getattr(lm, "_is_stateful", False):
+        raise ValueError(
+            f"generate: {type(lm).__name__} is recurrent and keeps a state, but stages keep keys "
+            "and values alone; generate with the whole model: pipe.merge().generate(...)"
+        )
     _check(cut, input_ids, attention_mask, max_new_tokens, temperature, top_p)
     config = getattr(lm, "generation_config", None)
     ends = _ids(eos_token_id if eos_token_id is not None else getattr(config, "eos_token_id", None))

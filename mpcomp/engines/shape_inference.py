@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import stages as staging
 from mpcomp.core.checks import check_tensor
@@ -57,7 +58,8 @@ class Planner:
     def _run(self, microbatch: Any, autocast: Autocast) -> list[TensorMeta]:
         metas = []
         fakes = FakeTensorMode(allow_non_fake_inputs=True)  # tensors that are plain attributes
-        with fakes, torch.no_grad(), autocast.enter():
+        grouped: Any = _GroupedProducts()  # type: ignore[no-untyped-call]
+        with fakes, grouped, torch.no_grad(), autocast.enter():
             batch = map_tensors(_without_state(microbatch), self._fake)
             value = batch
             for i, stage in enumerate(self._stages[:-1]):
@@ -92,6 +94,19 @@ class Planner:
 
     def _fake(self, x: Tensor) -> Tensor:
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=self._device)
+
+
+class _GroupedProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Products of experts in any dtype: torch computes them, but knows bf16's shapes alone."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is not torch.ops.aten._grouped_mm.default:
+            return func(*args, **kwargs)
+        x, weight, *others = args
+        return func(x.bfloat16(), weight.bfloat16(), *others, **kwargs).to(x.dtype)
 
 
 class _Fake:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -33,6 +34,13 @@ class Decoder:
         self.units = list(self._layout.blocks)
         self.places = list(range(1, len(self.units)))
         config: Any = unwrapped(model)[1].config
+        if every := getattr(config, "rescale_every", 0):
+            raise ValueError(
+                f"{type(unwrapped(model)[1]).__name__} with config.rescale_every = {every} changes "
+                "its weights in forward, whenever it goes over to evaluation or back, and a stage "
+                "does not know of it. Set model.config.rescale_every = 0 before its first "
+                "evaluation; that only guards fp16 against overflow, and gives the same logits"
+            )
         self.tested = config.model_type in FAMILIES
 
     @property
@@ -92,23 +100,29 @@ class Decoder:
         ids = torch.arange(1, 11, device=weights.device).reshape(2, 5)
         batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         batch["attention_mask"][0, :2] = 0
-        modes = [(module, module.training) for module in self._model.modules()]
-        copies = [(module, module.training) for stage in stages for module in stage.modules()]
-        try:
-            for module, _ in modes + copies:
-                module.training = False
-            with torch.no_grad():
-                expected = self._model(**batch, use_cache=False).logits
-                error = _difference(stages, batch, expected)
-        finally:
-            for module, mode in modes + copies:
-                module.training = mode
+        with evaluation(self._model, *stages):
+            expected = self._model(**batch, use_cache=False).logits
+            error = _difference(stages, batch, expected)
         if error is not None:
             raise ValueError(
                 f"{type(self._model).__name__} cannot be cut like this: its stages do not give its "
                 "logits, so its forward does more between the blocks than the families that are "
                 f"known ({listing(sorted(FAMILIES))}); write it as an nn.Sequential"
             ) from error
+
+
+@contextmanager
+def evaluation(*models: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; afterwards every module has the mode it had."""
+    modes = [(module, module.training) for model in models for module in model.modules()]
+    try:
+        for module, _ in modes:
+            module.training = False
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
 
 
 def _difference(

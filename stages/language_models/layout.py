@@ -76,10 +76,10 @@ def layout_of(model: nn.Module) -> Layout:
         path = qualified(holder_name, name)
         if child is lm.get_submodule(list_name):
             passed = True
-        elif not passed and (isinstance(child, nn.Dropout) or _has_parameters(child)):
-            before.append(path)
-        elif _has_parameters(child):
-            after.append(path)
+        elif isinstance(child, nn.Dropout) or (not passed and _has_parameters(child)):
+            before.append(path)  # dropout is the embeddings', also where it is named after all
+        elif _has_parameters(child) or (passed and "Norm" in type(child).__name__):
+            after.append(path)  # a norm may have no weights, as OLMo's
         else:
             everywhere.append(path)
     inside = holder_name

@@ -76,6 +76,8 @@ class DecoderRun:
         if vars(config).get("layer_types") is not None:  # elsewhere it follows from the number
             config.layer_types = list(config.layer_types)[self.start : self.stop]
         config.num_hidden_layers = self.stop - self.start
+        if hasattr(config, "output_router_logits"):  # of these blocks alone, or of none
+            config.output_router_logits = False
         return config
 
     def _holder(self, stage: Stage, *, first: bool, last: bool) -> nn.Module:

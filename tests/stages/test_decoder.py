@@ -30,6 +30,7 @@ OTHERS = [
     "gpt_neo",
     "granite",
     "mixtral",
+    "olmo",
     "phi",
     "stablelm",
     "starcoder2",
