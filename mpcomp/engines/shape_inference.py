@@ -59,7 +59,7 @@ class Planner:
         metas = []
         fakes = FakeTensorMode(allow_non_fake_inputs=True)  # tensors that are plain attributes
         grouped: Any = _GroupedProducts()  # type: ignore[no-untyped-call]
-        with fakes, grouped, torch.no_grad(), autocast.enter():
+        with fakes, grouped, _no_nested_tensors(), torch.no_grad(), autocast.enter():
             batch = map_tensors(_without_state(microbatch), self._fake)
             value = batch
             for i, stage in enumerate(self._stages[:-1]):
@@ -94,6 +94,17 @@ class Planner:
 
     def _fake(self, x: Tensor) -> Tensor:
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=self._device)
+
+
+@contextmanager
+def _no_nested_tensors() -> Iterator[None]:
+    """Plain tensors in encoders, whose fast path in evaluation drops padding by its values."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 class _GroupedProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
