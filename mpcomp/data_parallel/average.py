@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mpcomp.comm.mesh import ProcessMesh
 from mpcomp.core.step import Step
@@ -55,12 +54,10 @@ class CompressedAverage(ReplicaSync):
         exchange = self.exchange
         assert exchange is not None
         exchange.begin(loss_scale=step.loss_scale, lr=step.lr, compress=step.compress_dp)
-        for group in in_groups(self._gradients(), alone=self._tied):
-            exchange.add(group)
-        exchange.finish()
-
-    def _gradients(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in trained_in(self._stages).items():
-            if parameter.grad is None:  # it may have one on other replicas
-                parameter.grad = torch.zeros_like(parameter)
-            yield name, parameter.grad
+        trained = trained_in(self._stages)
+        with self._completed(trained.values(), exchange.averaged_over):
+            gradients = ((name, p.grad) for name, p in trained.items() if p.grad is not None)
+            for group in in_groups(gradients, alone=self._tied):
+                exchange.add(group)
+            exchange.finish()
+        exchange.leave_alone({name for name, p in trained.items() if p.grad is None})

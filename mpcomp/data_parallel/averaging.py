@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -203,10 +203,21 @@ class Averaging:
         self.mean_traffic_bytes = total_traffic / ranks
         self.finite = not bad
         if self.finite:
-            self._leave_alone({n for n, u in zip(self._used, used, strict=True) if not u})
+            self.leave_alone({n for n, u in zip(self._used, used, strict=True) if not u})
         else:
             for item in self.items:
                 item.gradient.fill_(math.nan)
+
+    def leave_alone(self, unused: Collection[str]) -> None:
+        """Takes back what was sent for parameters that no replica had a gradient for.
+
+        Nobody looks at their results; what memories hold must wait for a step in which one does.
+        """
+        for item in self.items:
+            if item.name in unused:
+                self._run.state.discard_one(item.name)
+                self.context.new_factors.pop(item.name, None)
+                item.gradient.zero_()
 
     def entry(self, finite: bool) -> dict[str, Any]:
         """Entry for a log of every step; ``finite`` is whether the step was, at last."""
@@ -302,17 +313,6 @@ class Averaging:
                 with totals.timed("decode_s"):
                     going.append((path, next(path, None)))
             self._paths = going
-
-    def _leave_alone(self, unused: set[str]) -> None:
-        """Takes back what was sent for parameters that no replica had a gradient for.
-
-        DDP ignores their results; what memories hold must wait for a step in which it does not.
-        """
-        for item in self.items:
-            if item.name in unused:
-                self._run.state.discard_one(item.name)
-                self.context.new_factors.pop(item.name, None)
-                item.gradient.zero_()
 
 
 def _begun(path: Path) -> tuple[Path, Works | None]:

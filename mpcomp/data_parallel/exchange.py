@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -201,6 +201,15 @@ class Exchange:
         if self.density_every is not None and self.step % self.density_every == 0:
             self.density = math.nan if self.nonfinite else _density(averaging.items)
         self._count(averaging.context.traffic)
+
+    def leave_alone(self, names: Collection[str]) -> None:
+        """Takes back, once finished, what was sent for parameters that no replica uses."""
+        self._under_way.leave_alone(names)
+
+    @property
+    def averaged_over(self) -> dist.ProcessGroup | None:
+        """The ranks whose gradients are averaged; None if each keeps its own."""
+        return self._connections.everyone.group
 
     def finish_step(self, finite: bool) -> None:
         """Ends the step: what memories noted is kept if it was finite everywhere, else forgotten.

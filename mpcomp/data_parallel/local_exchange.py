@@ -18,7 +18,7 @@ machines.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -186,6 +186,14 @@ class LocalExchange(Exchange):
             for gradient in self._gradients:
                 gradient.fill_(torch.nan)
         self._gradients.clear()
+
+    def leave_alone(self, names: Collection[str]) -> None:
+        if self._machine is not None:
+            self._machine.leave_alone(names)
+
+    @property
+    def averaged_over(self) -> dist.ProcessGroup | None:
+        return None if self._machine is None else self._machine.averaged_over
 
     def finish_step(self, finite: bool) -> None:
         """Ends the backward; if it was finite everywhere, the optimizer's next step counts."""

@@ -15,7 +15,7 @@ A pass of evaluation is a `begin` and an `end`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -89,6 +89,35 @@ class ReplicaSync(ABC):
             for stage in self._stages:
                 for buffer in stage.buffers():
                     dist.broadcast(buffer, src=mesh.place, group=mesh.replica_group)
+
+    @contextmanager
+    def _completed(
+        self, parameters: Collection[nn.Parameter], group: dist.ProcessGroup | None
+    ) -> Iterator[None]:
+        """Within it every parameter has a gradient, zeros where this replica has none.
+
+        At its end those have none again that no replica had one for.
+
+        Args:
+            parameters: of this rank that are trained, the same on all replicas.
+            group: the replicas whose gradients are averaged; None if each keeps its own.
+        """
+        missing = [parameter.grad is None for parameter in parameters]
+        without = torch.tensor(missing, dtype=torch.uint8, device=self._mesh.device)
+        work = None
+        if group is not None and len(missing):
+            work = dist.all_reduce(without, dist.ReduceOp.MIN, group=group, async_op=True)
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        yield
+        if work is not None:
+            with self._mesh.waiting("names of gradients that other replicas have"):
+                work.wait()
+        if any(missing):  # else nobody waits for an accelerator
+            for parameter, nowhere in zip(parameters, without.tolist(), strict=True):
+                if nowhere:
+                    parameter.grad = None
 
     @contextmanager
     def disabled(self) -> Iterator[None]:

@@ -60,7 +60,10 @@ class GradientAverage(ReplicaSync):
             if ddp is None:
                 continue
             parameters = [p for p in stage.parameters() if p.requires_grad]
-            with self._mesh.waiting("gradients of other replicas"):
+            with (
+                self._completed(parameters, self._mesh.replica_group),
+                self._mesh.waiting("gradients of other replicas"),
+            ):
                 ddp.reducer.prepare_for_backward([])
                 torch.autograd.backward(parameters, [torch.zeros_like(p) for p in parameters])
 
