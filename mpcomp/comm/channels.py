@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mpcomp.comm.failures import Waits
 from mpcomp.comm.stripes import closed_up, stripe_bytes, stripes_of
-from mpcomp.core.wire import CHECKED_HEADER_BYTES
+from mpcomp.core.wire import CHECKED_HEADER_BYTES, HEADER_BYTES, no_tensor, says_no_tensor
 
 __all__ = ["Channel", "LocalChannel", "WireChannel"]
 
@@ -31,6 +31,8 @@ class Channel(ABC):
 
     #: Whether messages leave this rank.
     on_wire: bool
+    #: Whether both ends must name one length for a message.
+    equal_lengths: bool = False
     #: Where messages arrive, and whence those leave that cross the network.
     device: torch.device
     #: Seconds spent waiting for messages.
@@ -51,8 +53,19 @@ class Channel(ABC):
         """Hands a message to the transport, uint8 [n]; returns at once."""
 
     @abstractmethod
+    def send_nothing(self, microbatch: int, num_bytes: int) -> None:
+        """Says that there is nothing to send, in place of a message of this length."""
+
+    @abstractmethod
     def receive(self, microbatch: int) -> Tensor:
         """Waits for a message that was posted: uint8 [n] on this rank's device."""
+
+    @abstractmethod
+    def receive_any(self, microbatch: int) -> Tensor | None:
+        """As `receive`, where there may be nothing to send, which gives None.
+
+        From an accelerator's network (NCCL) this waits for the message on the host.
+        """
 
     @abstractmethod
     def release(self) -> None:
@@ -70,7 +83,7 @@ class LocalChannel(Channel):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._messages: dict[int, Tensor] = {}
+        self._messages: dict[int, Tensor | None] = {}
 
     def post(self, microbatch: int, num_bytes: int, room: int = 0) -> None:
         pass
@@ -78,7 +91,15 @@ class LocalChannel(Channel):
     def send(self, microbatch: int, message: Tensor) -> None:
         self._messages[microbatch] = message.to(self.device, non_blocking=True)
 
+    def send_nothing(self, microbatch: int, num_bytes: int) -> None:
+        self._messages[microbatch] = None
+
     def receive(self, microbatch: int) -> Tensor:
+        message = self.receive_any(microbatch)
+        assert message is not None
+        return message
+
+    def receive_any(self, microbatch: int) -> Tensor | None:
         return self._messages.pop(microbatch)
 
     def release(self) -> None:
@@ -124,7 +145,7 @@ class WireChannel(Channel):
         #: gloo reads host memory; so a GPU's messages go through pinned buffers.
         self._staged = device.type != "cpu" and not nccl
         #: NCCL knows no tags: receives are started in the order in which they are waited for.
-        self._in_order = nccl
+        self._in_order = self.equal_lengths = nccl
         self._connections = 1 if nccl else connections  # NCCL has its own
         #: Rooms of the stripes, the length that is due, and what is being received.
         self._posted: dict[int, tuple[Tensor, int, list[Any]]] = {}
@@ -157,7 +178,7 @@ class WireChannel(Channel):
         return enumerate(stripes, microbatch * self._connections)
 
     def send(self, microbatch: int, message: Tensor) -> None:
-        if self._staged:
+        if self._staged and message.device.type != "cpu":
             host = torch.empty(message.shape, dtype=torch.uint8, pin_memory=True)
             host.copy_(message, non_blocking=True)
             torch.cuda.current_stream(message.device).synchronize()
@@ -169,7 +190,19 @@ class WireChannel(Channel):
             ]
         self._sent.append((microbatch, message, works))  # its memory must live until it has left
 
+    def send_nothing(self, microbatch: int, num_bytes: int) -> None:
+        notice = no_tensor(num_bytes if self.equal_lengths else HEADER_BYTES)
+        self.send(microbatch, notice if self._staged else notice.to(self.device))
+
     def receive(self, microbatch: int) -> Tensor:
+        return self._message(*self._arrived(microbatch))
+
+    def receive_any(self, microbatch: int) -> Tensor | None:
+        rooms, num_bytes = self._arrived(microbatch)
+        return None if says_no_tensor(rooms) else self._message(rooms, num_bytes)
+
+    def _arrived(self, microbatch: int) -> tuple[Tensor, int]:
+        """Rooms of a message's stripes, which are there now, and the length that was due."""
         rooms, num_bytes, works = self._posted.pop(microbatch)
         works = works or self._start(rooms, microbatch)
         begin = time.perf_counter()
@@ -177,6 +210,9 @@ class WireChannel(Channel):
             for work in works:
                 work.wait(self._timeout)
         self.waited_s += time.perf_counter() - begin
+        return rooms, num_bytes
+
+    def _message(self, rooms: Tensor, num_bytes: int) -> Tensor:
         message = closed_up(rooms, self._connections, num_bytes)
         return message.to(self.device, non_blocking=True) if self._staged else message
 

@@ -18,6 +18,11 @@ that it may have: so much is posted for it, but what is sent ends with the last 
 payload, uint8 [n] of any n up to the layout's. Where every message is checked (form 3), it has its
 length too, and a sum over all bits but its own (`mpcomp.core.bit_sum`). Both ends know beforehand
 which of the three a message is.
+
+The form of an activation for which no gradient is wanted has one bit more (4).
+
+Any message may be replaced by a notice that there is no tensor (`no_tensor`): a header alone, of
+a kind of its own and always the same 16 bytes.
 """
 
 from __future__ import annotations
@@ -48,9 +53,12 @@ __all__ = [
     "frame",
     "layout_check",
     "message_bytes",
+    "no_tensor",
     "pack",
     "packed_length",
+    "says_no_tensor",
     "seal",
+    "set_constant",
     "set_status",
     "status_of",
     "unframe",
@@ -58,16 +66,17 @@ __all__ = [
 ]
 
 VERSION = 3
-DENSE, COMPRESSED = 0, 1
+DENSE, COMPRESSED, _NO_TENSOR = 0, 1, 2
 HEADER_BYTES = 16
 LONG_HEADER_BYTES = 24  # where the length varies
 CHECKED_HEADER_BYTES = 32  # where every message has a sum over its bits
-_LONG, _CHECKED = 1, 2  # bits of the form
-_STATUS = 2  # position of the byte
+_LONG, _CHECKED, _CONSTANT = 1, 2, 4  # bits of the form
+_STATUS, _FORM = 2, 3  # positions of the bytes
 _ALIGNED = 16  # bytes; no element is longer
 _HEADER = struct.Struct("<BBBBIIf")
 _LENGTH = struct.Struct("<Q")
 _FP32 = struct.Struct("<f")
+_NOTICE = _HEADER.pack(VERSION, _NO_TENSOR, 0, 0, zlib.crc32(b"no tensor"), 0, 0.0)
 
 #: The wire tensors of one message.
 Payload = tuple[Tensor, ...]
@@ -245,6 +254,8 @@ class Header:
         length: bytes of the whole message where it says so, else None. Not compared, as who
             expects a message may not know it.
         checked: whether there is a sum over the message's bits.
+        constant: whether the sender wants no gradient of the tensor, as `set_constant` writes.
+            Not compared, as the receiver learns it here.
     """
 
     kind: int
@@ -255,6 +266,7 @@ class Header:
     version: int = VERSION
     length: int | None = field(default=None, compare=False)
     checked: bool = False
+    constant: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
         # As it travels, so that what arrives is equal to what is expected.
@@ -293,12 +305,18 @@ class Header:
         length = None
         if form & _LONG and len(raw) == LONG_HEADER_BYTES:
             (length,) = _LENGTH.unpack_from(raw, HEADER_BYTES)
-        return cls(kind, status, check, step, cf, version, length, bool(form & _CHECKED))
+        checked, constant = bool(form & _CHECKED), bool(form & _CONSTANT)
+        return cls(kind, status, check, step, cf, version, length, checked, constant)
 
 
 def set_status(message: Tensor, status: Tensor | int) -> None:
     """Writes the header's status, 0 or 1; a flag of one element on the device is not waited for."""
     message[_STATUS] = status
+
+
+def set_constant(message: Tensor) -> None:
+    """Writes into the header that no gradient of the tensor is wanted."""
+    message[_FORM] |= _CONSTANT
 
 
 def status_of(message: Tensor) -> Tensor:
@@ -317,6 +335,16 @@ def message_bytes(
 ) -> int:
     """Length of a message with this layout, header included; the largest where it varies."""
     return packed_length(layout, _header_bytes(variable, checked))
+
+
+def no_tensor(num_bytes: int = HEADER_BYTES) -> Tensor:
+    """The notice that there is no tensor, uint8 [num_bytes] on the CPU, with zeros behind it."""
+    return torch.frombuffer(bytearray(_NOTICE.ljust(num_bytes, b"\0")), dtype=torch.uint8)
+
+
+def says_no_tensor(message: Tensor) -> bool:
+    """Whether a message is that notice (on an accelerator this waits for it)."""
+    return bytes(message[:HEADER_BYTES].tolist()) == _NOTICE
 
 
 @functools.lru_cache(4096)

@@ -260,12 +260,16 @@ class LinkCopy(torch.autograd.Function):
     ) -> Tensor:
         meta = TensorMeta.of(x)
         ctx.connected, ctx.meta, ctx.step, ctx.microbatch = connected, meta, step, microbatch
+        ctx.set_materialize_grads(False)  # where there is no gradient, none crosses the cut
         connected.send_activation(x, meta, step, microbatch)
-        return connected.receive_activation(meta, step, microbatch)
+        y, _ = connected.receive_activation(meta, step, microbatch)
+        return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return None, None, None, None
         connected: ConnectedBoundary = ctx.connected
         trace: Trace | None = ctx.step.trace
         if trace is not None:  # one backward goes through all stages

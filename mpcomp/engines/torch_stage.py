@@ -8,6 +8,9 @@ send and receive operations. Here a stage sends and receives by itself, and offe
                           receive of the gradient that will come back
     backward_one_chunk    waits for the gradient, decodes, runs; encodes and sends
 
+Where no gradient flows back to a stage's input, the stage says so in place of a message. The stage
+before then leaves the microbatch's backward out, so `grad` stays None as in one process.
+
 torch's own inference of shapes must never run: it runs stages in training mode on uninitialised
 memory, which ends in BatchNorm's statistics, and it unpickles what comes over the network.
 """
@@ -18,7 +21,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
@@ -26,6 +28,7 @@ from mpcomp.comm.mesh import ProcessMesh
 from mpcomp.core.microbatch import map_tensors
 from mpcomp.core.step import Step
 from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.engines.graph import depends
 from mpcomp.engines.saved_bytes import SavedBytes
 from mpcomp.engines.stage_runner import Autocast, StageRunner
 from mpcomp.engines.updates import StashedWeights, Updates, lag_of
@@ -94,7 +97,8 @@ class CutStage(PipelineStage):
         """
         self._step = step
         self._trained = trained
-        self._undivided: set[int] = set()
+        #: Microbatches whose backward has left nothing for later.
+        self._ended: set[int] = set()
         self._metas = metas
         self._autocast = autocast
         self.has_backward = step.train
@@ -145,7 +149,7 @@ class CutStage(PipelineStage):
         value, beside = self._inputs(fwd_chunk_id, args[0][self.stage_index])
         received: list[Tensor] = []
         if self._before is not None:
-            received = [value.requires_grad_(self._trained < self.stage_index)]
+            received = [value]
         saved = self.saved if fwd_chunk_id == 0 else None  # the first is among the largest
         anyway: list[Tensor] = list(self.submod.parameters())
         # The batch is there for the whole step.
@@ -169,33 +173,43 @@ class CutStage(PipelineStage):
     ) -> None:
         """Runs a microbatch backward; sends the gradient of its input. Called by the schedule."""
         self._at(bwd_chunk_id, "backward")
-        goes_on = self._trained < self.stage_index  # to the stage before
-        if not full_backward and not goes_on and self._trained > 0:
-            # torch would divide this backward at an input that needs no gradient.
-            self._undivided.add(bwd_chunk_id)
-            full_backward = True
         if self._trained > self.stage_index:
             self.fwd_cache.pop(bwd_chunk_id)
+            self._ended.add(bwd_chunk_id)
             return
+        self._received = None if self._after is None else self._receive_gradient(bwd_chunk_id)
+        grad = None
+        if self._after is not None and self._received is None:
+            self.fwd_cache.pop(bwd_chunk_id)
+            self._ended.add(bwd_chunk_id)
+        else:
+            grad = self._backward(bwd_chunk_id, loss, full_backward)
+        if self._before is not None and self._trained < self.stage_index:
+            meta = self._metas[bwd_chunk_id][self.stage_index - 1]
+            self._before.send_gradient(grad, meta, self._step, bwd_chunk_id)
+
+    def _backward(self, microbatch: int, loss: Tensor | None, full: bool) -> Tensor | None:
+        """Runs backward; the gradient of the stage's input, if there is one."""
+        (output,), inputs = self.fwd_cache[microbatch]
+        if not full and self._before is not None:
+            end = output if loss is None else loss
+            if not depends(end, inputs[0]):
+                # torch divides a backward at the input, and would find no weights behind it.
+                self._ended.add(microbatch)
+                full = True
         trace = self._step.trace
-        if trace is not None and self._after is None:  # else once the gradient is there
-            trace.open("backward", self.stage_index, bwd_chunk_id)
+        if trace is not None:
+            trace.open("backward", self.stage_index, microbatch)
         with _own_errors():
-            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward=False)
+            super().backward_one_chunk(microbatch, loss, full, last_backward=False)
         if trace is not None:
             trace.close()
-        grads = self.bwd_cache.pop(bwd_chunk_id)
-        if self._before is None or not goes_on:
-            return
-        meta = self._metas[bwd_chunk_id][self.stage_index - 1]
-        grad = grads[0]
-        if grad is None:  # the output does not depend on the input
-            grad = torch.zeros(meta.shape, dtype=meta.dtype, device=self.device)
-        self._before.send_gradient(grad, meta, self._step, bwd_chunk_id)
+        grads: tuple[Tensor | None, ...] = self.bwd_cache.pop(microbatch)
+        return grads[0] if grads else None
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """The part of backward that a split left for later. Called by the schedule."""
-        if bwd_chunk_id in self._undivided:
+        if bwd_chunk_id in self._ended:
             return
         self._at(bwd_chunk_id, "backward of the weights")
         at = self.stage_index, bwd_chunk_id
@@ -231,7 +245,14 @@ class CutStage(PipelineStage):
     def _receive(self, microbatch: int) -> Tensor:
         assert self._before is not None
         meta = self._metas[microbatch][self.stage_index - 1]
-        return self._before.receive_activation(meta, self._step, microbatch)
+        value, constant = self._before.receive_activation(meta, self._step, microbatch)
+        trains = self._step.train and self._trained < self.stage_index
+        return value.requires_grad_(trains and not constant)
+
+    def _receive_gradient(self, microbatch: int) -> Tensor | None:
+        assert self._after is not None
+        meta = self._metas[microbatch][self.stage_index]
+        return self._after.receive_gradient(meta, self._step, microbatch)
 
     def _send(self, microbatch: int, output: Tensor) -> None:
         assert self._after is not None
@@ -242,8 +263,12 @@ class CutStage(PipelineStage):
                 f"data {list(meta.shape)} {meta.dtype}: its output's shape must not depend on the "
                 "values of tensors"
             )
-        self._after.send_activation(output.detach(), meta, self._step, microbatch)
-        if self._step.train and self._trained <= self.stage_index:
+        trains = self._step.train and self._trained <= self.stage_index
+        constant = trains and not output.requires_grad
+        self._after.send_activation(
+            output.detach(), meta, self._step, microbatch, constant=constant
+        )
+        if trains:
             self._after.post_gradient(meta, self._step, microbatch)
 
     def _number(self, microbatch: int) -> int:
@@ -256,12 +281,9 @@ class CutStage(PipelineStage):
     # -- what torch must not do -----------------------------------------------------------------
 
     def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Tensor, ...]:
-        assert self._after is not None
-        meta = self._metas[bwd_chunk_id][self.stage_index]
-        grad = self._after.receive_gradient(meta, self._step, bwd_chunk_id)
-        if self._step.trace is not None:
-            self._step.trace.open("backward", self.stage_index, bwd_chunk_id)
-        return (grad,)
+        assert self._received is not None
+        received, self._received = self._received, None
+        return (received,)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
         return []

@@ -96,6 +96,11 @@ class Ends:
         for end in self._held.ends.values():
             end.discard()
 
+    def drop_empty(self) -> None:
+        """Lets go of ends that keep nothing, as of those that were made for no message."""
+        held = {side: end for side, end in self._held.ends.items() if end.num_slots}
+        self._held = _Held(self._held.sample, held) if held else _Held()
+
     def state_dict(self) -> dict[str, Any]:
         """Stored rows of each end, and the sample shape they belong to."""
         state: dict[str, Any] = {}

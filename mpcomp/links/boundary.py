@@ -17,7 +17,7 @@ from torch import Tensor
 from mpcomp.comm.channels import Channel
 from mpcomp.core.step import Step
 from mpcomp.core.tensor_meta import TensorMeta
-from mpcomp.core.wire import status_of
+from mpcomp.core.wire import Header, status_of
 from mpcomp.feedback.memory import Side
 from mpcomp.links.link import Link
 
@@ -65,9 +65,13 @@ class Boundary:
         finally:
             vars(self).update(before)
 
-    def send_activation(self, x: Tensor, step: Step, microbatch: int) -> Tensor:
-        """The message for an activation (earlier stage's side)."""
+    def send_activation(
+        self, x: Tensor, step: Step, microbatch: int, *, constant: bool = False
+    ) -> Tensor:
+        """The message for an activation, which may want no gradient (earlier stage's side)."""
         message = self.act.encode(x, step, microbatch)
+        if constant:
+            self.act.mark_constant(message)
         if self._shares and step.train:
             self._sent[step.index, microbatch] = (
                 _nonzero(self.act.arrived(message, step, microbatch), status_of(message))
@@ -93,6 +97,13 @@ class Boundary:
         """The message for a gradient (later stage's side)."""
         positions = self._received.get((step.index, microbatch))
         return self.grad.encode(x, step, microbatch, positions)
+
+    def send_no_gradient(
+        self, meta: TensorMeta, channel: Channel, step: Step, microbatch: int
+    ) -> None:
+        """Says that a gradient like ``meta`` is not there (later stage's side)."""
+        positions = self._received.get((step.index, microbatch))
+        self.grad.hand_over_nothing(meta, channel, step, microbatch, positions)
 
     def activation_bytes(
         self, meta: TensorMeta, step: Step, microbatch: int, device: torch.device
@@ -144,32 +155,56 @@ class ConnectedBoundary:
         size = self.boundary.activation_bytes(meta, step, microbatch, self.act.device)
         self.act.post(microbatch, size, self.boundary.act.room(meta))
 
-    def send_activation(self, x: Tensor, meta: TensorMeta, step: Step, microbatch: int) -> None:
-        """Sends an activation (earlier stage's side)."""
+    def send_activation(
+        self,
+        x: Tensor,
+        meta: TensorMeta,
+        step: Step,
+        microbatch: int,
+        *,
+        constant: bool = False,
+    ) -> None:
+        """Sends an activation, which may want no gradient (earlier stage's side)."""
         with _no_autocast(x.device):
             x = meta.arrange(x)
             link = self.boundary.act
             with step.during("encode", link.sender_stage, microbatch, link.name):
-                message = self.boundary.send_activation(x, step, microbatch)
+                message = self.boundary.send_activation(x, step, microbatch, constant=constant)
             link.hand_over(x, message, self.act, step, microbatch)
 
-    def receive_activation(self, meta: TensorMeta, step: Step, microbatch: int) -> Tensor:
-        """Waits for an activation (later stage's side)."""
+    def receive_activation(
+        self, meta: TensorMeta, step: Step, microbatch: int
+    ) -> tuple[Tensor, bool]:
+        """Waits for an activation (later stage's side).
+
+        Returns:
+            The activation, and whether it wants no gradient. An accelerator is not waited for to
+            find out; then a gradient is sent that nobody uses.
+        """
         link = self.boundary.act
         message = link.take(self.act, step, microbatch)
         with (
             _no_autocast(message.device),
             step.during("decode", link.receiver_stage, microbatch, link.name),
         ):
-            return self.boundary.receive_activation(message, meta, step, microbatch)
+            constant = message.device.type == "cpu" and Header.of(message).constant
+            return self.boundary.receive_activation(message, meta, step, microbatch), constant
 
     def post_gradient(self, meta: TensorMeta, step: Step, microbatch: int) -> None:
         """Prepares for the gradient of an activation that was sent (earlier stage's side)."""
         size = self.boundary.gradient_bytes(meta, step, microbatch, self.grad.device)
         self.grad.post(microbatch, size, self.boundary.grad.room(meta))
 
-    def send_gradient(self, x: Tensor, meta: TensorMeta, step: Step, microbatch: int) -> None:
-        """Sends a gradient, in its activation's memory order (later stage's side)."""
+    def send_gradient(
+        self, x: Tensor | None, meta: TensorMeta, step: Step, microbatch: int
+    ) -> None:
+        """Sends a gradient, in its activation's memory order, or says that there is none.
+
+        It is called by the later stage.
+        """
+        if x is None:
+            self.boundary.send_no_gradient(meta, self.grad, step, microbatch)
+            return
         with _no_autocast(x.device):
             x = meta.arrange(x)
             link = self.boundary.grad
@@ -177,10 +212,12 @@ class ConnectedBoundary:
                 message = self.boundary.send_gradient(x, step, microbatch)
             link.hand_over(x, message, self.grad, step, microbatch)
 
-    def receive_gradient(self, meta: TensorMeta, step: Step, microbatch: int) -> Tensor:
-        """Waits for a gradient (earlier stage's side)."""
+    def receive_gradient(self, meta: TensorMeta, step: Step, microbatch: int) -> Tensor | None:
+        """Waits for a gradient (earlier stage's side); None says that there is none."""
         link = self.boundary.grad
-        message = link.take(self.grad, step, microbatch)
+        message = link.take_any(self.grad, step, microbatch)
+        if message is None:
+            return None
         with (
             _no_autocast(message.device),
             step.during("decode", link.receiver_stage, microbatch, link.name),

@@ -38,6 +38,7 @@ from mpcomp.core.wire import (
     layout_check,
     message_bytes,
     seal,
+    set_constant,
     set_status,
     status_of,
     unframe,
@@ -137,6 +138,8 @@ class Link:
         self.bases = self._new_bases() if self._new_bases is not None else None
         self._nonfinite: list[_Note] = []
         self._has_warned = False
+        #: Whether the open step has coded a message here.
+        self._carried = False
         #: Plans of the step under way, by side and microbatch.
         self._step: Step | None = None
         self._plans: dict[tuple[Side, int], Plan] = {}
@@ -204,6 +207,7 @@ class Link:
         status = self._check_finite(x, step)
         meta = TensorMeta.of(x)
         plan = self._plan(Side.SENDER, meta, step, microbatch, x.device, positions)
+        self._carried |= step.train
         payload = plan.encode(x)
         if self.adaptive is not None:
             self._measure(x, plan, step, microbatch)
@@ -213,8 +217,7 @@ class Link:
         message = frame(header, payload, variable=plan.variable, checked=self.checked)
         if status is not None:
             set_status(message, status)
-        if self.checked:
-            seal(message)
+        self._seal(message)
         if self.adaptive is not None and step.train and self.enabled(step):
             self.adaptive.note_message(message.numel(), meta)
         traffic = self._traffic(step)
@@ -240,6 +243,7 @@ class Link:
         """
         begin = time.perf_counter()
         plan = self._plan(Side.RECEIVER, meta, step, microbatch, message.device, positions)
+        self._carried |= step.train
         with self._naming(step, microbatch):
             payload = self._payload(message, plan)
             # Elsewhere reading the header would stall the device.
@@ -257,6 +261,15 @@ class Link:
             self._nonfinite.append(_Note(self._traffic(step), _has_nonfinite(x), counts=False))
         self._traffic(step).seconds += time.perf_counter() - begin
         return x
+
+    def mark_constant(self, message: Tensor) -> None:
+        """Says in a message that was just encoded that no gradient of it is wanted."""
+        set_constant(message)
+        self._seal(message)
+
+    def _seal(self, message: Tensor) -> None:
+        if self.checked:
+            seal(message)
 
     def weigh(self, gradient: Tensor, step: Step, microbatch: int) -> None:
         """Notes what came back for an activation that was sent here, where a basis follows it."""
@@ -284,10 +297,34 @@ class Link:
             with step.during("fidelity", *at, self.name):
                 self.compare_sent(x, message, step, microbatch)
 
+    def hand_over_nothing(
+        self,
+        meta: TensorMeta,
+        channel: Channel,
+        step: Step,
+        microbatch: int,
+        positions: Tensor | None = None,
+    ) -> None:
+        """Says that there is no tensor to send: no memory changes, and nothing is metered."""
+        num_bytes = 0
+        if channel.equal_lengths:
+            plan = self._plan(Side.SENDER, meta, step, microbatch, channel.device, positions)
+            num_bytes = self._message_bytes(plan)
+            self._forget_plan(Side.SENDER, microbatch)
+        channel.send_nothing(microbatch, num_bytes)
+
     def take(self, channel: Channel, step: Step, microbatch: int) -> Tensor:
         """Waits for a message that was posted."""
         with step.during("receive", self.receiver_stage, microbatch, self.name):
             return channel.receive(microbatch)
+
+    def take_any(self, channel: Channel, step: Step, microbatch: int) -> Tensor | None:
+        """As `take`, where the sender may have nothing to send, which gives None."""
+        with step.during("receive", self.receiver_stage, microbatch, self.name):
+            message = channel.receive_any(microbatch)
+        if message is None:
+            self._forget_plan(Side.RECEIVER, microbatch)
+        return message
 
     def compare(
         self, x: Tensor, arrived: Tensor, step: Step, microbatch: int | None = None
@@ -334,6 +371,9 @@ class Link:
             positions: for SameIndices, as in `encode`.
         """
         plan = self._plan(Side.RECEIVER, meta, step, microbatch, device, positions)
+        return self._message_bytes(plan)
+
+    def _message_bytes(self, plan: Plan) -> int:
         return message_bytes(plan.layout, variable=plan.variable, checked=self.checked)
 
     def room(self, meta: TensorMeta) -> int:
@@ -404,15 +444,22 @@ class Link:
 
     def commit(self) -> None:
         """Keeps what the ends have staged."""
+        if not self._carried:  # messages were expected, and none was coded: all stays as it was
+            self.discard()
+            return
+        self._carried = False
         self._forget_plans()
         for kept in self._kept():
             kept.commit()
 
     def discard(self) -> None:
         """Forgets what the ends have staged."""
-        self._forget_plans()
         for kept in self._kept():
             kept.discard()
+        if not self._carried and self._ends is not None:
+            self._ends.drop_empty()
+        self._carried = False
+        self._forget_plans()
 
     def _kept(self) -> list[Ends | Bases]:
         """All that is kept from step to step."""
@@ -434,6 +481,11 @@ class Link:
         self._step = None
         self._plans.clear()
         self._noted.clear()
+
+    def _forget_plan(self, side: Side, microbatch: int) -> None:
+        """Takes back the plan of a message that there is not."""
+        self._plans.pop((side, microbatch), None)
+        self._noted.get(side, {}).pop(microbatch, None)
 
     def _planned(self, side: Side, step: Step, microbatch: int) -> Plan:
         """The plan of a message that was coded here in this step."""

@@ -10,7 +10,8 @@ so that an optimizer changes both copies alike::
 
 Order of a step: all backwards, the sum over the tie, the mean over replicas, the norm (in which the
 parameter counts once), the optimizer. The messages are metered like those of a cut, and may be
-compressed; both ends then add up what the messages say, not what they were made from.
+compressed; both ends then add up what the messages say, not what they were made from. A copy
+without a gradient says so, and where neither has one both stay without.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-import torch
 from torch import Tensor, nn
 
 import stages as staging
@@ -129,25 +129,35 @@ class TiedWeights:
                 channel.post(0, size, link.room(meta))
         messages: dict[int, Tensor] = {}
         for i, copy in self.here.items():
-            grad = torch.zeros_like(copy) if copy.grad is None else copy.grad
-            row = grad.detach().reshape(1, -1)
+            if copy.grad is None:
+                self.links[i].hand_over_nothing(meta, self._channels[i], step, 0)
+                continue
+            row = copy.grad.detach().reshape(1, -1)
             with step.during("encode", self.links[i].sender_stage, 0, self.links[i].name):
                 messages[i] = self.links[i].encode(row, step, 0)
             self.links[i].hand_over(row, messages[i], self._channels[i], step, 0)
         parts = [self._part(i, messages, meta, step) for i in range(2)]
         for i, copy in self.here.items():
-            other = copy.device
-            total = (parts[0].to(other) + parts[1].to(other)).reshape(copy.shape)
-            former = before[i]
-            # Not in place: should a later tie fail, `separate_gradients` gives back what there was.
-            copy.grad = total if former is None else former + total
+            total = before[i]
+            there = [part.to(copy.device) for part in parts if part is not None]
+            if there:
+                # A copy, as both copies may be here; and not in place: should a later tie fail,
+                # `separate_gradients` gives back what there was.
+                both = there[0] + there[1] if len(there) == 2 else there[0].clone()
+                both = both.reshape(copy.shape)
+                total = both if total is None else total + both
+            copy.grad = total
 
-    def _part(self, i: int, messages: Mapping[int, Tensor], meta: TensorMeta, step: Step) -> Tensor:
-        """The gradient of copy ``i`` as its message says, at both ends alike."""
+    def _part(
+        self, i: int, messages: Mapping[int, Tensor], meta: TensorMeta, step: Step
+    ) -> Tensor | None:
+        """The gradient of copy ``i`` as its message says, at both ends alike; None without one."""
         link = self.links[i]
         if 1 - i not in self.here:  # which would receive it
-            return link.arrived(messages[i], step, 0)
-        message = link.take(self._channels[i], step, 0)
+            return link.arrived(messages[i], step, 0) if i in messages else None
+        message = link.take_any(self._channels[i], step, 0)
+        if message is None:
+            return None
         with step.during("decode", link.receiver_stage, 0, link.name):
             return link.decode(message, meta, step, 0)
 

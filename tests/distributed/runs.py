@@ -170,6 +170,7 @@ class Outcome:
     num_steps: int = 0
     fidelity: dict[str, float] = field(default_factory=dict)
     sent: dict[str, tuple[int, int]] = field(default_factory=dict)  # by link: wire, dense bytes
+    without: list[set[str]] = field(default_factory=list)  # names of None gradients, by step
     error: str = ""
 
 
@@ -249,6 +250,7 @@ def train(run: Run, *, alone: bool = True, **kwargs: Any) -> Outcome:
             scaler.unscale_(optimizer)
         if run.clip is not None:
             outcome.norms.append(mpcomp.clip_grad_norm_(pipe, run.clip))
+        outcome.without.append({n for n, p in pipe.named_parameters() if p.grad is None})
         if scaler is not None:
             scaler.step(optimizer)
             scaler.update()
@@ -359,8 +361,12 @@ def assert_same(run: Run, ours: Sequence[Outcome], alone: Outcome) -> None:
         for name in ("skipped", "scales", "values", "num_steps"):
             assert getattr(outcome, name) == getattr(alone, name), f"{where}: {name}"
         assert_same_links(outcome.links, alone.links)
+        assert len(outcome.without) == len(alone.without), where
         for name, state in outcome.links.items():
             remembered[name] |= set(state)
+    for step, without in enumerate(alone.without):
+        found = set().union(*(outcome.without[step] for outcome in ours))
+        assert found == without, f"{run}, step {step}: {found ^ without} without a gradient"
     # Nothing is missing: what one process remembers, some rank does.
     for name, state in alone.links.items():
         assert remembered[name] == set(state), f"{run}: {name}"
