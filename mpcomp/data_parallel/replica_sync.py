@@ -92,32 +92,39 @@ class ReplicaSync(ABC):
 
     @contextmanager
     def _completed(
-        self, parameters: Collection[nn.Parameter], group: dist.ProcessGroup | None
-    ) -> Iterator[None]:
+        self,
+        stages: Sequence[nn.Module],
+        group: dist.ProcessGroup | None,
+        kept: Collection[str] = (),
+    ) -> Iterator[set[str]]:
         """Within it every parameter has a gradient, zeros where this replica has none.
 
-        At its end those have none again that no replica had one for.
+        At its end those have none again that no replica had one for; it gives their names then.
 
         Args:
-            parameters: of this rank that are trained, the same on all replicas.
+            stages: of this rank, the same on all replicas.
             group: the replicas whose gradients are averaged; None if each keeps its own.
+            kept: names of those with a gradient of earlier steps, kept apart from this step's.
         """
-        missing = [parameter.grad is None for parameter in parameters]
+        trained = trained_in(stages)
+        missing = [parameter.grad is None for parameter in trained.values()]
         without = torch.tensor(missing, dtype=torch.uint8, device=self._mesh.device)
         work = None
-        if group is not None and len(missing):
+        if group is not None and missing:
             work = dist.all_reduce(without, dist.ReduceOp.MIN, group=group, async_op=True)
-        for parameter in parameters:
+        for parameter in trained.values():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        yield
+        unused: set[str] = set()
+        yield unused
         if work is not None:
             with self._mesh.waiting("names of gradients that other replicas have"):
                 work.wait()
         if any(missing):  # else nobody waits for an accelerator
-            for parameter, nowhere in zip(parameters, without.tolist(), strict=True):
-                if nowhere:
-                    parameter.grad = None
+            unused |= {name for name, none in zip(trained, without.tolist(), strict=True) if none}
+            trained = trained_in(stages)  # other tensors, where replicas own pieces of them
+            for name in unused.difference(kept):
+                trained[name].grad = None
 
     @contextmanager
     def disabled(self) -> Iterator[None]:

@@ -61,7 +61,7 @@ class GradientAverage(ReplicaSync):
                 continue
             parameters = [p for p in stage.parameters() if p.requires_grad]
             with (
-                self._completed(parameters, self._mesh.replica_group),
+                self._completed([stage], self._mesh.replica_group),
                 self._mesh.waiting("gradients of other replicas"),
             ):
                 ddp.reducer.prepare_for_backward([])

@@ -14,7 +14,7 @@ weights each time and not a sum over time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -159,6 +159,10 @@ class ShardedExchange(Exchange):
             torch.mul(blocks[self.rank], 1 if mean else peers.size, out=out)
             if any(bool(message[0]) for message in gathered):
                 out.fill_(torch.nan)
+
+    def leave_alone(self, names: Collection[str]) -> None:
+        pieces = {f"{name}/{rank}" for name in names for rank in range(self.num_replicas)}
+        super().leave_alone(pieces)
 
     def _items_of(self, row: Tensor, parts: Sequence[ShardedParameter], peer: int) -> list[Item]:
         """The pieces of a row, loaded."""

@@ -22,7 +22,7 @@ from mpcomp.compressors import Compressor
 from mpcomp.core.step import Step
 from mpcomp.data_parallel.base import ReplicaMethod
 from mpcomp.data_parallel.fsdp import Shards, reduce_now
-from mpcomp.data_parallel.replica_sync import ReplicaSync
+from mpcomp.data_parallel.replica_sync import ReplicaSync, trained_in
 from mpcomp.data_parallel.sharded import ShardedExchange, ShardedParameter
 
 __all__ = ["ShardedAverage", "Sharding"]
@@ -85,6 +85,8 @@ class ShardedAverage(ReplicaSync):
 
     def begin(self, step: Step) -> None:
         self._compress = step.compress_dp
+        #: Those with a gradient that an earlier step has added to its shard.
+        self._kept = {n for n, p in trained_in(self._stages).items() if p.grad is not None}
 
     def reduce(self, step: Step) -> None:
         self._mesh.where = f"step {step.index}, exchanging gradients with other replicas"
@@ -93,9 +95,11 @@ class ShardedAverage(ReplicaSync):
         exchange = self.exchange
         assert exchange is not None
         exchange.begin(loss_scale=step.loss_scale, lr=step.lr, compress=step.compress_dp)
-        for stage in self._stages:
-            reduce_now(stage)
-        exchange.finish()
+        with self._completed(self._stages, exchange.averaged_over, self._kept) as unused:
+            for stage in self._stages:
+                reduce_now(stage)
+            exchange.finish()
+        exchange.leave_alone(unused)
 
     def end(self) -> None:
         # Parameters may change now, so none stays gathered.
