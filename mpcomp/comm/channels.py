@@ -54,7 +54,7 @@ class Channel(ABC):
 
     @abstractmethod
     def send_nothing(self, microbatch: int, num_bytes: int) -> None:
-        """Says that there is nothing to send, in place of a message of this length."""
+        """Says that there is nothing to send; as long as this where lengths must be equal."""
 
     @abstractmethod
     def receive(self, microbatch: int) -> Tensor:

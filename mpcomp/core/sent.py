@@ -25,7 +25,7 @@ def below_bf16(wire_bytes: float, num_elements: float) -> float | None:
         The factor: 1 is bf16, 0.5 uncompressed fp32. None where it is not known, or nothing was
         sent.
     """
-    if math.isnan(num_elements) or not wire_bytes:
+    if not wire_bytes or not num_elements > 0:  # NaN is not
         return None
     return 2 * num_elements / wire_bytes
 

@@ -21,8 +21,8 @@ which of the three a message is.
 
 The form of an activation for which no gradient is wanted has one bit more (4).
 
-Any message may be replaced by a notice that there is no tensor (`no_tensor`): a header alone, of
-a kind of its own and always the same 16 bytes.
+Where there is no gradient to send, a notice says so (`no_tensor`): a header alone, of a kind of its
+own and always the same 16 bytes. It is refused where an activation is due.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ __all__ = [
     "CHECKED_HEADER_BYTES",
     "COMPRESSED",
     "DENSE",
+    "FORMAT",
     "HEADER_BYTES",
     "LONG_HEADER_BYTES",
     "VERSION",
@@ -77,6 +78,8 @@ _HEADER = struct.Struct("<BBBBIIf")
 _LENGTH = struct.Struct("<Q")
 _FP32 = struct.Struct("<f")
 _NOTICE = _HEADER.pack(VERSION, _NO_TENSOR, 0, 0, zlib.crc32(b"no tensor"), 0, 0.0)
+#: Numbers that ranks have in common if their messages have the same headers and notices.
+FORMAT = (VERSION, zlib.crc32(_NOTICE))
 
 #: The wire tensors of one message.
 Payload = tuple[Tensor, ...]

@@ -164,6 +164,9 @@ class LocalEngine(Engine):
         part.backward()  # type: ignore[no-untyped-call]
         if step.trace is not None:
             step.trace.close()
+        trained = [runner.index for runner in self._runners if runner.has_trainable]
+        for boundary in self.boundaries[min(trained, default=last) :]:
+            boundary.grad.count_nothing(step, i)  # as ranks send it
 
     def device_of(self, stage: int) -> torch.device:
         return self.devices[stage]

@@ -108,6 +108,11 @@ class StageRunner:
         self.forward_s = 0.0
         self.stashed: StashedWeights | None = None
 
+    @property
+    def has_trainable(self) -> bool:
+        """Whether any parameter of the stage requires a gradient at the moment."""
+        return any(parameter.requires_grad for parameter in self.stage.parameters())
+
     def inputs(self, batch: Any) -> Any:
         """The part of a microbatch that this stage needs, on its device."""
         needed = batch if self.index == 0 else self.stage.takes(batch)

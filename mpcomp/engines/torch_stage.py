@@ -74,7 +74,7 @@ class CutStage(PipelineStage):
     @property
     def has_trainable(self) -> bool:
         """Whether any of its parameters requires a gradient at the moment."""
-        return any(parameter.requires_grad for parameter in self.submod.parameters())
+        return self._runner.has_trainable
 
     def begin(
         self,

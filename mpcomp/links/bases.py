@@ -138,9 +138,9 @@ class _Sender:
         self._x: Tensor | None = None
 
     def count(self, num: int, *, announces: bool) -> None:
-        """Notes a message of so many vectors, and whether news go with it."""
+        """Notes a message of so many vectors, and whether news may go with it."""
         self._num += num
-        self._announced |= announces
+        self._announced |= announces and self.news is not None
 
     def observe(self, x: Tensor) -> None:
         """Notes what is sent in a message."""
@@ -264,13 +264,12 @@ class Bases:
         entry = _ENTRY_BYTES[side] + averages * _MOMENT_BYTES
         return entry * Tokens.of(meta).width ** 2
 
-    def coder(self, side: Side, meta: TensorMeta, *, learns: bool, announces: bool) -> InBasis:
+    def coder(self, side: Side, meta: TensorMeta, *, announces: bool) -> InBasis:
         """The compressor of a message.
 
         Args:
             side: whose.
             meta: the tensor.
-            learns: whether it is one of training.
             announces: whether a new basis may go with it; in training alone.
         """
         tokens = Tokens.of(meta)
@@ -279,9 +278,12 @@ class Bases:
             return self._method.at(receiver.basis, None, room=announces)
         sender = self._sender(tokens.width)
         news = sender.news if announces else None
-        if learns:
-            sender.count(tokens.num, announces=news is not None)
         return self._method.at(sender.basis, news, room=announces)
+
+    def count(self, meta: TensorMeta, *, announces: bool) -> None:
+        """Notes a message of training, which has taken with it what there was to announce."""
+        tokens = Tokens.of(meta)
+        self._sender(tokens.width).count(tokens.num, announces=announces)
 
     def observe(self, x: Tensor) -> None:
         """Learns from what is sent in a message of training, once a step; zero where padded."""

@@ -31,7 +31,8 @@ from mpcomp.core.traffic import Meter, Traffic
 from mpcomp.core.wire import (
     COMPRESSED,
     DENSE,
-    VERSION,
+    FORMAT,
+    HEADER_BYTES,
     Header,
     Payload,
     frame,
@@ -138,8 +139,8 @@ class Link:
         self.bases = self._new_bases() if self._new_bases is not None else None
         self._nonfinite: list[_Note] = []
         self._has_warned = False
-        #: Whether the open step has coded a message here.
-        self._carried = False
+        #: Microbatches of which the open step of training has coded a message here.
+        self._coded: set[int] = set()
         #: Plans of the step under way, by side and microbatch.
         self._step: Step | None = None
         self._plans: dict[tuple[Side, int], Plan] = {}
@@ -207,12 +208,15 @@ class Link:
         status = self._check_finite(x, step)
         meta = TensorMeta.of(x)
         plan = self._plan(Side.SENDER, meta, step, microbatch, x.device, positions)
-        self._carried |= step.train
+        self._note_coded(step, microbatch)
         payload = plan.encode(x)
         if self.adaptive is not None:
             self._measure(x, plan, step, microbatch)
-        if self.bases is not None and self._announces(step, microbatch):
-            self.bases.observe(self._blanked(x, step, microbatch))
+        if self.bases is not None and self._learns(step):
+            announces = self._announces(step, microbatch)
+            self.bases.count(meta, announces=announces)
+            if announces:
+                self.bases.observe(self._blanked(x, step, microbatch))
         header = self._header(plan, step)
         message = frame(header, payload, variable=plan.variable, checked=self.checked)
         if status is not None:
@@ -243,7 +247,7 @@ class Link:
         """
         begin = time.perf_counter()
         plan = self._plan(Side.RECEIVER, meta, step, microbatch, message.device, positions)
-        self._carried |= step.train
+        self._note_coded(step, microbatch)
         with self._naming(step, microbatch):
             payload = self._payload(message, plan)
             # Elsewhere reading the header would stall the device.
@@ -305,13 +309,24 @@ class Link:
         microbatch: int,
         positions: Tensor | None = None,
     ) -> None:
-        """Says that there is no tensor to send: no memory changes, and nothing is metered."""
-        num_bytes = 0
+        """Says that there is no tensor to send: no memory changes, and a header is metered."""
+        num_bytes = HEADER_BYTES
         if channel.equal_lengths:
             plan = self._plan(Side.SENDER, meta, step, microbatch, channel.device, positions)
             num_bytes = self._message_bytes(plan)
             self._forget_plan(Side.SENDER, microbatch)
-        channel.send_nothing(microbatch, num_bytes)
+        with step.during("send", self.sender_stage, microbatch, self.name, HEADER_BYTES):
+            channel.send_nothing(microbatch, num_bytes)
+        self.count_nothing(step, microbatch)
+
+    def count_nothing(self, step: Step, microbatch: int) -> None:
+        """Meters the header that stands for a message, unless a tensor was sent."""
+        if self.on_wire and microbatch not in self._coded:
+            self._traffic(step).wire_bytes += HEADER_BYTES
+
+    def _note_coded(self, step: Step, microbatch: int) -> None:
+        if step.train:
+            self._coded.add(microbatch)
 
     def take(self, channel: Channel, step: Step, microbatch: int) -> Tensor:
         """Waits for a message that was posted."""
@@ -444,10 +459,10 @@ class Link:
 
     def commit(self) -> None:
         """Keeps what the ends have staged."""
-        if not self._carried:  # messages were expected, and none was coded: all stays as it was
+        if not self._coded:  # messages were expected, and none was coded: all stays as it was
             self.discard()
             return
-        self._carried = False
+        self._coded.clear()
         self._forget_plans()
         for kept in self._kept():
             kept.commit()
@@ -456,9 +471,9 @@ class Link:
         """Forgets what the ends have staged."""
         for kept in self._kept():
             kept.discard()
-        if not self._carried and self._ends is not None:
+        if not self._coded and self._ends is not None:
             self._ends.drop_empty()
-        self._carried = False
+        self._coded.clear()
         self._forget_plans()
 
     def _kept(self) -> list[Ends | Bases]:
@@ -568,12 +583,7 @@ class Link:
             probe = self._probe(step)
             return self.adaptive.coder if probe is None else self.adaptive.compressor(probe.cf)
         if self.bases is not None:
-            return self.bases.coder(
-                side,
-                meta,
-                learns=self._learns(step),
-                announces=self._announces(step, microbatch),
-            )
+            return self.bases.coder(side, meta, announces=self._announces(step, microbatch))
         method: Any = self.method
         if method.reuses_selection:
             method = Identity() if positions is None else method.at(positions)
@@ -618,14 +628,14 @@ class Link:
         """Numbers that two ranks have in common if they would send the same bytes for a tensor.
 
         The methods' names are not all of it: of one name there may be code of two dates. Of each
-        part of a message, layouts of a small tensor and a large one, and the header's version.
+        part of a message, layouts of a small tensor and a large one, and what headers are like.
         """
         coders: tuple[Any, ...] = (self.method,)
         if self.feedback is not None:
             coders = (*self.feedback.coders, self.feedback.first or Identity())
         plain = [coder for coder in coders if isinstance(coder, Compressor)]
         return [
-            VERSION,
+            *FORMAT,
             *(
                 layout_check((coder if shrinks(coder, meta) else Identity()).layout(meta))
                 for coder in plain

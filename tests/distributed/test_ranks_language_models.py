@@ -8,12 +8,23 @@ from dataclasses import replace
 
 import pytest
 import torch
-from lm_runs import check, lm_run
+from lm_runs import check, lm_run, lora, lora_late, not_adapted
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*would not shrink")
 pytest.importorskip("transformers")
 
 COMPRESSED = {"act": "topk:0.3", "grad": "ef21+topk:0.3"}
+#: All but those with adapters.
+MODELS = (
+    "gpt2",
+    "gpt2 left",
+    "gpt2 full",
+    "deep gpt2",
+    "calm gpt2",
+    "llama",
+    "llama left",
+    "tied llama",
+)
 
 
 def test_models_and_schedules_on_two_ranks(ranks):
@@ -33,6 +44,17 @@ def test_models_and_schedules_on_two_ranks(ranks):
         lm_run("calm gpt2", 4, "InterleavedZeroBubble"),
     ]
     check(ranks, 2, [replace(run, steps=2) for run in of_each_schedule])
+
+
+@pytest.mark.timeout(120)
+def test_the_same_parameters_have_no_gradient(ranks):
+    """On two ranks as in one process, of every model; adapters leave most without."""
+    runs = [lm_run(model, steps=1) for model in MODELS]
+    for model, make in {"lora": lora, "late lora": lora_late}.items():
+        runs.append(lm_run(model, steps=1, frozen=not_adapted(make)))
+    all_ours = check(ranks, 2, runs)
+    without = [set().union(*(o.without[0] for o in ours)) for ours in all_ours]
+    assert not any(without[:-2]) and all(names for names in without[-2:])
 
 
 @pytest.mark.slow

@@ -16,6 +16,8 @@ from runs import KINDS, SCHEDULES, Kind, Run, assert_same, descending, train, tr
 from torch import Tensor, nn
 
 import mpcomp
+from mpcomp import Adaptive, ErrorFeedback, TopK
+from mpcomp.comm.channels import WireChannel
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*would not shrink")
 
@@ -90,11 +92,23 @@ MEMBERS = {
 }
 KINDS.update(MEMBERS)
 
+#: A ratio that is chosen anew in every step.
+ADAPTIVE = Adaptive(
+    ErrorFeedback(TopK(0.1)),
+    cf=(2.0, 20.0),
+    window=1,
+    bandwidth_mbps=1.0,
+    latency_ms=0.1,
+    compute_ms=0.5,
+)
 METHODS = [
     {},
     {"act": "topk:0.5", "grad": "ef+topk:0.5"},
     {"act": "aqsgd+quant:4", "grad": "ef21+topk:0.5"},
     {"act": "step:0.3", "grad": "step:0.3"},
+    {"act": "klt:weighted=true+step:0.3", "grad": "klt+step:0.3"},
+    {"act": "topk:0.5", "grad": "same"},
+    {"act": ADAPTIVE, "grad": ADAPTIVE},
 ]
 
 
@@ -103,7 +117,7 @@ def runs_of(members, methods, **options) -> list[Run]:
         Run(member, steps=3, optimizer=("adamw", "sgd")[(i + j) % 2], **method, **options)
         for i, member in enumerate(members)
         for j, method in enumerate(methods)
-        if len(methods) < 3 or j in (0, 1 + i % (len(methods) - 1))
+        if len(methods) < 3 or j in (0, 1 + i % 3, 4 + i % 3)
     ]
 
 
@@ -130,8 +144,8 @@ def train_members(runs):
     return train_all(runs)
 
 
-def check(ranks, num_ranks, runs):
-    all_ours = list(zip(*ranks(train_members, num_ranks, runs), strict=True))
+def check(ranks, num_ranks, runs, train_them=train_members):
+    all_ours = list(zip(*ranks(train_them, num_ranks, runs), strict=True))
     for run, ours in zip(runs, all_ours, strict=True):
         alone = descending(run) if run.schedule == "LoopedBFS" else train(run)
         assert_same(run, ours, alone)
@@ -201,6 +215,101 @@ def test_clipping_scalers_and_what_goes_with_messages(ranks):
     check(ranks, 2, runs)
 
 
+@pytest.mark.timeout(120)
+def test_every_model_of_these_tests(ranks):
+    """They use all their parameters; with some frozen these have no gradient either."""
+    others = [name for name in KINDS if name not in MEMBERS]
+    runs = [Run(name, steps=2) for name in others]
+    runs += [Run("deep", steps=2, frozen=(f"{i}.",)) for i in (0, 3, 5)]
+    check(ranks, 2, runs)
+
+
+def train_with_updates(members):
+    """By member: None gradients before each update of a step, and the weights."""
+    results = []
+    for member in members:
+        torch.manual_seed(0)
+        options = {"timeout": 60.0} if dist.is_initialized() else {"engine": "local"}
+        pipe = mpcomp.pipeline(
+            KINDS[member].make(),
+            6,
+            split=2,
+            loss_fn=F.cross_entropy,
+            grad_comp="ef+topk:0.5",
+            **options,
+        )
+        optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01, weight_decay=0.5)
+        without = []
+
+        def update(pipe=pipe, optimizer=optimizer, without=without):
+            without.append({n for n, p in pipe.named_parameters() if p.grad is None})
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for step in range(2):
+            pipe.forward_backward(*rows(12, step), update=update, updates=3)
+        results.append((without, pipe.merge().state_dict(), pipe.wire_bytes))
+    return results
+
+
+@pytest.mark.timeout(120)
+def test_updates_within_a_step(ranks):
+    """Six updates, of two microbatches each, in an asynchronous pipeline."""
+    members = ("last stage detached", "detached at times", "stopped", "constant", "unused")
+    all_ours = zip(*ranks(train_with_updates, 2, members), strict=True)
+    for member, ours, alone in zip(members, all_ours, train_with_updates(members), strict=True):
+        found = [set.union(*each) for each in zip(*(without for without, *_ in ours), strict=True)]
+        assert found == alone[0] and len(found) == 6
+        assert any(found) or member == "detached at times"
+        for _, state, wire_bytes in ours:
+            assert wire_bytes == alone[2]
+            assert all(same_bits(state[name], value) for name, value in alone[1].items())
+
+
+def train_as_over_nccl(runs):
+    """As `train_all`, with gloo bound by NCCL's rules; lengths by channel, as sent and awaited."""
+    init, send, start = WireChannel.__init__, WireChannel.send, WireChannel._start
+    sent, awaited = {}, {}
+
+    def made(channel, *args, **kwargs):
+        init(channel, *args, **kwargs)
+        channel._in_order = channel.equal_lengths = True
+
+    def sending(channel, microbatch, message):
+        sent.setdefault(channel._name, []).append(message.numel())
+        send(channel, microbatch, message)
+
+    def starting(channel, rooms, microbatch):
+        awaited.setdefault(channel._name, []).append(rooms.numel())
+        return start(channel, rooms, microbatch)
+
+    WireChannel.__init__, WireChannel.send, WireChannel._start = made, sending, starting
+    try:
+        return train_all(runs), sent, awaited
+    finally:
+        WireChannel.__init__, WireChannel.send, WireChannel._start = init, send, start
+
+
+@pytest.mark.timeout(120)
+def test_where_lengths_must_be_equal_and_nothing_is_posted_ahead(ranks):
+    """NCCL's rules: a notice is as long as the message that was due, and is waited for as one."""
+    members = ("several detached", "detached at times", "constant at times", "tied and at times")
+    runs = runs_of(members, METHODS[:2])
+    results = ranks(train_as_over_nccl, 2, runs)
+    for run, *ours in zip(runs, *(outcomes for outcomes, _, _ in results), strict=True):
+        assert_same(run, ours, train(run))
+    sent, awaited = ({k: v for each in results for k, v in each[i].items()} for i in (1, 2))
+    assert len(sent) == 4 and sent == awaited  # a cut and a tie, both ways, each at one rank
+    varying = [
+        Run(member, steps=8, chunks=2, rows=(64,), ids=64, act="topk:0.5", grad="klt+step:0.05")
+        for member in members
+    ]
+    results = ranks(train_as_over_nccl, 2, varying)
+    for run, *ours in zip(varying, *(outcomes for outcomes, _, _ in results), strict=True):
+        alone = train(run)
+        assert_same(run, ours, alone)
+
+
 # -- replicas --------------------------------------------------------------------------------------
 
 
@@ -219,10 +328,10 @@ class Chosen(nn.Module):
         return y + self.of_one(x) if self.used else y
 
 
-def train_replicas(dp_comps):
-    """By method: names without gradients in each step, and weights at last."""
+def train_replicas(all_options):
+    """By options: names without gradients in each step, and weights at last."""
     results = []
-    for dp_comp in dp_comps:
+    for options in all_options:
         torch.manual_seed(0)
         first = Chosen(used=dist.get_rank() >= 2)  # of the second replica
         model = nn.Sequential(first, nn.Linear(WIDTH, WIDTH), Chosen(True), nn.Linear(WIDTH, 5))
@@ -232,36 +341,57 @@ def train_replicas(dp_comps):
             split=2,
             replicas=2,
             loss_fn=F.cross_entropy,
-            dp_comp=dp_comp,
             timeout=60.0,
+            **options,
         )
-        ours = train_steps(pipe, pipe.parameters(), pipe.replica, pipe.forward_backward)
-        results.append((ours, {n: p.detach().clone() for n, p in pipe.named_parameters()}))
+        optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01, weight_decay=0.5)
+        pipe.follow(optimizer)
+        without = []
+        for step in range(4):
+            pipe.forward_backward(*rows(6, 10 * step + pipe.replica))
+            without.append({n for n, p in pipe.named_parameters() if p.grad is None})
+            optimizer.step()
+            optimizer.zero_grad()
+        held = {name for name, _ in pipe.named_parameters()}
+        weights = {n: x.clone() for n, x in pipe.merge().state_dict().items() if n in held}
+        results.append((without, weights))
     return results
 
 
-def train_steps(module, parameters, replica, backward):
-    """Names of None gradients by step."""
-    optimizer = torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.5)
-    without = []
-    for step in range(3):
-        backward(*rows(6, 10 * step + replica))
-        without.append({n for n, p in module.named_parameters() if p.grad is None})
-        optimizer.step()
-        optimizer.zero_grad()
-    return without
+#: Ways for replicas to make one gradient of theirs, the last four with pieces of each parameter.
+REPLICAS = [
+    {},
+    {"dp_comp": "topk:0.5"},
+    {"dp_comp": "ef+topk:0.3"},
+    {"dp_comp": "powersgd:1"},
+    {"shard": True},
+    {"shard": True, "dp_comp": "topk:0.5"},
+    {"shard": True, "dp_comp": "conef+topk:0.3"},
+    {"shard": True, "param_comp": "bf16"},
+]
+UNTOUCHED = {f"{i}.of_none.{name}" for i in (0, 2) for name in ("weight", "bias")}
 
 
 @pytest.mark.timeout(120)
 def test_replicas(ranks):
     """None where no replica has a gradient; zeros where another has one, and the mean of both."""
-    results = ranks(train_replicas, 4, [None, "topk:0.5", "ef+topk:0.3", "powersgd:1"])
-    untouched = {f"{i}.of_none.{name}" for i in (0, 2) for name in ("weight", "bias")}
+    results = ranks(train_replicas, 4, REPLICAS)
     torch.manual_seed(0)
     begin = nn.Sequential(Chosen(False), nn.Linear(WIDTH, WIDTH), Chosen(True), nn.Linear(WIDTH, 5))
-    for of_method in zip(*results, strict=True):
-        for rank, (without, weights) in enumerate(of_method):
-            assert without == [untouched & set(weights)] * 3
+    for of_way in zip(*results, strict=True):
+        for rank, (without, weights) in enumerate(of_way):
+            assert without == [UNTOUCHED & set(weights)] * 4
             for name, value in weights.items():
-                assert same_bits(value, of_method[rank ^ 2][1][name]), name
-                assert same_bits(value, dict(begin.named_parameters())[name]) == (name in untouched)
+                assert same_bits(value, of_way[rank ^ 2][1][name]), name
+                assert same_bits(value, dict(begin.named_parameters())[name]) == (name in UNTOUCHED)
+
+
+@pytest.mark.timeout(120)
+def test_replicas_that_train_alone(ranks):
+    """Each has the gradients of its own data; what nobody trains stays where it was."""
+    (results,) = zip(*ranks(train_replicas, 4, [{"dp_comp": "diloco:2"}]), strict=True)
+    for rank, (without, weights) in enumerate(results):
+        unused = UNTOUCHED | ({"0.of_one.weight", "0.of_one.bias"} if rank < 2 else set())
+        assert without == [unused & set(weights)] * 4
+        for name, value in weights.items():
+            assert same_bits(value, results[rank ^ 2][1][name]), name

@@ -11,6 +11,7 @@ from methods import COMPRESSORS, FEEDBACK, round_trip, same_bits, varies
 
 from mpcomp import (
     AQSGD,
+    ECSQ,
     EF21,
     Cast,
     ErrorFeedback,
@@ -24,7 +25,7 @@ from mpcomp import (
     pipeline,
 )
 from mpcomp.core.step import Step
-from mpcomp.core.wire import COMPRESSED, DENSE, HEADER_BYTES, Header
+from mpcomp.core.wire import COMPRESSED, DENSE, HEADER_BYTES, Header, no_tensor
 
 METHODS = [*COMPRESSORS, *FEEDBACK]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -279,6 +280,26 @@ def test_an_end_that_is_not_where_the_other_is_says_so():
     warm = link_of(TopK(1.0), warmup_steps=9)
     with pytest.raises(RuntimeError, match=r"disagree|bytes where"):
         warm.decode(message, meta, step_of(5), 0)
+
+
+@pytest.mark.parametrize("checked", [False, True], ids=["", "checked"])
+@pytest.mark.parametrize("train", [False, True], ids=["evaluation", "training"])
+@pytest.mark.parametrize("method", [Identity(), TopK(0.1), EF21(TopK(0.1)), ECSQ(0.3)], ids=str)
+def test_a_notice_of_no_tensor_is_no_activation(method, train, checked):
+    """Whatever stands behind it; what was sent can be decoded as ever."""
+    x = torch.randn(SHAPE)
+    here, there = (link_of(method, checked=checked) for _ in range(2))
+    for step in (step_of(0, train), step_of(1, train)):
+        message = here.encode(x, step, 0)
+        notice = message.clone()
+        notice[:HEADER_BYTES] = no_tensor()
+        for damaged in (notice, no_tensor(message.numel()), no_tensor()):
+            with pytest.raises(RuntimeError, match="boundary 0 act, .*microbatch 0, from stage 0"):
+                there.decode(damaged, TensorMeta.of(x), step, 0)
+        arrived = there.decode(message, TensorMeta.of(x), step, 0)
+        assert same_bits(arrived, here.arrived(message, step, 0))
+        here.commit()
+        there.commit()
 
 
 def test_lost_state_at_one_end_is_noticed_not_decoded():
