@@ -32,6 +32,7 @@ from mpcomp.plan.planner import TIE_COMP, Pair, Planner
 from mpcomp.plan.prediction import Compute
 from mpcomp.plan.profile import Profile, count_profile, measure_profile
 from mpcomp.plan.replica_cost import ReplicaCost, replica_cost
+from mpcomp.plan.timing import Undisturbed
 
 __all__ = ["add_to"]
 
@@ -186,7 +187,8 @@ def run(options: argparse.Namespace) -> None:
         config=dict(_entry(text) for text in options.config),
     )
     task = options.task or model.task
-    profile = _profile(model, options)
+    timing = Undisturbed()
+    profile = _profile(model, options, timing)
     computes = [[block.compute for block in profile.blocks]] * options.stages
     if group is not None:
         computes, links = group.measure(profile)
@@ -208,14 +210,17 @@ def run(options: argparse.Namespace) -> None:
         num_cores=options.cores,
         exchange_s=replicas[0].seconds if replicas else 0.0,
         num_samples=options.samples,
+        settle=timing,
     )
     pairs = [_pair(given) for given in options.method] if options.method else methods_of(task)
     outcome = plan(planner, pairs, task=task, floor=options.floor, replicas=replicas)
     about = _about(model, profile, options, chunks)
     if options.json:
-        print(json.dumps({"about": about, **outcome.to_dict()}, indent=1))
+        print(
+            json.dumps({"about": about, "timing": timing.to_dict(), **outcome.to_dict()}, indent=1)
+        )
     else:
-        _print(outcome, about, options)
+        _print(outcome, f"{about}\n{timing.sentence()}", options)
     if options.html:
         rates = [rate if math.isfinite(rate) else None for rate in options.mbps]
         write_page(
@@ -321,11 +326,11 @@ def _pair(given: Sequence[str]) -> Pair:
     return given[0], given[-1]
 
 
-def _profile(model: Candidate, options: argparse.Namespace) -> Profile:
+def _profile(model: Candidate, options: argparse.Namespace, timing: Undisturbed) -> Profile:
     if options.tflops is not None:
         return count_profile(model.model, model.sample, flops_per_s=1e12 * options.tflops)
     dtype = compute_dtype(options.precision, torch.device("cpu"))
-    return measure_profile(model.model, model.sample, model.loss, autocast=dtype)
+    return measure_profile(model.model, model.sample, model.loss, autocast=dtype, settle=timing)
 
 
 def _network(options: argparse.Namespace) -> Network:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ from mpcomp.core.step import Step
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.links.build import MethodLike, boundaries_of
 from mpcomp.plan.timeline import Messages
-from stages.clock import now
+from mpcomp.plan.timing import Run, Settle, timed, typical
 
 __all__ = ["Coding", "CutCost", "MeasuredCut", "measure_coding", "measure_cut"]
 
@@ -81,10 +80,11 @@ def measure_coding(
     *,
     repeats: int = 5,
     changes: tuple[float, float] = (0.0, 0.0),
+    settle: Settle = typical,
 ) -> CutCost:
     """The cost alone of `measure_cut`, where arguments and errors are described."""
     return measure_cut(
-        act_comp, grad_comp, activation, gradient, repeats=repeats, changes=changes
+        act_comp, grad_comp, activation, gradient, repeats=repeats, changes=changes, settle=settle
     ).cost
 
 
@@ -96,6 +96,7 @@ def measure_cut(
     *,
     repeats: int = 5,
     changes: tuple[float, float] = (0.0, 0.0),
+    settle: Settle = typical,
 ) -> MeasuredCut:
     """Codes one microbatch again and again, as the two ends of a cut do.
 
@@ -112,9 +113,10 @@ def measure_cut(
         repeats: that are measured.
         changes: of the activation's energy and of the gradient's, the share that the same samples'
             have changed by when they come again, which is all that methods with a memory send.
+        settle: what repeats of one kind of message stand for; by default their median.
 
     Returns:
-        Medians, the messages of the last time, and their errors.
+        Times, the messages of the last repeat, and their errors.
 
     Raises:
         ValueError: no such method, or repeats below 1.
@@ -127,29 +129,27 @@ def measure_cut(
     act_meta, grad_meta = TensorMeta.of(activation), TensorMeta.of(gradient)
     rows = len(activation)
     ids = tuple(tuple((row,) for row in range(start, start + rows)) for start in (0, rows))
-    seconds: list[Coding] = []
+    runs: list[tuple[Run, ...]] = []
     for index in range(_WARMUPS + repeats):
         step = Step(index=index, train=True, sample_ids=ids)
         activation, gradient = (_visit(x, share, index) for x, share in given)
-        timed = _timed if index < _WARMUPS else _timed_after_rest
+        run = timed if index < _WARMUPS else _timed_after_rest
         # Methods learn from the first microbatch of a step: all others take what is measured.
         for microbatch in (0, 1) if index < _WARMUPS else (1,):
-            act, encode_act = timed(boundary.send_activation, activation, step, microbatch)
-            got_act, decode_act = timed(
-                boundary.receive_activation, act, act_meta, step, microbatch
-            )
-            grad, encode_grad = timed(boundary.send_gradient, gradient, step, microbatch)
-            got_grad, decode_grad = timed(
+            act, encode_act = run(boundary.send_activation, activation, step, microbatch)
+            got_act, decode_act = run(boundary.receive_activation, act, act_meta, step, microbatch)
+            grad, encode_grad = run(boundary.send_gradient, gradient, step, microbatch)
+            got_grad, decode_grad = run(
                 boundary.receive_gradient, grad, grad_meta, step, microbatch
             )
         if index == _WARMUPS + repeats - 1:
             boundary.act.compare(activation, got_act, step)
             boundary.grad.compare(gradient, got_grad, step)
         boundary.finish_step(finite=True)
-        seconds.append(Coding(encode_act, decode_act, encode_grad, decode_grad))
-    medians = [statistics.median(times) for times in zip(*seconds[_WARMUPS:], strict=True)]
+        runs.append((encode_act, decode_act, encode_grad, decode_grad))
+    seconds = map(settle, zip(*runs[_WARMUPS:], strict=True))
     return MeasuredCut(
-        CutCost(Coding(*medians), Messages(act.numel(), grad.numel())),
+        CutCost(Coding(*seconds), Messages(act.numel(), grad.numel())),
         *(link.meter.train.relative_error for link in boundary.links),
     )
 
@@ -168,14 +168,8 @@ def _visit(x: Tensor, share: float, index: int) -> Tensor:
     return changed
 
 
-def _timed_after_rest(code: Callable[..., Tensor], *arguments: Any) -> tuple[Tensor, float]:
+def _timed_after_rest(code: Callable[..., Tensor], *arguments: Any) -> tuple[Tensor, Run]:
     time.sleep(_REST_S)
     # As int64: the sum of as many single bytes takes thirty times as long.
     torch.zeros(_CACHE_BYTES // 8, dtype=torch.int64).sum()
-    return _timed(code, *arguments)
-
-
-def _timed(code: Callable[..., Tensor], *arguments: Any) -> tuple[Tensor, float]:
-    begin = now()
-    result = code(*arguments)
-    return result, now() - begin
+    return timed(code, *arguments)

@@ -27,6 +27,7 @@ from mpcomp.plan.known_quality import Known, known_of
 from mpcomp.plan.network import PACKET_SHARE, Network
 from mpcomp.plan.prediction import Compute, Prediction, predict
 from mpcomp.plan.profile import Profile
+from mpcomp.plan.timing import Settle, typical
 
 __all__ = ["BASELINE", "DENSE", "TIE_COMP", "Pair", "PlannedStep", "Planner", "at_rate"]
 
@@ -115,6 +116,7 @@ class Planner:
         num_cores: that all stages share; None where each host has its own.
         exchange_s: what replicas add to a step.
         num_samples: of the training set, for methods that keep a row for each.
+        settle: what repeats of one message stand for when coding is measured.
 
     Raises:
         ValueError: cuts that do not fit the model or the hosts.
@@ -134,6 +136,7 @@ class Planner:
         num_cores: int | None = None,
         exchange_s: float = 0.0,
         num_samples: int | None = None,
+        settle: Settle = typical,
     ) -> None:
         num_hosts = len(network.host_mbps)
         for counts in cuts:
@@ -147,6 +150,7 @@ class Planner:
         self._tie_comp = tie_comp
         self._in_flight, self._num_cores = in_flight, num_cores
         self._exchange_s, self._num_samples = exchange_s, num_samples
+        self._settle = settle
         self._costs: dict[tuple[Pair, TensorMeta], CutCost] = {}
 
     def step(self, pair: Pair) -> PlannedStep:
@@ -218,7 +222,9 @@ class Planner:
         if (pair, meta) not in self._costs:
             part = _part(meta)
             activation, gradient = (tensor[part] for tensor in self.profile.samples[meta])
-            measured = measure_coding(*pair, activation, gradient, repeats=4, changes=CHANGES)
+            measured = measure_coding(
+                *pair, activation, gradient, repeats=4, changes=CHANGES, settle=self._settle
+            )
             self._costs[pair, meta] = measured.times(meta.numel / activation.numel())
         return self._costs[pair, meta]
 
@@ -233,7 +239,9 @@ class Planner:
             if key not in self._costs:
                 numel = min(tie.meta.numel, _LARGEST)
                 rows = torch.randn(1, numel, generator=torch.Generator().manual_seed(0))
-                measured = measure_coding(method, method, rows, rows, repeats=4)
+                measured = measure_coding(
+                    method, method, rows, rows, repeats=4, settle=self._settle
+                )
                 self._costs[key] = measured.times(tie.meta.numel / numel)
             yield first, last, self._costs[key]
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -23,8 +22,8 @@ from mpcomp.core.microbatch import map_tensors
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.engines.shape_inference import attributes_kept
 from mpcomp.plan.prediction import Compute
+from mpcomp.plan.timing import Run, Settle, timed, typical
 from stages.blocks import Block, arguments, blocks, one_tensor, random_state_kept, side_inputs
-from stages.clock import now
 from stages.sharing import shared_parameters
 from stages.stage import Stage
 
@@ -118,6 +117,7 @@ def measure_profile(
     *,
     autocast: torch.dtype | None = None,
     repeats: int = 3,
+    settle: Settle = typical,
 ) -> Profile:
     """Runs every kind of block here, forward and backward.
 
@@ -130,6 +130,7 @@ def measure_profile(
         loss: of the last block's output, 0-d.
         autocast: the dtype that is computed in; None for that of the weights.
         repeats: that are measured.
+        settle: what repeats of one kind of block stand for; by default their median.
 
     Raises:
         ValueError: the model cannot be cut, or repeats is below 1.
@@ -143,7 +144,7 @@ def measure_profile(
         for _ in range(_WARMUPS + repeats):
             walk.forward()
             walk.backward()
-        return replace(walk.profile(skip=_WARMUPS), ties=_ties(model, units))
+        return replace(walk.profile(settle, skip=_WARMUPS), ties=_ties(model, units))
 
 
 class _Walk:
@@ -163,7 +164,7 @@ class _Walk:
         self._kinds: list[int] = []
         self._modules: dict[int, nn.Module] = {}
         self._open: dict[int, tuple[Tensor | None, Tensor]] = {}
-        self._times: dict[int, tuple[list[float], list[float]]] = {}
+        self._times: dict[int, tuple[list[Run], list[Run]]] = {}
 
     def forward(self) -> None:
         first_time = not self._kinds
@@ -189,15 +190,13 @@ class _Walk:
             if self._kinds[i] != i:
                 continue  # the next one's gradient has the shape of its own, and about its size
             x, out = self._open.pop(i)
-            start = now()
-            torch.autograd.backward(out, gradient)
-            self._times[i][1].append(now() - start)
+            _, run = timed(torch.autograd.backward, out, gradient)
+            self._times[i][1].append(run)
             gradient = None if x is None else x.grad
 
-    def profile(self, skip: int) -> Profile:
+    def profile(self, settle: Settle, skip: int) -> Profile:
         measured = {
-            i: Compute(*(statistics.median(times[skip:]) for times in both))
-            for i, both in self._times.items()
+            i: Compute(*(settle(times[skip:]) for times in both)) for i, both in self._times.items()
         }
         found = tuple(
             BlockProfile(
@@ -239,11 +238,14 @@ class _Walk:
             x = args[0].detach().clone().requires_grad_()
             args = (x.mul(1),)
         module.zero_grad()
-        start = now()
-        with self._casting():
-            out = one_tensor(unit, module(*args, **kwargs))
-        end = self._loss(out) if i == len(self._units) - 1 else out
-        self._times[i][0].append(now() - start)
+
+        def compute() -> tuple[Tensor, Tensor]:
+            with self._casting():
+                out = one_tensor(unit, module(*args, **kwargs))
+            return out, self._loss(out) if i == len(self._units) - 1 else out
+
+        (out, end), run = timed(compute)
+        self._times[i][0].append(run)
         self._open[i] = (x, end)
         return out.detach()
 

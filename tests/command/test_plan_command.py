@@ -27,7 +27,7 @@ def test_a_table_and_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     run(*SMALL, "--stages", "4", "--mbps", "0.1", "--latency-ms", "5")
     out = capsys.readouterr().out
     assert "4 stages, 0.1 Mbit/s, 5 ms" in out
-    assert "measured here" in out
+    assert "measured here" in out and "% above them" in out
     # At this rate nothing but bytes matters: the fewest of what keeps quality.
     assert "start with act_comp='auto:scratch', grad_comp='auto:scratch', tie_comp='quant:8'" in out
     assert "split=[1,1,1,1]" in out
@@ -40,6 +40,7 @@ def test_figures_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
     pairs = [(step["act"], step["grad"]) for step in found["steps"]]
     assert pairs == [("none", "none"), ("bf16", "bf16"), ("quant:4", "quant:8")]
     assert "counted" in found["about"]
+    assert set(found["timing"]) == {"slowdown", "spread", "busy"}
     assert found["steps"][2]["wire_bytes"] < 0.25 * found["steps"][0]["wire_bytes"]
 
 
