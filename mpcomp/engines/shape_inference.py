@@ -2,14 +2,16 @@
 
 Fake tensors go through all stages: shapes, dtypes and memory order come out, nothing is computed,
 and neither buffers nor generators notice. Both ends of a cut do this alike, so no shape ever
-crosses the network. One plan serves every batch of the same shapes.
+crosses the network. One plan serves every batch of the same shapes. A number or word in a batch may
+decide on shapes, so another one runs the stages that take it again, and these alone.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +26,11 @@ from mpcomp.engines.stage_runner import Autocast, call
 
 __all__ = ["Planner", "attributes_kept"]
 
+#: Outputs of each stage that are remembered: the shapes of batches, and numbers in them.
+_REMEMBERED: Final = 32
+#: Runs without data after which torch forgets what it noted of each operation's arguments.
+_RUNS: Final = 1024
+
 
 class Planner:
     """Makes plans for one pipeline.
@@ -36,7 +43,9 @@ class Planner:
     def __init__(self, stages: Sequence[staging.Stage], device: torch.device) -> None:
         self._stages = list(stages)
         self._device = device
-        self._known: dict[Any, list[TensorMeta]] = {}
+        #: Of a stage and what it is called with: what it gives; the last used at the end.
+        self._known: OrderedDict[Any, TensorMeta] = OrderedDict()
+        self._num_runs = 0
 
     def plan(self, microbatch: Any, autocast: Autocast) -> list[TensorMeta]:
         """The tensors that cross the cuts for this microbatch, in order.
@@ -46,42 +55,54 @@ class Planner:
             RuntimeError: a stage's forward depends on values, or failed.
         """
         training = tuple(stage.training for stage in self._stages)
-        key = (_signature(_without_state(microbatch)), autocast, training)
-        if key not in self._known:
-            self._known[key] = self._run(microbatch, autocast)
-        return self._known[key]
+        batch = value = _without_state(microbatch)
+        given = _signature(batch)
+        metas: list[TensorMeta] = []
+        for i, stage in enumerate(self._stages[:-1]):
+            beside = stage.takes(batch)
+            key = i, given, _signature(beside) if beside else None, autocast, training
+            if key not in self._known:
+                self._known[key] = self._run(i, value, beside, autocast)
+            self._known.move_to_end(key)
+            value = given = self._known[key]
+            metas.append(value)
+        while len(self._known) > _REMEMBERED * len(metas):
+            self._known.popitem(last=False)
+        return metas
 
     def forget(self) -> None:
         """Drops all plans."""
         self._known.clear()
 
-    def _run(self, microbatch: Any, autocast: Autocast) -> list[TensorMeta]:
-        metas = []
+    def _run(self, i: int, value: Any, beside: Mapping[str, Any], autocast: Autocast) -> TensorMeta:
+        """The output of a stage for a batch, or for what crosses the cut before it."""
+        self._num_runs += 1
+        if self._num_runs % _RUNS == 0:
+            FakeTensorMode.cache_clear()
+        stage = self._stages[i]
         fakes = FakeTensorMode(allow_non_fake_inputs=True)  # tensors that are plain attributes
         grouped: Any = _GroupedProducts()  # type: ignore[no-untyped-call]
         with fakes, grouped, _no_nested_tensors(), torch.no_grad(), autocast.enter():
-            batch = map_tensors(_without_state(microbatch), self._fake)
-            value = batch
-            for i, stage in enumerate(self._stages[:-1]):
-                try:
-                    with attributes_kept(stage):
-                        fake = _Fake(stage, self._state(stage))
-                        value = call(fake, value, stage.takes(batch))
-                except (TypeError, ValueError):
-                    raise
-                except Exception as error:
-                    raise RuntimeError(
-                        f"{stage.name} cannot be run without data to find the shapes at its cut: "
-                        f"{type(error).__name__}: {error}. Either the batch does not fit the "
-                        "model, or its forward depends on the values of tensors, which it must not"
-                    ) from error
-                check_tensor(value, f"boundary {i} act")
-                meta = TensorMeta.of(value)
-                metas.append(meta)
+            if isinstance(value, TensorMeta):
                 # As it arrives: in memory order, whatever its strides were.
-                flat = torch.empty(meta.numel, dtype=meta.dtype, device=self._device)
-                value = meta.unflatten(flat)
-        return metas
+                flat = torch.empty(value.numel, dtype=value.dtype, device=self._device)
+                value = value.unflatten(flat)
+            else:
+                value = map_tensors(value, self._fake)
+            beside = map_tensors(beside, self._fake)
+            try:
+                with attributes_kept(stage):
+                    output = call(_Fake(stage, self._state(stage)), value, beside)
+            except (TypeError, ValueError):
+                raise
+            except Exception as error:
+                raise RuntimeError(
+                    f"{stage.name} cannot be run without data to find the shapes at its cut: "
+                    f"{type(error).__name__}: {error}. Either the batch does not fit the "
+                    "model, or its forward depends on the values of tensors, which it must not"
+                ) from error
+        check_tensor(output, f"boundary {i} act")
+        return TensorMeta.of(output)
 
     def _state(self, stage: staging.Stage) -> dict[str, Tensor]:
         """Fake parameters and buffers by name; what is tied stays tied."""

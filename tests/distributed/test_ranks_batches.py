@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from methods import same_bits
-from models import assert_same_state, links_state
+from models import assert_same_state, links_state, rows
 from runs import (
     KINDS,
     Run,
@@ -19,6 +19,9 @@ from runs import (
     train,
 )
 from test_ranks_law8 import check
+from torch import fx, nn
+
+import mpcomp
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*would not shrink")
 
@@ -286,3 +289,58 @@ def test_bad_batches_are_named_and_do_no_harm(ranks):
             strict=True,
         ):
             assert part in text
+
+
+# -- what changes in a batch ----------------------------------------------------------------------
+
+
+class Given(nn.Module):
+    """A model whose shapes depend on a number of the batch, and values on a word."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(13, 8), nn.Linear(8, 5)
+
+    def forward(self, x, size, name):
+        return self.last(widened(self.first(x), size, name)).mean(1)
+
+
+@fx.wrap
+def widened(x, size, name):
+    return x.unsqueeze(1).repeat(1, size, 1) * (1 + sum(map(ord, name)) % 7)
+
+
+def data_that_changes(i):
+    x, y = rows(4, seed=i)
+    return {"x": x, "size": 1 + i % 50, "name": f"step {i}"}, y
+
+
+def losses_of_changes(alone):
+    """The loss of each step, and how many plans are kept for them."""
+    torch.manual_seed(0)
+    options = {"engine": "local"} if alone else {"timeout": 60.0}
+    pipe = mpcomp.pipeline(Given(), 1, split=["first"], loss_fn=F.cross_entropy, **options)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.05)
+    losses = []
+    for i in range(100):
+        losses.append(pipe.forward_backward(*data_that_changes(i)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.stack(losses), 0 if alone else len(pipe.engine._planner._known)
+
+
+def test_a_hundred_numbers_and_words_are_the_plain_model_and_not_kept(ranks):
+    torch.manual_seed(0)
+    model = Given()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    expected = []
+    for i in range(100):
+        batch, y = data_that_changes(i)
+        expected.append(F.cross_entropy(model(**batch), y))
+        expected[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = torch.stack(expected).detach()
+    for losses, kept in [losses_of_changes(alone=True), *ranks(losses_of_changes, 2, False)]:
+        assert same_bits(losses, expected)
+        assert kept <= 32

@@ -16,12 +16,13 @@ from models import (
     resnet,
     rows,
 )
-from torch import nn
+from torch import fx, nn
 
 import mpcomp
 from mpcomp import TensorMeta
 from mpcomp.api.weights import to_meta
 from mpcomp.core.microbatch import rows_of_chunks, scatter
+from mpcomp.engines import shape_inference
 from mpcomp.engines.shape_inference import Planner
 from mpcomp.engines.stage_runner import Autocast
 from mpcomp.links.link import Link
@@ -323,3 +324,77 @@ def test_a_batch_of_another_size_is_an_error_of_the_model():
         RuntimeError, match=r"stage 0 \(one to tanh\) cannot be run.*4, 12.*does not fit the model"
     ):
         plan(mlp(), MLP_SPLIT, torch.randn(4, 12))
+
+
+# -- what changes in a batch ----------------------------------------------------------------------
+
+
+class Changing(nn.Module):
+    """Four stages, of a batch with something that is no tensor in it."""
+
+    def __init__(self, calls):
+        super().__init__()
+        self.one, self.two, self.three = (Counted(calls) for _ in range(3))
+        self.last = nn.Linear(13, CLASSES)
+
+    def forward(self, x, given):
+        x = x * scale_of(given)
+        return self.last(self.three(self.two(self.one(x))))
+
+
+@fx.wrap
+def scale_of(given):
+    return 1 + (sum(map(ord, str(given))) % 17) / 16
+
+
+GIVEN = {
+    "float": lambda i: i / 7,
+    "int": lambda i: i,
+    "string": lambda i: f"name {i}",
+    "list": lambda i: [i, "of", i + 1],
+    "mapping": lambda i: {"a": i, "b": ("deep", i)},
+    "sometimes none": lambda i: i if i % 3 else None,
+    "flag and number": lambda i: (bool(i % 2), i),
+}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_what_changes_in_a_batch_is_not_kept_for_ever(name):
+    """Nor are stages run again that do not take it."""
+    calls = []
+    model = Changing(calls)
+    planner = Planner(split(model, ["one", "two", "three"]), CPU)
+    autocast = Autocast.of_caller(CPU)
+    x = rows(4)[0]
+    for i in range(100):
+        assert (
+            planner.plan({"x": x, "given": GIVEN[name](i)}, autocast) == [TensorMeta((4, 13))] * 3
+        )
+    different = len({repr(GIVEN[name](i)) for i in range(100)})
+    assert len(calls) == different + 2
+    assert len(planner._known) <= 3 * shape_inference._REMEMBERED < 100
+    calls.clear()
+    planner.plan({"x": x, "given": GIVEN[name](99)}, autocast)
+    assert not calls  # the newest are there
+
+
+def test_a_batch_that_comes_again_is_not_forgotten_for_those_that_change():
+    calls = []
+    planner = Planner(split(Changing(calls), ["one", "two", "three"]), CPU)
+    autocast = Autocast.of_caller(CPU)
+    x = rows(4)[0]
+    for i in range(100):
+        planner.plan({"x": x, "given": i}, autocast)
+        planner.plan({"x": x[:3], "given": "evaluation"}, autocast)
+    assert len(calls) == 100 + 2 + 3
+
+
+def test_torchs_notes_of_operations_are_bounded_too(monkeypatch):
+    """It keeps one for each number that an operation was ever given."""
+    monkeypatch.setattr(shape_inference, "_RUNS", 10)
+    planner = Planner(split(Changing([]), ["one", "two", "three"]), CPU)
+    sizes = []
+    for i in range(100):
+        planner.plan({"x": rows(4)[0], "given": i}, Autocast.of_caller(CPU))
+        sizes.append(len(shape_inference.FakeTensorMode.cache))
+    assert max(sizes[20:]) <= max(sizes[:20])
