@@ -11,9 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from mpcomp.core.traffic import Meter, Traffic
 
-__all__ = ["OF_PART", "OF_SEVERAL", "check_form", "check_like"]
+__all__ = ["OF_PART", "OF_SEVERAL", "check_form", "check_like", "plain_value"]
 
 
 @dataclass(frozen=True)
@@ -120,10 +122,35 @@ def _check_mapping(value: Mapping[str, Any], form: Mapping[Any, Any], where: str
         raise ValueError(f"{where} has the unknown {unknown[0]!r}")
 
 
+def plain_value(value: Any, where: str) -> Any:
+    """A value as JSON holds it: tensors, such as a learning rate, become numbers.
+
+    Args:
+        value: numbers, texts, tensors, None, and lists, tuples and mappings of these.
+        where: the value's place, for the message.
+
+    Raises:
+        TypeError: it is, or has in it, another kind of value.
+    """
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {name: plain_value(item, f"{where}.{name}") for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_value(item, f"{where}[{i}]") for i, item in enumerate(value)]
+    if isinstance(value, str | int | float | None):
+        return value
+    raise TypeError(
+        f"{where} is a {type(value).__name__}: a checkpoint holds numbers, texts, tensors, and "
+        "lists and mappings of these"
+    )
+
+
 def check_like(own: Any, saved: Any, where: str) -> Any:
     """A value of JSON in the types of the present one, which went through JSON as well.
 
-    Numbers may become other numbers, and None anything; what is no number may become None.
+    Numbers may become other numbers, and None anything; what is no number may become None. Where
+    the present value is a tensor, a tensor is made.
 
     Args:
         own: the present value.
@@ -133,6 +160,9 @@ def check_like(own: Any, saved: Any, where: str) -> Any:
     Raises:
         ValueError: it is of another kind.
     """
+    if isinstance(own, Tensor):
+        check_like(own.tolist(), saved, where)
+        return own.new_tensor(saved)
     of_number = isinstance(own, int | float) and not isinstance(own, bool)
     if own is None or (saved is None and not of_number):
         return saved

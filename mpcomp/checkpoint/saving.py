@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mpcomp.checkpoint.files import Saved, has_remains, is_checkpoint, part_name, write_part
+from mpcomp.checkpoint.forms import plain_value
 from mpcomp.checkpoint.generators import generator_states
 from mpcomp.checkpoint.links import links_entries, sum_of_links
 from mpcomp.checkpoint.locking import FolderLock
@@ -102,12 +103,15 @@ def _written(
             states = generator_states(mesh)
             tensors = {f"generator.{name}": state for name, state in states.items()}
             entries = links_entries(run, tensors)
+            of_scheduler = None
+            if scheduler is not None:
+                of_scheduler = plain_value(scheduler.state_dict(), "the scheduler")
             meta = {
                 **common,
                 "links": entries,
                 "replicas": replicas_entry(run, tensors),
                 "optimizer": optimizer_entry(run, optimizer, tensors) if optimizer else None,
-                "scheduler": scheduler.state_dict() if scheduler else None,
+                "scheduler": of_scheduler,
                 "scaler": run.scaler.state_dict() if run.scaler else None,
                 "extra": dict(extra or {}),
             }
