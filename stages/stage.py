@@ -24,6 +24,9 @@ from torch import Tensor, nn
 #: What a stage computes: called with the stage itself, then with what the stage was called with.
 Run = Callable[..., object]
 
+#: The name, in the last stage, of a loss that has a state of its own.
+LOSS = "loss_fn"
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -120,6 +123,7 @@ class Stage(nn.Module):
         self._origin = origin
         self._run = piece.run
         self._copied = piece.copied
+        self._has_loss = False
         tensors: dict[str, set[str]] = {}  # by the module that they are in
         for qualified in piece.tensors:
             prefix, _, name = qualified.rpartition(".")
@@ -216,6 +220,27 @@ class Stage(nn.Module):
         if output._is_view() or any(_storage(output) == _storage(x) for x in received):
             output = output.clone()
         return output
+
+    def adopt_loss(self, loss: nn.Module) -> None:
+        """Take a loss's parameters and buffers in, under names that begin with ``loss_fn.``.
+
+        It is no part of the model: `merge` leaves it out, and its mode stays the user's.
+        """
+        assert not hasattr(self.original, LOSS), "the caller has checked that"
+        self.add_module(LOSS, loss)
+        self._has_loss = True
+
+    def is_of_loss(self, name: str) -> bool:
+        """Whether a parameter, buffer or module of that name is one of an adopted loss."""
+        return self._has_loss and name.partition(".")[0] == LOSS
+
+    def train(self, mode: bool = True) -> Stage:
+        """Training or evaluation mode, of the model's blocks."""
+        self.training = mode
+        for name, child in self.named_children():
+            if not self.is_of_loss(name):
+                child.train(mode)
+        return self
 
     def extra_repr(self) -> str:
         return f"index={self.index}, num_stages={self.num_stages}"
@@ -322,7 +347,7 @@ def _write_back(stage: Stage, model: nn.Module) -> None:
     """
     only_copied = set(stage._copied).difference(stage.block_names)
     for name, ours in stage.named_modules(remove_duplicate=False):
-        if not set(ancestors(name)).isdisjoint(only_copied):
+        if stage.is_of_loss(name) or not set(ancestors(name)).isdisjoint(only_copied):
             continue
         theirs = model.get_submodule(name)
         if theirs is not ours:

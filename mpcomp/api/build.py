@@ -16,6 +16,7 @@ from torch import nn
 from mpcomp.api.advice import advise_on_cut, advise_on_threads
 from mpcomp.api.config import PipelineConfig
 from mpcomp.api.launch import DistributedLaunch, Launch, LocalLaunch
+from mpcomp.api.learned_loss import check_loss, place_loss
 from mpcomp.api.pipeline import Pipeline
 from mpcomp.api.row_layout import warn_of_sequence_first
 from mpcomp.api.weights import check_weights, load_weights, refuse_part_for_whole, to_meta
@@ -115,7 +116,8 @@ def pipeline(
             begins with a window of its own after a pause. gloo's alone; a process makes none.
         loss_fn: ``loss_fn(output, target)``, the mean over its rows, or over what its
             ``num_terms(target)`` counts (or with ``reduction="sum"``). The first step compares it
-            with its value for the batch. By default
+            with its value for the batch. A module's parameters are trained with the last stage:
+            ``SGD([*pipe.parameters(), *loss_fn.parameters()])``. By default
             `CausalLMLoss` for a causal language model, and for a model that gives
             ``(output, loss)`` when called with targets (``targets=None`` in its forward) its own.
         recompute: keep only stage inputs and recompute the rest in backward.
@@ -171,6 +173,8 @@ def build(model: nn.Module, config: PipelineConfig) -> Pipeline:
         )
         ties = ties_of(cut, method_of("tie_comp", config.tie_comp), **of_run)
         launch.check(cut, ties)
+        loss_fn = config.loss_for(cut)
+        check_loss(loss_fn, cut, shard=config.shard)
         own = launch.own_stages(cut)
         check_weights([cut[i] for i in own], config.weights)
         crossings: list[Boundary | TiedWeights] = [*boundaries, *ties]
@@ -193,6 +197,8 @@ def build(model: nn.Module, config: PipelineConfig) -> Pipeline:
         if config.weights is not None:
             load_weights(stage, config.weights)
         stage.to(launch.device_of(i))
+    last = len(cut) - 1
+    place_loss(loss_fn, cut, launch.device_of(last) if last in own else None)
     plain = launch.prepare(model, cut, own)
     if len(own) < len(cut):
         refuse_part_for_whole(model)

@@ -49,7 +49,7 @@ def clip_grad_norm_(
     again = {name for tie in pipe.ties for _, name in tie.copies[1:]}  # counted once
     norms = {
         name: full_tensor(torch.linalg.vector_norm(parameter.grad, norm_type))
-        for name, parameter in pipe.named_parameters()
+        for name, parameter in pipe.with_loss.named_parameters()
         if parameter.grad is not None and name not in again
     }
     # One norm of all norms, in the model's order: the same bits however the model is cut.
@@ -59,5 +59,5 @@ def clip_grad_norm_(
             f"the norm of order {norm_type} of the gradients is non-finite ({norm.item()}): the "
             "model has diverged or overflowed; pass error_if_nonfinite=False to go on"
         )
-    torch.nn.utils.clip_grads_with_norm_(pipe.parameters(), max_norm, norm)
+    torch.nn.utils.clip_grads_with_norm_(pipe.with_loss.parameters(), max_norm, norm)
     return norm

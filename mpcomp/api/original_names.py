@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
+import stages as staging
 from mpcomp.core.dtensor import distribute_like, full_tensor
 
 __all__ = ["OriginalNames"]
@@ -24,11 +25,20 @@ class OriginalNames(nn.Module):
         stages: modules whose own names are already those of the model.
         elsewhere: the stages that other ranks have. Their tensors are not this module's, but their
             mode and dtypes follow it, since what crosses the cuts depends on them.
+        with_loss: has what the last stage holds of the loss, too, named ``loss_fn.*``. An
+            optimizer is given that by the loss's own ``parameters()``, as beside a plain model.
     """
 
-    def __init__(self, stages: Iterable[nn.Module], elsewhere: Iterable[nn.Module] = ()) -> None:
+    def __init__(
+        self,
+        stages: Iterable[staging.Stage],
+        elsewhere: Iterable[staging.Stage] = (),
+        *,
+        with_loss: bool = False,
+    ) -> None:
         super().__init__()
         self.stages = nn.ModuleList(stages)
+        self._with_loss = with_loss
         self._elsewhere = tuple(elsewhere)  # a tuple, so that torch does not register them
 
     def train(self, mode: bool = True) -> OriginalNames:
@@ -52,27 +62,37 @@ class OriginalNames(nn.Module):
     ) -> Any:
         """The original model's ``state_dict``; sharded parameters are gathered, by all replicas."""
         state = {} if destination is None else destination
-        for stage in self.stages:
-            own = stage.state_dict(prefix=prefix, keep_vars=keep_vars)
-            state.update(own if keep_vars else {name: full_tensor(x) for name, x in own.items()})
+        for stage in self._all_stages():
+            own = self._state_of(stage, keep_vars)
+            state.update({prefix + k: x if keep_vars else full_tensor(x) for k, x in own.items()})
         return state
+
+    def _all_stages(self) -> Iterator[staging.Stage]:
+        for stage in self.stages:
+            assert isinstance(stage, staging.Stage)
+            yield stage
+
+    def _has(self, stage: staging.Stage, name: str) -> bool:
+        return self._with_loss or not stage.is_of_loss(name)
+
+    def _state_of(self, stage: staging.Stage, keep_vars: bool = False) -> dict[str, Tensor]:
+        state = stage.state_dict(keep_vars=keep_vars)
+        return {name: x for name, x in state.items() if self._has(stage, name)}
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
         """Loads the original model's ``state_dict``."""
-        here = {key for stage in self.stages for key in stage.state_dict()}
-        missing = [
-            key for stage in self.stages for key in stage.state_dict() if key not in state_dict
-        ]
-        elsewhere = {key for stage in self._elsewhere for key in stage.state_dict()}
+        here = {key: None for stage in self._all_stages() for key in self._state_of(stage)}
+        missing = [key for key in here if key not in state_dict]
+        elsewhere = {key for stage in self._elsewhere for key in self._state_of(stage)}
         unexpected = [key for key in state_dict if key not in here and key not in elsewhere]
         if strict and (missing or unexpected):
             raise RuntimeError(
                 f"state_dict does not fit the model: missing {missing}, unexpected {unexpected}"
             )
-        for stage in self.stages:
-            own = stage.state_dict()
+        for stage in self._all_stages():
+            own = self._state_of(stage)
             part = {k: distribute_like(state_dict[k], x) for k, x in own.items() if k in state_dict}
             stage.load_state_dict(part, strict=False, assign=assign)
         return _IncompatibleKeys(missing, unexpected)
@@ -81,15 +101,19 @@ class OriginalNames(nn.Module):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters of all stages under the original model's names."""
-        for stage in self.stages:
-            yield from stage.named_parameters(prefix, recurse, remove_duplicate)
+        for stage in self._all_stages():
+            for name, parameter in stage.named_parameters("", recurse, remove_duplicate):
+                if self._has(stage, name):
+                    yield f"{prefix}.{name}" if prefix else name, parameter
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
         """Buffers of all stages under the original model's names."""
-        for stage in self.stages:
-            yield from stage.named_buffers(prefix, recurse, remove_duplicate)
+        for stage in self._all_stages():
+            for name, buffer in stage.named_buffers("", recurse, remove_duplicate):
+                if self._has(stage, name):
+                    yield f"{prefix}.{name}" if prefix else name, buffer
 
     def to(self, *args: Any, **kwargs: Any) -> OriginalNames:
         """Changes the dtype. Devices are the pipeline's: ``pipeline(..., devices=...)``.

@@ -23,6 +23,7 @@ from mpcomp.api.equal_copies import EqualCopies
 from mpcomp.api.evaluation import Metric, evaluating, mean_over
 from mpcomp.api.generation import generate
 from mpcomp.api.gradient_hooks import hooks_once
+from mpcomp.api.learned_loss import LeafCheck
 from mpcomp.api.loss_probe import measure_losses
 from mpcomp.api.memory_estimate import state_bytes
 from mpcomp.api.original_names import OriginalNames
@@ -117,7 +118,10 @@ class Pipeline(OriginalNames):
         compares_copies: bool = True,
     ) -> None:
         # Where stages are sharded, plans are made with copies of them, which must follow too.
-        super().__init__(stages, elsewhere=[s for s in cut if all(s is not o for o in stages)])
+        elsewhere = [s for s in cut if all(s is not o for o in stages)]
+        super().__init__(stages, elsewhere)
+        # In tuples, so that torch does not register them.
+        self._with_loss_too = (OriginalNames(stages, elsewhere, with_loss=True),)
         self.training = all(stage.training for stage in cut)
         self.cut_stages = list(cut)
         self.boundaries = list(boundaries)
@@ -125,15 +129,15 @@ class Pipeline(OriginalNames):
         self.engine = engine
         self.mesh = engine.mesh
         self.replica_sync = replica_sync
-        # In a tuple, so that torch does not register it.
         self._plain_model = (plain_model,)
         self._sent_by_all = Sent()
         self.chunks = chunks
         self.num_steps = 0
         self.step_skipped = False
         self.updating = False
-        self._loss_fn = loss_fn
+        self._given_loss = (loss_fn,)
         self._loss_check = None if loss_fn is None else LossCheck(loss_fn)
+        self._leaf_check = LeafCheck(list(self.with_loss.parameters()))
         self._metric_check: LossCheck | None = None
         self.scaler = scaler
         self._has_warned_of_part = False
@@ -190,6 +194,18 @@ class Pipeline(OriginalNames):
         return self.mesh.num_replicas
 
     # -- tools that expect a plain model ------------------------------------------------------
+
+    @property
+    def _loss_fn(self) -> LossFn | None:
+        return self._given_loss[0]
+
+    @property
+    def with_loss(self) -> OriginalNames:
+        """This rank's parameters and state, and beside the model's those that the loss has.
+
+        They are named ``loss_fn.*``, and on the rank with the last stage.
+        """
+        return self._with_loss_too[0]
 
     @property
     def config(self) -> Any:
@@ -488,6 +504,7 @@ class Pipeline(OriginalNames):
             updates=1 if within is None else within.count,
             keeps_outputs=with_output,
             watch=self._loss_check.begin(len(sizes)),
+            check=self._leaf_check,
         )
         if self.scaler is not None and not self.engine.computes_loss:
             # A scaler is made by its first loss, but `unscale_` and `update` need it on all ranks.
@@ -498,7 +515,7 @@ class Pipeline(OriginalNames):
                 self.adaptation, self.engine, self.stages, parts, targets, step, self._loss_fn
             )
         with ExitStack() as stack:
-            stack.enter_context(hooks_once(self.named_parameters()))
+            stack.enter_context(hooks_once(self.with_loss.named_parameters()))
             if self._tracing is not None:
                 step = replace(step, trace=self._tracing.begin_step(step.index))
             self._open, self._began = step, time.perf_counter()
@@ -754,7 +771,7 @@ class Pipeline(OriginalNames):
         """
         self._finish_step()
         pilot = Pilot(
-            model=self,
+            model=self.with_loss,
             boundaries=self.boundaries,
             engine=self.engine,
             scaler=self.scaler,
@@ -933,15 +950,6 @@ class Pipeline(OriginalNames):
             )
         return super().state_dict(*args, **kwargs)
 
-    @contextmanager
-    def _parts_are_meant(self) -> Iterator[None]:
-        """Within it `state_dict` warns of nothing, as a checkpoint wants each rank's part."""
-        before, self._has_warned_of_part = self._has_warned_of_part, True
-        try:
-            yield
-        finally:
-            self._has_warned_of_part = before
-
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Names the optimizer that steps by the gradients, for the methods that must know it.
 
@@ -968,15 +976,9 @@ class Pipeline(OriginalNames):
         """Writes a checkpoint, each rank its part; see `mpcomp.checkpoint.save`."""
         self._finish_step()
         run = self._run_state()
-        with self._parts_are_meant():
-            checkpoint.save(
-                run,
-                Path(folder),
-                optimizer=optimizer,
-                scheduler=scheduler,
-                extra=extra,
-                keep=keep,
-            )
+        checkpoint.save(
+            run, Path(folder), optimizer=optimizer, scheduler=scheduler, extra=extra, keep=keep
+        )
 
     def load(
         self,
@@ -990,8 +992,7 @@ class Pipeline(OriginalNames):
         See `mpcomp.checkpoint.load`.
         """
         run = self._run_state()
-        with self._parts_are_meant():
-            extra = checkpoint.load(run, Path(folder), optimizer=optimizer, scheduler=scheduler)
+        extra = checkpoint.load(run, Path(folder), optimizer=optimizer, scheduler=scheduler)
         self.num_steps = run.num_steps
         if self._loss_check is not None and self.num_steps:
             self._loss_check.due = False  # it was made in the first of these steps
@@ -1012,7 +1013,7 @@ class Pipeline(OriginalNames):
     def _run_state(self) -> checkpoint.RunState:
         return checkpoint.RunState(
             mesh=self.mesh,
-            model=self,
+            model=self.with_loss,
             cut=self.cut_stages,
             here=self._here(),
             chunks=self.chunks,
@@ -1124,7 +1125,7 @@ class Pipeline(OriginalNames):
         self._finish_replicas(result.finite)
         if self.scaler is not None and step.scaled and self.mesh.num_ranks > 1:
             if not result.finite:
-                overflow_gradients(self.parameters())
+                overflow_gradients(self.with_loss.parameters())
             check_without_gradients(self.scaler, skipped=not result.finite)
         self._sent_by_all = result.sent
         self.step_skipped = not result.finite
@@ -1135,7 +1136,8 @@ class Pipeline(OriginalNames):
         """Whether the scaler skips the step, or has: then it has already lowered the scale."""
         if self.scaler is None or not step.scaled:
             return False
-        return self.scaler.get_scale() < step.loss_scale or gradients_overflowed(self.parameters())
+        parameters = self.with_loss.parameters()
+        return self.scaler.get_scale() < step.loss_scale or gradients_overflowed(parameters)
 
     @contextmanager
     def _undone_on_error(self, train: bool) -> Iterator[None]:

@@ -16,7 +16,14 @@ from torch import Tensor, nn
 import stages as staging
 from mpcomp.checkpoint.files import WeightsFile, weights_files
 
-__all__ = ["check_weights", "load_weights", "refuse_part_for_whole", "to_meta", "whole_again"]
+__all__ = [
+    "check_weights",
+    "load_weights",
+    "parameters_to_meta",
+    "refuse_part_for_whole",
+    "to_meta",
+    "whole_again",
+]
 
 
 def check_weights(stages: Iterable[staging.Stage], weights: str | Path | None) -> None:
@@ -87,16 +94,23 @@ def to_meta(stage: nn.Module) -> None:
     Shapes stay, on the meta device. Buffers that no state_dict has stay whole, as nothing could
     bring them back.
     """
+    parameters_to_meta(stage)
     made: dict[int, Any] = {}  # one for one, so that what is shared stays shared
     for module in stage.modules():
-        for name, parameter in list(module._parameters.items()):
-            if parameter is not None:
-                kept = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-                # Not into _parameters: an nn.LSTM has a second list of its weights.
-                setattr(module, name, made.setdefault(id(parameter), kept))
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 module._buffers[name] = made.setdefault(id(buffer), buffer.to("meta"))
+
+
+def parameters_to_meta(module: nn.Module) -> None:
+    """Frees the parameters of a module that another rank trains; buffers stay."""
+    made: dict[int, Any] = {}
+    for owner in module.modules():
+        for name, parameter in list(owner._parameters.items()):
+            if parameter is not None:
+                kept = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+                # Not into _parameters: an nn.LSTM has a second list of its weights.
+                setattr(owner, name, made.setdefault(id(parameter), kept))
 
 
 def refuse_part_for_whole(model: nn.Module) -> None:

@@ -164,6 +164,7 @@ class StepLoss:
             are as many for each.
         keeps_outputs: whether outputs are kept.
         watch: called with each output, its target, and whether its loss is finite.
+        check: called with each loss, with its graph, and the node of its output there.
 
     Attributes:
         total: sum of the weighted losses so far, detached and unscaled.
@@ -183,6 +184,7 @@ class StepLoss:
         updates: int = 1,
         keeps_outputs: bool = False,
         watch: Callable[[Tensor, Any, bool], None] | None = None,
+        check: Callable[[Tensor, Any], None] | None = None,
     ) -> None:
         self._loss_fn = loss_fn
         self._terms = terms
@@ -190,6 +192,7 @@ class StepLoss:
         self._weight = weight
         self._keeps_outputs = keeps_outputs
         self._watch = watch
+        self._check = check
         self.outputs: dict[int, Tensor] = {}
         self._summed = is_sum(loss_fn)
         self.terms = sum(terms)
@@ -215,11 +218,13 @@ class StepLoss:
         terms = self._terms[microbatch]
         if self._keeps_outputs:
             self.outputs[microbatch] = output.detach()
-        if self._summed:
+        made_by = output.grad_fn
+        if self._summed or terms:
             loss = one_number(self._loss_fn(output, target))
-        elif terms:
-            loss = one_number(self._loss_fn(output, target))
-            loss = loss * (terms / self._terms_of_update[microbatch])
+            if self._check is not None:
+                self._check(loss, made_by)
+            if not self._summed:
+                loss = loss * (terms / self._terms_of_update[microbatch])
         else:
             loss = (output[:0] * 0).sum()  # of the output, as each microbatch goes backward
         if self.factor != 1:

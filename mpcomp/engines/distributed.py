@@ -141,7 +141,9 @@ class DistributedEngine(Engine):
         microbatch, target = numbered
         assert self._traced is not None
         with self._traced.during("loss", len(self._places) - 1, microbatch):
-            return self._loss(output, target, microbatch)
+            # torch detaches the output in place between the two passes of a split backward. A loss
+            # with parameters keeps what it was given for the second: here an alias of it.
+            return self._loss(output.view_as(output), target, microbatch)
 
     # -- running --------------------------------------------------------------------------------
 
