@@ -142,7 +142,7 @@ def pipeline(
         ValueError: a choice outside what is accepted; the message names it and the fix. The
             model has not been moved then. Also, on every rank, if ranks were given different
             choices.
-        TypeError: a compressor that is none.
+        TypeError: a compressor or a loss function that is none.
         PeerError: another rank failed or did not come.
     """
     given = {name: value for name, value in locals().items() if name != "model"}

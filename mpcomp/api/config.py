@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 import stages as staging
+from mpcomp.api.porting import check_function
 from mpcomp.core.loss import CausalLMLoss, LossFn
 from mpcomp.data_parallel.methods import replica_method_of
 from mpcomp.data_parallel.network import ReplicaNetwork
@@ -53,6 +54,7 @@ class PipelineConfig:
 
     Raises:
         ValueError: one that is wrong by itself.
+        TypeError: a loss function that is none.
     """
 
     chunks: int = field(metadata=_same())
@@ -93,6 +95,7 @@ class PipelineConfig:
             raise ValueError(
                 f"chunks={self.chunks!r}: expected a whole number of microbatches, 1 or more"
             )
+        check_function("loss_fn", self.loss_fn)
         if self.split == "time" and self.sample is None:
             raise ValueError(
                 "split='time' measures the model's blocks: pass sample=x, a batch of the size of a "

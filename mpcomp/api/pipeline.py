@@ -28,6 +28,12 @@ from mpcomp.api.loss_probe import measure_losses
 from mpcomp.api.memory_estimate import state_bytes
 from mpcomp.api.original_names import OriginalNames
 from mpcomp.api.pilot import MethodPair, Pilot, compare
+from mpcomp.api.porting import (
+    DifferentiatedLoss,
+    check_function,
+    check_no_graph,
+    refuses_unpacked,
+)
 from mpcomp.api.report import print_report, report_of
 from mpcomp.api.scaling import check_without_gradients, gradients_overflowed, overflow_gradients
 from mpcomp.api.step_log import ScalarWriter, StepLog
@@ -310,6 +316,7 @@ class Pipeline(OriginalNames):
 
     # -- training and inference ---------------------------------------------------------------
 
+    @refuses_unpacked
     def forward(
         self, batch: Any, target: Any = None, *, sample_ids: Any = None, everywhere: bool = True
     ) -> Any:
@@ -410,6 +417,7 @@ class Pipeline(OriginalNames):
         with_output: Literal[True],
     ) -> tuple[Tensor, Tensor]: ...
 
+    @refuses_unpacked
     def forward_backward(
         self,
         batch: Any,
@@ -450,13 +458,14 @@ class Pipeline(OriginalNames):
 
         Returns:
             The loss of the batch, detached, unscaled; 0-d; the same on every rank. With replicas,
-            that of their batches together.
+            that of their batches together. Its ``backward`` is an error: that has been done.
 
         Raises:
             ValueError: no loss function, evaluation mode, fewer rows than chunks, bad ids, a
-                weight that is no number, updates that cannot be made in between, or a loss of
-                which the mean over microbatches is not its value for the batch
-                (`mpcomp.core.loss_check`; the first step finds out).
+                weight that is no number, updates that cannot be made in between, a batch that was
+                computed by what would not be trained (`mpcomp.api.porting`), or a loss of which the
+                mean over microbatches is not its value for the batch (`mpcomp.core.loss_check`; the
+                first step finds out).
             TypeError: a batch without tensors, or a stage whose output is not a tensor.
             FloatingPointError: NaN or Inf at a cut or in the loss (in a gradient, and in the loss,
                 only without a loss scaler). Links are then as before the step; gradients of the
@@ -486,6 +495,8 @@ class Pipeline(OriginalNames):
         batch, target = with_target(batch, target)
         sizes = self._microbatch_rows(batch, True)
         check_target(target, sum(sizes))
+        for name, given in (("batch", batch), ("target", target)):
+            check_no_graph(name, given, alone=self.mesh.num_ranks == 1)
         step = self._step(sizes, batch, sample_ids, True)
         parts, targets = scatter(batch, sizes), scatter(target, sizes)
         begin, waited_before = time.perf_counter(), self.engine.waited_s
@@ -534,6 +545,7 @@ class Pipeline(OriginalNames):
         self.trained_s += seconds
         for log in self._step_logs:
             log.step(self.num_steps - 1, total)
+        total = total.as_subclass(DifferentiatedLoss)
         if not with_output:
             return total
         outputs = [output for _, output in sorted(loss.outputs.items())]
@@ -567,7 +579,9 @@ class Pipeline(OriginalNames):
         Raises:
             ValueError: the loader is empty, there is neither metric nor loss function, or the
                 metric is a loss of which the mean over microbatches is not its value for a batch.
+            TypeError: the metric is no function, or the loader yields something else.
         """
+        check_function("metric", metric, ". One batch is evaluated by pipe.evaluate([(x, y)])")
         metric = metric or self._loss_fn
         if metric is None:
             raise ValueError("evaluate needs a metric: evaluate(loader, metric)")

@@ -22,7 +22,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torchgpipe.microbatch import Batch
 from torchgpipe.pipeline import Pipeline as GPipeSchedule
 from torchgpipe.pipeline import clock_cycles
@@ -42,6 +41,12 @@ from mpcomp.links.boundary import Boundary, ConnectedBoundary
 from mpcomp.links.tied_weights import TiedWeights, separate_gradients
 
 __all__ = ["LinkCopy", "LocalEngine"]
+
+_ONCE = (
+    "create_graph=True through a cut: what crosses it as a message has no second derivative. Leave "
+    "create_graph out; a gradient penalty, or a loss of gradients with respect to inputs, can take "
+    "them with respect to the output, or needs the plain model (pipe.merge())"
+)
 
 
 class LocalEngine(Engine):
@@ -269,7 +274,6 @@ class LinkCopy(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
             return None, None, None, None
@@ -278,6 +282,8 @@ class LinkCopy(torch.autograd.Function):
         if trace is not None:  # one backward goes through all stages
             trace.close()
         try:
+            if torch.is_grad_enabled():
+                raise RuntimeError(_ONCE)
             connected.send_gradient(grad, ctx.meta, ctx.step, ctx.microbatch)
             x = connected.receive_gradient(ctx.meta, ctx.step, ctx.microbatch)
         except BaseException:
