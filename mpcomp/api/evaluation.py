@@ -46,19 +46,20 @@ def mean_over(
     terms = 0.0
     judged, named, summed = False, True, is_sum(metric)
     for item in loader:
-        outputs, targets = infer(*with_target(*pair_of(item)))
-        watch = check.begin(len(outputs))
+        batch, target = with_target(*pair_of(item))
+        outputs, targets = infer(batch, target)
+        watch = check.begin(len(outputs), target)
         for output, part in zip(outputs, targets, strict=bool(outputs)):
             judged = True
             with mesh.failing_together("metric"):  # others wait for its value
                 part = map_tensors(part, lambda t: t.to(mesh.device))
+                if watch is not None:
+                    watch(output, part)
                 weight = num_terms(metric, part, output.shape[0])
                 if weight:  # the mean over nothing is NaN
                     value = metric(output, part)
                     several = value.items() if isinstance(value, Mapping) else [("", value)]
                     means = [(key, _number(mean)) for key, mean in several]
-                if watch is not None:
-                    watch(output, part, True)
             if not weight:
                 continue
             named = isinstance(value, Mapping)

@@ -464,8 +464,8 @@ class Pipeline(OriginalNames):
             ValueError: no loss function, evaluation mode, fewer rows than chunks, bad ids, a
                 weight that is no number, updates that cannot be made in between, a batch that was
                 computed by what would not be trained (`mpcomp.api.porting`), or a loss of which the
-                mean over microbatches is not its value for the batch (`mpcomp.core.loss_check`; the
-                first step finds out).
+                mean over microbatches is not its value for the batch (`mpcomp.core.loss_check`: the
+                first step finds out, or the first with padding).
             TypeError: a batch without tensors, or a stage whose output is not a tensor.
             FloatingPointError: NaN or Inf at a cut or in the loss (in a gradient, and in the loss,
                 only without a loss scaler). Links are then as before the step; gradients of the
@@ -514,7 +514,7 @@ class Pipeline(OriginalNames):
             weight=weight,
             updates=1 if within is None else within.count,
             keeps_outputs=with_output,
-            watch=self._loss_check.begin(len(sizes)),
+            watch=self._loss_check.begin(len(sizes), target),
             check=self._leaf_check,
         )
         if self.scaler is not None and not self.engine.computes_loss:
@@ -1008,8 +1008,6 @@ class Pipeline(OriginalNames):
         run = self._run_state()
         extra = checkpoint.load(run, Path(folder), optimizer=optimizer, scheduler=scheduler)
         self.num_steps = run.num_steps
-        if self._loss_check is not None and self.num_steps:
-            self._loss_check.due = False  # it was made in the first of these steps
         self._open = None  # only now: a load that fails leaves an open step open
         for each in self.crossings:
             each.finish_step(finite=False)

@@ -163,7 +163,7 @@ class StepLoss:
         updates: of weights within the step: each is by the mean over its own microbatches, which
             are as many for each.
         keeps_outputs: whether outputs are kept.
-        watch: called with each output, its target, and whether its loss is finite.
+        watch: called with each output and its target, before its loss.
         check: called with each loss, with its graph, and the node of its output there.
 
     Attributes:
@@ -183,7 +183,7 @@ class StepLoss:
         weight: float = 1.0,
         updates: int = 1,
         keeps_outputs: bool = False,
-        watch: Callable[[Tensor, Any, bool], None] | None = None,
+        watch: Callable[[Tensor, Any], None] | None = None,
         check: Callable[[Tensor, Any], None] | None = None,
     ) -> None:
         self._loss_fn = loss_fn
@@ -219,6 +219,8 @@ class StepLoss:
         if self._keeps_outputs:
             self.outputs[microbatch] = output.detach()
         made_by = output.grad_fn
+        if self._watch is not None:
+            self._watch(output, target)
         if self._summed or terms:
             loss = one_number(self._loss_fn(output, target))
             if self._check is not None:
@@ -226,18 +228,23 @@ class StepLoss:
             if not self._summed:
                 loss = loss * (terms / self._terms_of_update[microbatch])
         else:
-            loss = (output[:0] * 0).sum()  # of the output, as each microbatch goes backward
+            loss = _nothing(output)
         if self.factor != 1:
             loss = loss * self.factor
         part = loss.detach()
-        if self._watch is not None:
-            self._watch(output, target, bool(part.isfinite()))
+        if self._watch is not None and self._scaler is None and not part.isfinite():
+            loss = _nothing(output)  # the watch may say why, before a link says that it is NaN
         if terms and not self._summed and self._terms_of_update[microbatch] != self.terms:
             part = part * (self._terms_of_update[microbatch] / self.terms)
         self.total = part if self.total is None else self.total + part
         if self._weight != 1:
             loss = loss * self._weight
         return self._scaler.scale(loss) if self._scaler is not None else loss
+
+
+def _nothing(output: Tensor) -> Tensor:
+    """A loss of 0; of the output, as each microbatch goes backward."""
+    return (output[:0] * 0).sum()
 
 
 def one_number(loss: object) -> Tensor:

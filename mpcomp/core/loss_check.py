@@ -1,13 +1,16 @@
 """Comparison of a loss over a batch with the mean of its losses over microbatches.
 
 Only for some losses are they the same: a mean over rows, or one that says over how many terms it
-is. So the two are compared once, with the outputs of the first step::
+is. So the two are compared, with the outputs of a step::
 
     microbatch 0   output, target --+--> loss, gradient  * weight 0 --+--> what is trained by
     microbatch 1   output, target --+--> loss, gradient  * weight 1 --+         =
                                     +--> of all rows together ----------->  the plain model's
 
 A gradient shows a wrong weight even where all rows have like losses, as at the start of a training.
+
+Steps 1, 2, 4, 8, ... are compared, and a step whose targets have an entry below or above all before
+it. Padding that comes later has such an entry: a class of -100, a mask of 0.
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ __all__ = ["LossCheck"]
 
 #: Elements of outputs that are compared, at most, but for a row of each of two microbatches.
 _ELEMENTS = 1 << 22
+#: Comparisons because of such entries, at most: numbers of samples in order have one in each step.
+_MARKS = 32
 
 
 class _Part(NamedTuple):
@@ -45,20 +50,28 @@ class _Part(NamedTuple):
 
 
 class _Value(NamedTuple):
-    """A loss, and its weighted gradient for the output."""
+    """A loss, its weighted gradient for the output, and the size of the terms that add up to it.
+
+    A relative change of all outputs by ``e`` changes the loss by ``e * size`` at most.
+    """
 
     loss: float
     gradient: Tensor
+    size: float
 
     def is_near(self, other: _Value, rounding: float) -> bool:
         """Whether they differ by rounding alone, relative to this one."""
-        apart = abs(self.loss - other.loss) <= rounding * max(abs(self.loss), abs(other.loss))
+        apart = abs(self.loss - other.loss) <= rounding * max(1.0, abs(self.loss), self.size)
         return apart and self.gradient_error(other) <= rounding
 
     def gradient_error(self, other: _Value) -> float:
         """The length of the difference of the gradients, relative to this one's; NaN for NaN."""
-        error = float((self.gradient - other.gradient).norm())
-        return error / max(float(self.gradient.norm()), 1e-30)
+        own = self.gradient.float()
+        return float((own - other.gradient).norm()) / max(float(own.norm()), 1e-30)
+
+    def is_same(self, other: _Value) -> bool:
+        """Whether they have the same bits."""
+        return self.loss == other.loss and torch.equal(self.gradient, other.gradient)
 
     @property
     def is_finite(self) -> bool:
@@ -67,14 +80,11 @@ class _Value(NamedTuple):
 
 
 class LossCheck:
-    """The comparison for one loss, made once.
+    """The comparisons for one loss.
 
     Args:
         loss_fn: a loss, or a metric, of whose values those with a gradient are compared.
         name: for errors.
-
-    Attributes:
-        due: whether it has still to be made.
     """
 
     def __init__(self, loss_fn: Callable[..., Any], name: str = "loss_fn") -> None:
@@ -82,28 +92,53 @@ class LossCheck:
         self._name = name
         self._parts: list[_Part] = []
         self._to_come = 0
-        self.due = not is_known(loss_fn)
+        self._batches = 0
+        self._bounds: list[tuple[float, float]] = []  # of each tensor of all targets
+        self._marks = _MARKS
+        self._undecided = False  # the last comparison said nothing, and the next batch may
+        self._over = is_known(loss_fn)
 
     def is_of(self, loss_fn: Callable[..., Any]) -> bool:
         """Whether it is about this loss."""
         return self._loss_fn is loss_fn
 
-    def begin(self, microbatches: int) -> Callable[[Tensor, Any, bool], None] | None:
-        """A function for each microbatch's output, target, and whether its loss is finite.
+    def begin(self, microbatches: int, target: Any) -> Callable[[Tensor, Any], None] | None:
+        """A function to call with each microbatch's output and target, before its loss.
 
-        Its last call compares, or one that is not finite, as training may end with that. It raises
-        ValueError where the step would not train by the loss of its batch.
+        Its last call compares. It raises ValueError where the step would not train by the loss of
+        its batch.
 
         Args:
             microbatches: of the batch.
+            target: of the batch.
 
         Returns:
             The function; None where nothing is to be compared.
         """
+        if self._over or microbatches < 2:
+            return None
         self._parts, self._to_come = [], microbatches
-        return self._take if self.due and microbatches > 1 else None
+        self._batches += 1
+        marks = self._widened(target) and self._marks > 0
+        if not self._batches & (self._batches - 1) or self._undecided:
+            return self._take
+        self._marks -= marks
+        return self._take if marks else None
 
-    def _take(self, output: Tensor, target: Any, finite: bool) -> None:
+    def _widened(self, target: Any) -> bool:
+        """Whether targets have an entry below or above all before them, which are then noted."""
+        tensors: list[Tensor] = []
+        map_tensors(target, lambda t: tensors.append(t) if t.numel() else None)
+        before = self._bounds
+        if len(before) != len(tensors):
+            before = [(math.inf, -math.inf)] * len(tensors)
+        self._bounds = []
+        for (low, high), each in zip(before, tensors, strict=True):
+            least, most = torch.aminmax(torch.view_as_real(each) if each.is_complex() else each)
+            self._bounds.append((min(low, float(least)), max(high, float(most))))
+        return self._bounds != before
+
+    def _take(self, output: Tensor, target: Any) -> None:
         self._to_come -= 1
         tensors: list[Tensor] = []
         map_tensors(target, tensors.append)
@@ -111,8 +146,8 @@ class LossCheck:
         rows = max(sizes, default=0)
         joined = is_of_tensors(target)
         if not joined or len(sizes) != 1 or not rows or not output.dim() or len(output) % rows:
-            self.due = False  # rows are not dim 0, so that nothing can be put together
-        if not self.due:
+            self._over = True  # rows are not dim 0, so that nothing can be put together
+        if self._over:
             return
         left = _ELEMENTS - sum(part.output.numel() for part in self._parts)
         kept = min(rows, max(left * rows // max(output.numel(), 1), len(self._parts) < 2))
@@ -121,20 +156,19 @@ class LossCheck:
                 of_output = output.detach()[: kept * (len(output) // rows)].clone()
                 of_target = map_tensors(target, lambda t: t[:kept].clone())
             self._parts.append(_Part(of_output, of_target, kept))
-        if not self._to_come or (not finite and len(self._parts) > 1):
-            self._compare(self._parts)
         if not self._to_come:
-            self._parts = []
+            parts, self._parts = self._parts, []
+            self._compare(parts)
 
     def _compare(self, parts: Sequence[_Part]) -> None:
         if any(isinstance(each, _BatchNorm) and each.training for each in reached(self._loss_fn)):
-            self.due = False  # it sees microbatches, as in a model
+            self._over = True  # it sees microbatches, as in a model
             return
         with undone(self._loss_fn, parts[0].output.device):
             try:
                 unequal = self._unequal(parts)
             except Exception as error:  # of a function of the user's, whatever it does
-                self.due = False
+                self._over = True
                 warnings.warn(
                     f"{self._name} takes a microbatch, but failed for rows of {len(parts)} of them "
                     f"together ({type(error).__name__}: {error}), so that nobody knows whether the "
@@ -148,8 +182,8 @@ class LossCheck:
     def _unequal(self, parts: Sequence[_Part]) -> str | None:
         """The message, if the loss of all parts is another than the mean that a step has of them.
 
-        A loss that draws, or goes by the order of its rows, has another value for the same rows in
-        the other order: of it nothing is said.
+        A loss that draws or remembers has another value when it is called again, and one that goes
+        by the order of its rows has another in the other order: of these nothing is said.
         """
         summed = is_sum(self._loss_fn)
         weights = [1.0 if summed else self._weight(part) for part in parts]
@@ -164,23 +198,26 @@ class LossCheck:
             self._values(part, weight) if weight else {}
             for part, weight in zip(parts, weights, strict=True)
         ]
-        if not all(value.is_finite for value in together.values()):
+        self._undecided = not all(value.is_finite for value in together.values())
+        if self._undecided:
             return None  # overflowed, or nothing counts: the next batch may tell
-        self.due = False
         rounding = _rounding(whole.output)
         for name, value in together.items():
-            nothing = [_Value(0.0, torch.zeros_like(part.output)) for part in parts]
+            nothing = [_Value(0.0, torch.zeros_like(part.output), 0.0) for part in parts]
             values = [found.get(name, zero) for found, zero in zip(apart, nothing, strict=True)]
             mean = _Value(
                 sum(each.loss * w for each, w in zip(values, weights, strict=True)) / total,
                 torch.cat([each.gradient for each in values]),
+                value.size,
             )
             if value.is_near(mean, rounding):
                 continue
-            again = self._values(whole.turned(), total).get(name)
-            if again is None:
+            again = self._values(whole, total).get(name)
+            turned = self._values(whole.turned(), total).get(name)
+            if again is None or turned is None or not value.is_same(again):
                 continue
-            if value.is_near(_Value(again.loss, _turned(again.gradient, rows)), rounding):
+            turned = turned._replace(gradient=_turned(turned.gradient, rows))
+            if value.is_near(turned, rounding):
                 return self._message(name, value, mean, rows, len(parts), summed)
         return None
 
@@ -207,7 +244,8 @@ class LossCheck:
                     allow_unused=True,
                     materialize_grads=True,
                 )
-                found[name] = _Value(float(value.detach()), gradient)
+                size = float((gradient.float() * part.output).abs().sum()) / weight
+                found[name] = _Value(float(value.detach()), gradient, size)
         return found
 
     def _message(
