@@ -112,7 +112,9 @@ class Grouping:
 
     def counts(self, device: torch.device) -> Tensor:
         """Elements of each group without padding, at least 1 to divide by: fp32 [groups]."""
-        counts = torch.full((self.num_groups,), float(self._size), device=device)
+        counts = torch.full(
+            (self.num_groups,), float(self._size), dtype=torch.float32, device=device
+        )
         if self.padding:
             counts[-1] -= self.padding
         return counts.clamp_(min=1)

@@ -143,7 +143,7 @@ class MultiLevel(Selecting):
         if not self.shares_choice:
             return self._direct.indices(payload, meta, generator)
         # A shared choice looks at the number of elements alone.
-        elements = torch.zeros((), device=payload[0].device).expand(meta.numel)
+        elements = torch.zeros((), dtype=torch.float32, device=payload[0].device).expand(meta.numel)
         return self.choose(elements, self.num_kept(meta.numel), generator)
 
     def decoded(

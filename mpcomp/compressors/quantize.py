@@ -173,7 +173,7 @@ def bit_ladder(lowest: float, highest: float) -> tuple[float, ...]:
 
 def _divided(x: Tensor, number: float) -> Tensor:
     """``x / number``, rounded once on all devices: by a plain number CUDA multiplies instead."""
-    return x / torch.full((), number, device=x.device)
+    return x / torch.full((), number, dtype=torch.float32, device=x.device)
 
 
 def _round_up(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -233,7 +233,7 @@ def _parts(columns: Tensor) -> list[Tensor]:
 def _signs(block: int, seed: int, part: int, device: torch.device) -> Tensor:
     """1 / sqrt(block) with random signs: fp32 [block, 1]."""
     drawn = uniform(generator_for("rotate", seed, block, part), block, torch.device("cpu"))
-    size = torch.tensor(1 / math.sqrt(block))
+    size = torch.tensor(1 / math.sqrt(block), dtype=torch.float32)
     return torch.where(drawn < 0.5, -size, size).reshape(-1, 1).to(device)
 
 

@@ -107,7 +107,7 @@ class Averaging:
         self.items: list[Item] = []
         self._paths: list[tuple[Path, Works | None]] = []
         self._waiting: list[list[Item]] = []
-        self._bad = torch.zeros((), device=run.device)
+        self._bad = torch.zeros((), dtype=torch.float32, device=run.device)
         self._used = dict.fromkeys(run.watched, 0.0)
         self._started = time.perf_counter()
         self._waits = run.controller.waits or run.method.clip is not None

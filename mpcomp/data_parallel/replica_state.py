@@ -79,7 +79,7 @@ class ReplicaState:
         piece = self._pieces.get(item.name)
         if piece is None or not piece.end.known:
             return
-        zeros = torch.zeros(piece.numel, device=item.target.device)
+        zeros = torch.zeros(piece.numel, dtype=torch.float32, device=item.target.device)
         due = context.compensated(piece.end, zeros, item.name, OF_ERROR - 1)
         due.sent(lambda y: y - due.target)  # all of it is sent
         item.compensated.add(context.peers.size * due.target, piece.start)

@@ -99,7 +99,7 @@ class ShardedExchange(Exchange):
         **connections: Any,
     ) -> None:
         network = network or ReplicaNetwork()
-        one = torch.zeros(1, device=device)
+        one = torch.zeros(1, dtype=torch.float32, device=device)
         pieces = {
             part.key(rank): one.expand(meta.shape if part.dims > 1 else (meta.numel,))
             for part in parts

@@ -163,7 +163,7 @@ class AQSGD(EF21):
 
         def vectors() -> Tensor:
             if context.gradients is None:
-                return torch.zeros(meta.shape)
+                return torch.zeros(meta.shape, dtype=torch.float32)
             return meta.unflatten(context.gradients(keys))
 
         return (*self.coders, AlongVectors(vectors, self.along))

@@ -151,7 +151,7 @@ class _Rows(FieldState):
         return (value if unit == 1 else value / unit), value
 
     def cleared(self, keys: Sequence[Key], unit: float, padded: Tensor | None) -> Any:
-        zeros = torch.zeros(len(keys), self.numel, device=self.store.device)
+        zeros = torch.zeros(len(keys), self.numel, dtype=torch.float32, device=self.store.device)
         return self.stage(keys, zeros, None, unit, padded, None)[0]
 
     def write(self, keys: Sequence[Key], staged: Any) -> None:
@@ -231,7 +231,7 @@ class _Sketches(_Rows):
         return (cells if unit == 1 else cells / unit), self._sketch.estimate(cells)
 
     def cleared(self, keys: Sequence[Key], unit: float, padded: Tensor | None) -> Any:
-        return torch.zeros(len(keys), self.numel, device=self.store.device)
+        return torch.zeros(len(keys), self.numel, dtype=torch.float32, device=self.store.device)
 
 
 @dataclass(frozen=True)
@@ -268,7 +268,7 @@ class _Payload(FieldState):
 
     def read(self, keys: Sequence[Key], unit: float, padded: Tensor | None) -> Tensor:
         if self._held is None:
-            return torch.zeros(1, self._meta.numel, device=self._device)
+            return torch.zeros(1, self._meta.numel, dtype=torch.float32, device=self._device)
         return self._decoded(*self._held) * unit
 
     def stage(

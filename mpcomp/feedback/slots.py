@@ -148,7 +148,7 @@ class SlotStore:
             found = self._coder.decompress(payload, TensorMeta((len(held), self.row_numel)))
             if len(held) == len(keys):
                 return found
-        rows = torch.zeros(len(keys), self.row_numel, device=self.device)
+        rows = torch.zeros(len(keys), self.row_numel, dtype=torch.float32, device=self.device)
         if held:
             where = [i for i, key in enumerate(keys) if key in self._slots]
             rows[torch.tensor(where, device=self.device)] = found

@@ -84,7 +84,7 @@ class _Average:
 
     def __init__(self) -> None:
         self.batches = 0
-        self.mean = self.second = torch.zeros(())
+        self.mean = self.second = torch.zeros((), dtype=torch.float64)
 
     def add(self, fresh: _Moments) -> None:
         """Takes those of one more microbatch."""
@@ -189,7 +189,7 @@ class _Sender:
         if not self._came_back.batches:
             return None
         weights = self._came_back.second / self._came_back.second.diagonal().mean()
-        return (1 - _UNIFORM) * weights + _UNIFORM * torch.eye(len(weights))
+        return (1 - _UNIFORM) * weights + _UNIFORM * torch.eye(len(weights), dtype=torch.float64)
 
     def _bytes(self, x: Tensor, basis: Basis | None) -> int:
         """Bytes that a tensor takes in a basis."""
