@@ -15,6 +15,7 @@ from torch import nn
 
 from mpcomp.api.advice import advise_on_cut, advise_on_threads
 from mpcomp.api.config import PipelineConfig
+from mpcomp.api.embedding_checks import check_embeddings
 from mpcomp.api.launch import DistributedLaunch, Launch, LocalLaunch
 from mpcomp.api.learned_loss import check_loss, place_loss
 from mpcomp.api.pipeline import Pipeline
@@ -173,6 +174,7 @@ def build(model: nn.Module, config: PipelineConfig) -> Pipeline:
         )
         ties = ties_of(cut, method_of("tie_comp", config.tie_comp), **of_run)
         launch.check(cut, ties)
+        check_embeddings(model, cut, chunks=config.chunks, replicas=config.replicas)
         loss_fn = config.loss_for(cut)
         check_loss(loss_fn, cut, shard=config.shard)
         own = launch.own_stages(cut)

@@ -48,7 +48,7 @@ def clip_grad_norm_(
         raise ValueError(f"max_norm={max_norm}: expected a positive number")
     again = {name for tie in pipe.ties for _, name in tie.copies[1:]}  # counted once
     norms = {
-        name: full_tensor(torch.linalg.vector_norm(parameter.grad, norm_type))
+        name: full_tensor(torch.linalg.vector_norm(_values(parameter.grad), norm_type))
         for name, parameter in pipe.with_loss.named_parameters()
         if parameter.grad is not None and name not in again
     }
@@ -61,3 +61,8 @@ def clip_grad_norm_(
         )
     torch.nn.utils.clip_grads_with_norm_(pipe.with_loss.parameters(), max_norm, norm)
     return norm
+
+
+def _values(grad: Tensor) -> Tensor:
+    """The numbers of a gradient, of a sparse one those that are not zero."""
+    return grad.coalesce().values() if grad.is_sparse else grad

@@ -17,7 +17,7 @@ __all__ = ["check_without_gradients", "gradients_overflowed", "overflow_gradient
 
 def gradients_overflowed(parameters: Iterable[nn.Parameter]) -> bool:
     """Whether one of the gradients here is not finite."""
-    grads = [local(p.grad) for p in parameters if p.grad is not None]
+    grads = [_values(p.grad) for p in parameters if p.grad is not None]
     if not grads:
         return False
     largest = torch.nn.utils.get_total_norm(grads, norm_type=math.inf)
@@ -28,7 +28,12 @@ def overflow_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Makes this rank's scaler skip the step, as it must where another's gradients overflowed."""
     for parameter in parameters:
         if parameter.grad is not None:
-            parameter.grad.fill_(math.inf)
+            _values(parameter.grad).fill_(math.inf)
+
+
+def _values(grad: Tensor) -> Tensor:
+    """The numbers of a gradient that are here, which is dense, sparse or sharded."""
+    return grad._values() if grad.is_sparse else local(grad)
 
 
 def check_without_gradients(scaler: torch.amp.GradScaler, *, skipped: bool) -> None:

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from mpcomp.compressors import Compressor
+from mpcomp.core.embeddings import check_dense_gradients
 from mpcomp.core.spec import shown
 from mpcomp.data_parallel.exchange import Exchange
 from mpcomp.data_parallel.fsdp import compress_sharded
@@ -108,12 +109,15 @@ def compress_gradients(
             different arguments or models; on every rank.
     """
     sharded = isinstance(model, FSDPModule)
+    assert isinstance(model, nn.Module)
     if not (sharded or isinstance(model, DistributedDataParallel)):
         raise TypeError(
             f"{type(model).__name__} is wrapped in neither DistributedDataParallel nor FSDP2: "
             "mpcomp.compress_gradients(DistributedDataParallel(model), ...), or call "
             "torch.distributed.fsdp.fully_shard on its blocks and on itself first"
         )
+    whole = model.module if isinstance(model, DistributedDataParallel) else model
+    check_dense_gradients(whole, "compress_gradients")
     method = replica_method_of(dp_comp)
     if param_comp is not None and not sharded:
         raise ValueError(
@@ -121,7 +125,6 @@ def compress_gradients(
             "and send none: leave it out, or shard the model with fully_shard"
         )
     codec = param_comp_of(param_comp)
-    assert isinstance(model, nn.Module)
     handle: CompressedGradients
     if isinstance(model, FSDPModule):
         _check_unhooked(model)

@@ -23,6 +23,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from mpcomp.core.embeddings import check_max_norm
+
 __all__ = ["StashedWeights", "Updates", "check_stashable", "in_flight_of", "lag_of"]
 
 
@@ -104,8 +106,11 @@ class StashedWeights:
 
 
 def check_stashable(stages: Sequence[nn.Module]) -> None:
-    """Raises ValueError for a module that holds its weights where they cannot be replaced."""
+    """Raises ValueError for a module whose weights cannot be replaced for a forward pass."""
     for stage in stages:
+        check_max_norm(
+            stage, "with updates within a step it would change a copy, and not the parameter"
+        )
         for name, module in stage.named_modules():
             if isinstance(module, nn.RNNBase):
                 raise ValueError(
