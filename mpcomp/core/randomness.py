@@ -22,6 +22,7 @@ from mpcomp.core.compiled import compiled
 from mpcomp.core.threads import each, slices_of
 
 __all__ = [
+    "default_generator",
     "derive_seed",
     "fill_uniform",
     "generator_for",
@@ -114,7 +115,7 @@ def stage_randomness(
     The surrounding state of the device's generator is put back afterwards. Recomputing a
     stage under the same arguments draws the same numbers.
     """
-    generator = _default_generator(device)
+    generator = default_generator(device)
     state = generator.get_state()
     generator.manual_seed(derive_seed("stage", seed, step, stage, microbatch))
     try:
@@ -123,7 +124,8 @@ def stage_randomness(
         generator.set_state(state)
 
 
-def _default_generator(device: torch.device) -> torch.Generator:
+def default_generator(device: torch.device) -> torch.Generator:
+    """The generator that torch draws from on ``device`` where it is given none."""
     if device.type == "cuda":
         index = device.index if device.index is not None else torch.cuda.current_device()
         return torch.cuda.default_generators[index]

@@ -8,6 +8,7 @@ were. What lies outside of the process, such as a line that was printed, stays.
 from __future__ import annotations
 
 import functools
+import operator
 import random
 import types
 from collections import deque
@@ -19,10 +20,24 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["reached", "undone"]
+from mpcomp.core.randomness import default_generator
+
+__all__ = [
+    "attributes_back",
+    "attributes_kept",
+    "generators_back",
+    "own_attributes",
+    "reached",
+    "undone",
+    "way_back",
+]
 
 #: Steps from a function to what it may change: a meter in a dict in an object, say.
 _STEPS = 5
+#: Attributes that every module has.
+_EVERYWHERE = frozenset(vars(nn.Module()))
+#: Types of others that have a way back of their own elsewhere, or need none.
+_APART = (int, float, str, type(None), Tensor, types.FunctionType)
 
 
 @contextmanager
@@ -33,16 +48,64 @@ def undone(function: Callable[..., Any], device: torch.device) -> Iterator[None]
         function: any callable.
         device: of its tensors.
     """
-    devices = [] if device.type == "cpu" else [device]
     with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices, device_type=device.type))
-        stack.callback(random.setstate, random.getstate())
-        stack.callback(np.random.set_state, np.random.get_state())  # noqa: NPY002  (a loss may)
-        for value in reached(function):
-            back = _way_back(value)
+        for back in [*generators_back(device), *map(way_back, reached(function))]:
             if back is not None:
                 stack.callback(back)
         yield
+
+
+@contextmanager
+def attributes_kept(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Puts back what a forward within it sets on modules, and generators.
+
+    Args:
+        module: whose forward it is.
+        device: of the module.
+    """
+    ways = [*generators_back(device), *attributes_back(module)]
+    try:
+        yield
+    finally:
+        for back in ways:
+            back()
+
+
+def generators_back(device: torch.device) -> list[Callable[[], None]]:
+    """Functions that put the generators of the process back as they are now.
+
+    Args:
+        device: whose generator is among them, beside torch's on the CPU, Python's and NumPy's.
+    """
+    of_torch = {default_generator(torch.device("cpu")), default_generator(device)}
+    return [
+        *(functools.partial(_generator_back, each, each.get_state()) for each in of_torch),
+        functools.partial(random.setstate, random.getstate()),
+        functools.partial(np.random.set_state, np.random.get_state()),  # noqa: NPY002  (users do)
+    ]
+
+
+def attributes_back(module: nn.Module) -> list[Callable[[], None]]:
+    """Functions that put back what modules hold, but for what is written into tensors.
+
+    Args:
+        module: it and all in it: their attributes and buffers, and what a container, an array or a
+            generator among the attributes holds itself.
+    """
+    ways: list[Callable[[], None] | None] = []
+    for each in module.modules():
+        ways.append(functools.partial(_dict_back, vars(each), vars(each).copy()))
+        if each._buffers:
+            ways.append(functools.partial(_dict_back, each._buffers, each._buffers.copy()))
+        for value in own_attributes(each).values():
+            if not isinstance(value, _APART):
+                ways.append(way_back(value))
+    return [back for back in ways if back is not None]
+
+
+def own_attributes(module: nn.Module) -> dict[str, Any]:
+    """The attributes of a module that not every module has, by name."""
+    return {name: value for name, value in vars(module).items() if name not in _EVERYWHERE}
 
 
 def reached(function: Callable[..., Any]) -> list[Any]:
@@ -85,14 +148,18 @@ def _parts(value: Any, found: dict[int, Any]) -> list[Any]:
     return [] if isinstance(value, Tensor) else [getattr(value, "__dict__", None)]
 
 
-def _way_back(value: Any) -> Callable[[], None] | None:
+def way_back(value: Any) -> Callable[[], None] | None:
     """A function that puts a value back as it is now; None where nothing can be changed."""
     if isinstance(value, Tensor):
         return None if value.is_inference() else _tensor_back(value)
     if isinstance(value, np.ndarray):
+        if not value.flags.writeable:
+            return None
         return functools.partial(np.copyto, value, value.copy(), casting="no")
     if isinstance(value, torch.Generator):
         return functools.partial(_generator_back, value, value.get_state())
+    if isinstance(value, np.random.RandomState):
+        return functools.partial(value.set_state, value.get_state())
     if isinstance(value, np.random.Generator):
         return functools.partial(setattr, value.bit_generator, "state", value.bit_generator.state)
     if isinstance(value, random.Random):
@@ -129,6 +196,8 @@ def _names_back(names: dict[str, Any], kept: dict[str, Any]) -> None:
 
 
 def _dict_back(items: dict[Any, Any], kept: dict[Any, Any]) -> None:
+    if items.keys() == kept.keys() and all(map(operator.is_, items.values(), kept.values())):
+        return  # in a hurry: most modules have not changed
     for key in items.keys() - kept.keys():
         del items[key]
     _names_back(items, kept)

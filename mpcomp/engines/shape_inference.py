@@ -14,17 +14,18 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import stages as staging
 from mpcomp.core.checks import check_tensor
 from mpcomp.core.microbatch import map_tensors
+from mpcomp.core.side_effects import attributes_kept
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.engines.stage_runner import Autocast, call
 
-__all__ = ["Planner", "attributes_kept"]
+__all__ = ["Planner"]
 
 #: Outputs of each stage that are remembered: the shapes of batches, and numbers in them.
 _REMEMBERED: Final = 32
@@ -82,7 +83,8 @@ class Planner:
         stage = self._stages[i]
         fakes = FakeTensorMode(allow_non_fake_inputs=True)  # tensors that are plain attributes
         grouped: Any = _GroupedProducts()  # type: ignore[no-untyped-call]
-        with fakes, grouped, _no_nested_tensors(), torch.no_grad(), autocast.enter():
+        kept = attributes_kept(stage, self._device)  # a cache of positions would be fake
+        with kept, fakes, grouped, _no_nested_tensors(), torch.no_grad(), autocast.enter():
             if isinstance(value, TensorMeta):
                 # As it arrives: in memory order, whatever its strides were.
                 flat = torch.empty(value.numel, dtype=value.dtype, device=self._device)
@@ -91,8 +93,7 @@ class Planner:
                 value = map_tensors(value, self._fake)
             beside = map_tensors(beside, self._fake)
             try:
-                with attributes_kept(stage):
-                    output = call(_Fake(stage, self._state(stage)), value, beside)
+                output = call(_Fake(stage, self._state(stage)), value, beside)
             except (TypeError, ValueError):
                 raise
             except Exception as error:
@@ -150,18 +151,6 @@ class _Fake:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return torch.func.functional_call(self._stage, self._state, args, kwargs)
-
-
-@contextmanager
-def attributes_kept(stage: nn.Module) -> Iterator[None]:
-    """Puts back what forward sets on modules, such as a cache of positions: it would be fake."""
-    before = [(module, dict(vars(module))) for module in stage.modules()]
-    try:
-        yield
-    finally:
-        for module, attributes in before:
-            vars(module).clear()
-            vars(module).update(attributes)
 
 
 def _without_state(batch: Any) -> Any:

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import stages as staging
 from mpcomp.core.microbatch import map_tensors
 from mpcomp.core.randomness import stage_randomness
+from mpcomp.engines.repetition import Repetitions
 from mpcomp.engines.updates import StashedWeights
 
 __all__ = ["Autocast", "StageRunner", "call", "frozen_buffers"]
@@ -62,10 +63,10 @@ def call(function: Callable[..., Any], value: Any, beside: Mapping[str, Any] | N
 
 @contextmanager
 def frozen_buffers(module: nn.Module) -> Iterator[None]:
-    """Lets ``module`` run on copies of its buffers.
+    """Lets ``module`` run on copies of its buffers, as BatchNorm's statistics would count a batch.
 
-    Recomputing a stage would count a batch twice in BatchNorm's statistics. Copies, rather than
-    writing the old values back: autograd holds the originals and checks that nobody wrote to them.
+    Copies, rather than writing the old values back: autograd holds the originals and checks that
+    nobody wrote to them.
     """
     saved = [
         (owner, name, buffer)
@@ -103,7 +104,7 @@ class StageRunner:
         self.stage = stage
         self.index = index
         self.device = device
-        self._recompute = recompute
+        self._repetitions = Repetitions(stage, device) if recompute else None
         self._seed = seed
         self.forward_s = 0.0
         self.stashed: StashedWeights | None = None
@@ -148,14 +149,14 @@ class StageRunner:
             assert isinstance(output, Tensor)
             return output
 
-        if not (self._recompute and torch.is_grad_enabled()):
+        if self._repetitions is None or not torch.is_grad_enabled():
             return run(value)
         output = checkpoint(
             run,
             value,
             use_reentrant=False,
-            preserve_rng_state=False,  # `run` sets it, in both passes
-            context_fn=lambda: (nullcontext(), frozen_buffers(self.stage)),
+            preserve_rng_state=False,  # they do, for all generators
+            context_fn=self._repetitions.contexts,
         )
         assert isinstance(output, Tensor)
         return output

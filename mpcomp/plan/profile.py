@@ -19,8 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from mpcomp.core.microbatch import map_tensors
+from mpcomp.core.side_effects import attributes_kept
 from mpcomp.core.tensor_meta import TensorMeta
-from mpcomp.engines.shape_inference import attributes_kept
 from mpcomp.plan.prediction import Compute
 from mpcomp.plan.timing import Run, Settle, timed, typical
 from stages.blocks import Block, arguments, blocks, one_tensor, random_state_kept, side_inputs
@@ -286,7 +286,8 @@ def count_profile(model: nn.Module, sample: Any, *, flops_per_s: float) -> Profi
                 tensors = (*unit.module.named_parameters(), *unit.module.named_buffers())
                 state = {name: _fake(tensor) for name, tensor in tensors}
                 call = functools.partial(torch.func.functional_call, unit.module, state)
-                with attributes_kept(unit.module), FlopCounterMode(display=False) as counter:
+                kept = attributes_kept(unit.module, torch.device("cpu"))
+                with kept, FlopCounterMode(display=False) as counter:
                     out = one_tensor(unit, call(args, kwargs))
                 seconds = counter.get_total_flops() / flops_per_s
                 seen[kind] = Compute(seconds, BACKWARD_OVER_FORWARD * seconds), out

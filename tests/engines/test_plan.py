@@ -1,7 +1,9 @@
 """Plans: what crosses each cut is known without running the model, and without touching it."""
 
 import copy
+import random
 
+import numpy as np
 import pytest
 import torch
 from methods import same_bits
@@ -200,6 +202,37 @@ def test_what_forward_keeps_on_a_module_is_not_the_plans():
     assert same_bits(model(x), expected)
 
 
+def test_what_forward_counts_and_draws_is_put_back():
+    """A plan is no forward: one process makes none."""
+
+    class Noting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(13, 13)
+            self.sizes, self.array, self.rng = [], np.zeros(1), np.random.default_rng(0)
+            self.generator = torch.Generator().manual_seed(0)
+
+        def forward(self, x):
+            self.sizes.append(len(x))
+            self.array += 1
+            drawn = random.random() + np.random.rand() + self.rng.random()  # noqa: NPY002
+            return self.linear(x) + drawn + torch.rand(1, generator=self.generator)
+
+    def state(noting):
+        states = noting.rng.bit_generator.state, noting.generator.get_state().tolist()
+        return [*noting.sizes, *noting.array], random.getstate(), np.random.rand(), states  # noqa: NPY002
+
+    model = nn.Sequential(Noting(), *mlp())
+    found = []
+    for planned in (False, True):
+        random.seed(0)
+        np.random.seed(0)  # noqa: NPY002
+        if planned:
+            plan(model, [1, 5], rows(4)[0])
+        found.append(state(model[0]))
+    assert found[0] == found[1]
+
+
 def test_weights_tied_within_a_stage():
     model = nn.Sequential(nn.Linear(13, 13), nn.Tanh(), nn.Linear(13, 13), nn.Linear(13, 5))
     model[2].weight = model[0].weight
@@ -243,10 +276,10 @@ class Counted(nn.Module):
     def __init__(self, calls):
         super().__init__()
         self.linear = nn.Linear(13, 13)
-        self.calls = calls
+        self.note = calls.append  # a list of the module's own would be put back
 
     def forward(self, x):
-        self.calls.append(x.shape)
+        self.note(x.shape)
         return self.linear(x)
 
 
