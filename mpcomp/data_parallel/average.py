@@ -54,8 +54,8 @@ class CompressedAverage(ReplicaSync):
         exchange = self.exchange
         assert exchange is not None
         exchange.begin(loss_scale=step.loss_scale, lr=step.lr, compress=step.compress_dp)
-        with self._completed(self._stages, exchange.averaged_over) as unused:
-            trained = trained_in(self._stages)
+        trained = trained_in(self._stages)
+        with self._completed(trained, exchange.averaged_over) as unused:
             gradients = ((name, p.grad) for name, p in trained.items() if p.grad is not None)
             for group in in_groups(gradients, alone=self._tied):
                 exchange.add(group)

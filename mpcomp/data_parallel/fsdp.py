@@ -203,6 +203,22 @@ class Shards:
                 "as one tensor, so convert the model to one of them before fully_shard"
             )
 
+    def trained(self) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:
+        """By name the shard of each trained parameter, and the whole that has a step's gradient.
+
+        They are there whichever of the two the modules have at the moment. Of one that was not
+        gathered yet the shard stands for both.
+        """
+        return {
+            part.name: (
+                param.sharded_param,
+                getattr(param, "_unsharded_param", param.sharded_param),
+            )
+            for (_, param_group), of_block in zip(self._groups, self._parts, strict=True)
+            for param, part in zip(param_group.fsdp_params, of_block, strict=True)
+            if param.sharded_param.requires_grad
+        }
+
     def connect(self, owner: Owner, *, gathers: bool) -> None:
         """Lets ``owner`` carry out their reduce-scatters, and all-gathers if it ``gathers``."""
         for (module, param_group), of_block in zip(self._groups, self._parts, strict=True):

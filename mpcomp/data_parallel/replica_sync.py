@@ -15,7 +15,7 @@ A pass of evaluation is a `begin` and an `end`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -92,21 +92,16 @@ class ReplicaSync(ABC):
 
     @contextmanager
     def _completed(
-        self,
-        stages: Sequence[nn.Module],
-        group: dist.ProcessGroup | None,
-        kept: Collection[str] = (),
+        self, trained: Mapping[str, nn.Parameter], group: dist.ProcessGroup | None
     ) -> Iterator[set[str]]:
         """Within it every parameter has a gradient, zeros where this replica has none.
 
         At its end those have none again that no replica had one for; it gives their names then.
 
         Args:
-            stages: of this rank, the same on all replicas.
+            trained: parameters of this rank that are trained, the same on all replicas.
             group: the replicas whose gradients are averaged; None if each keeps its own.
-            kept: names of those with a gradient of earlier steps, kept apart from this step's.
         """
-        trained = trained_in(stages)
         missing = [parameter.grad is None for parameter in trained.values()]
         without = torch.tensor(missing, dtype=torch.uint8, device=self._mesh.device)
         work = None
@@ -122,8 +117,7 @@ class ReplicaSync(ABC):
                 work.wait()
         if any(missing):  # else nobody waits for an accelerator
             unused |= {name for name, none in zip(trained, without.tolist(), strict=True) if none}
-            trained = trained_in(stages)  # other tensors, where replicas own pieces of them
-            for name in unused.difference(kept):
+            for name in unused:
                 trained[name].grad = None
 
     @contextmanager

@@ -17,7 +17,12 @@ from torch.nn.parallel import DistributedDataParallel
 import stages as staging
 from mpcomp.comm.mesh import ProcessMesh
 from mpcomp.core.step import Step
-from mpcomp.data_parallel.replica_sync import ReplicaSync, check_unchanged, parameter_ids
+from mpcomp.data_parallel.replica_sync import (
+    ReplicaSync,
+    check_unchanged,
+    parameter_ids,
+    trained_in,
+)
 
 __all__ = ["GradientAverage"]
 
@@ -61,7 +66,7 @@ class GradientAverage(ReplicaSync):
                 continue
             parameters = [p for p in stage.parameters() if p.requires_grad]
             with (
-                self._completed([stage], self._mesh.replica_group),
+                self._completed(trained_in([stage]), self._mesh.replica_group),
                 self._mesh.waiting("gradients of other replicas"),
             ):
                 ddp.reducer.prepare_for_backward([])

@@ -22,7 +22,7 @@ from mpcomp.compressors import Compressor
 from mpcomp.core.step import Step
 from mpcomp.data_parallel.base import ReplicaMethod
 from mpcomp.data_parallel.fsdp import Shards, reduce_now
-from mpcomp.data_parallel.replica_sync import ReplicaSync, trained_in
+from mpcomp.data_parallel.replica_sync import ReplicaSync
 from mpcomp.data_parallel.sharded import ShardedExchange, ShardedParameter
 
 __all__ = ["ShardedAverage", "Sharding"]
@@ -75,7 +75,7 @@ class ShardedAverage(ReplicaSync):
             for block in _separate_blocks(stage):
                 fully_shard(block, mesh=sharded_over, reshard_after_forward=False)
             fully_shard(stage, mesh=sharded_over, reshard_after_forward=False)
-        shards = Shards(self._stages)
+        self._shards = shards = Shards(self._stages)
         shards.check_dtypes()
         self.exchange = ShardedExchange(
             shards.parts, method, group, device=device, param_comp=param_comp, **connections
@@ -85,8 +85,9 @@ class ShardedAverage(ReplicaSync):
 
     def begin(self, step: Step) -> None:
         self._compress = step.compress_dp
+        shards = self._shards.trained()
         #: Those with a gradient that an earlier step has added to its shard.
-        self._kept = {n for n, p in trained_in(self._stages).items() if p.grad is not None}
+        self._kept = {name for name, (shard, _) in shards.items() if shard.grad is not None}
 
     def reduce(self, step: Step) -> None:
         self._mesh.where = f"step {step.index}, exchanging gradients with other replicas"
@@ -95,10 +96,14 @@ class ShardedAverage(ReplicaSync):
         exchange = self.exchange
         assert exchange is not None
         exchange.begin(loss_scale=step.loss_scale, lr=step.lr, compress=step.compress_dp)
-        with self._completed(self._stages, exchange.averaged_over, self._kept) as unused:
+        shards = self._shards.trained()
+        wholes = {name: whole for name, (_, whole) in shards.items()}
+        with self._completed(wholes, exchange.averaged_over) as unused:
             for stage in self._stages:
                 reduce_now(stage)
             exchange.finish()
+        for name in unused - self._kept:
+            shards[name][0].grad = None
         exchange.leave_alone(unused)
 
     def end(self) -> None:

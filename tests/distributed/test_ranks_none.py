@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import mpcomp
 from mpcomp import Adaptive, ErrorFeedback, TopK
 from mpcomp.comm.channels import WireChannel
+from mpcomp.core.dtensor import full_tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*would not shrink")
 
@@ -91,6 +92,8 @@ MEMBERS = {
     "tied and at times": of(True, b5="detached sometimes"),
 }
 KINDS.update(MEMBERS)
+#: The models of other tests; `test_ranks_language_models` has its own.
+OTHERS = ("mlp", "convnet", "deep", "deep convnet", "masked", "named")
 
 #: A ratio that is chosen anew in every step.
 ADAPTIVE = Adaptive(
@@ -218,8 +221,7 @@ def test_clipping_scalers_and_what_goes_with_messages(ranks):
 @pytest.mark.timeout(120)
 def test_every_model_of_these_tests(ranks):
     """They use all their parameters; with some frozen these have no gradient either."""
-    others = [name for name in KINDS if name not in MEMBERS]
-    runs = [Run(name, steps=2) for name in others]
+    runs = [Run(name, steps=2) for name in OTHERS]
     runs += [Run("deep", steps=2, frozen=(f"{i}.",)) for i in (0, 3, 5)]
     check(ranks, 2, runs)
 
@@ -338,11 +340,10 @@ def train_replicas(all_options):
         pipe = mpcomp.pipeline(
             copy.deepcopy(model),
             2,
-            split=2,
             replicas=2,
             loss_fn=F.cross_entropy,
             timeout=60.0,
-            **options,
+            **{"split": 2, **options},
         )
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01, weight_decay=0.5)
         pipe.follow(optimizer)
@@ -358,7 +359,7 @@ def train_replicas(all_options):
     return results
 
 
-#: Ways for replicas to make one gradient of theirs, the last four with pieces of each parameter.
+#: Ways for replicas to make one gradient of theirs, the last five with pieces of each parameter.
 REPLICAS = [
     {},
     {"dp_comp": "topk:0.5"},
@@ -368,6 +369,7 @@ REPLICAS = [
     {"shard": True, "dp_comp": "topk:0.5"},
     {"shard": True, "dp_comp": "conef+topk:0.3"},
     {"shard": True, "param_comp": "bf16"},
+    {"shard": True, "split": 4, "schedule": "Interleaved1F1B"},
 ]
 UNTOUCHED = {f"{i}.of_none.{name}" for i in (0, 2) for name in ("weight", "bias")}
 
@@ -384,6 +386,42 @@ def test_replicas(ranks):
             for name, value in weights.items():
                 assert same_bits(value, of_way[rank ^ 2][1][name]), name
                 assert same_bits(value, dict(begin.named_parameters())[name]) == (name in UNTOUCHED)
+
+
+def add_up(all_options):
+    """By options: gradients of a step, and after another in which a stage detaches its input."""
+    results = []
+    for options in all_options:
+        torch.manual_seed(0)
+        pipe = mpcomp.pipeline(
+            of(b5="detached sometimes").make(),
+            2,
+            split=2,
+            replicas=2,
+            loss_fn=F.cross_entropy,
+            timeout=60.0,
+            **options,
+        )
+        found = []
+        for step in range(2):
+            for block in pipe.modules():
+                if isinstance(block, Block) and step:
+                    block.kind = block.kind.removesuffix(" sometimes")
+            pipe.forward_backward(*rows(8, 10 * step + pipe.replica))
+            grads = {n: p.grad for n, p in pipe.named_parameters() if p.grad is not None}
+            found.append({n: full_tensor(grad).clone() for n, grad in grads.items()})
+        results.append(found)
+    return results
+
+
+@pytest.mark.timeout(120)
+def test_gradients_of_an_earlier_step_stay(ranks):
+    options = [{}, {"dp_comp": "topk:0.5"}, {"shard": True}, {"shard": True, "dp_comp": "topk:0.5"}]
+    for of_rank in ranks(add_up, 4, options):
+        for before, after in of_rank:
+            assert before.keys() == after.keys() and before
+            for name, value in before.items():
+                assert same_bits(value, after[name]) == (name[0] in "01234"), name
 
 
 @pytest.mark.timeout(120)
