@@ -14,7 +14,7 @@ import linecache
 import operator
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise, zip_longest
 from pathlib import Path
@@ -257,6 +257,7 @@ def _trace_as(model: nn.Module, names: Sequence[str], given: str, training: bool
             for module in model.modules():
                 module.training = training
             graph = _Tracer(names).trace(model, concrete_args=held or None)
+            _say_what_is_held(graph, model, held)
             if attributes := changed() - {"training"}:
                 raise ValueError(f"it assigns to its own {listing(sorted(attributes))}")
         return graph
@@ -264,6 +265,21 @@ def _trace_as(model: nn.Module, names: Sequence[str], given: str, training: bool
         raise ValueError(
             f"cannot trace the forward of {type(model).__name__} to cut it: {_cause(model, error)}"
         ) from error
+
+
+def _say_what_is_held(graph: fx.Graph, model: nn.Module, held: Mapping[str, object]) -> None:
+    """Put cause and cure into the errors that fx makes for another value than the default."""
+    for node in graph.nodes:
+        texts = [arg for arg in node.args if isinstance(arg, str) and " specialized " in arg]
+        name = texts[0].split()[0] if texts else ""
+        if name in held:
+            said = (
+                f"{name} is an optional argument of {type(model).__name__}'s forward, and was "
+                f"given after all: the model was cut with {name}={held[name]!r}, and what the "
+                "forward does with another was left out. Write its forward without a default for "
+                f"{name}, and give it in every batch; or leave it out"
+            )
+            node.args = tuple(said if arg is texts[0] else arg for arg in node.args)
 
 
 def _cause(model: nn.Module, error: Exception) -> str:
