@@ -13,6 +13,7 @@ other in a small message, at most about every `Checkpoints.AGREE_S` seconds: it 
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -28,6 +29,7 @@ from mpcomp.checkpoint.locking import FolderLock
 from mpcomp.checkpoint.replacing import new_token
 from mpcomp.comm.agreement import SharedOutcome
 from mpcomp.comm.handshake import check_alike
+from mpcomp.comm.loader_workers import attend_to_the_rank_alone
 from mpcomp.comm.mesh import Mesh
 
 __all__ = ["Checkpoints"]
@@ -132,6 +134,8 @@ class Checkpoints:
         self._caught = 0
         self._former: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():
+            attend_to_the_rank_alone()
+            self._process = os.getpid()
             self._former = {each: signal.signal(each, self._catch) for each in signals}
         self._begin()
         self._period = self._until = 1
@@ -215,6 +219,10 @@ class Checkpoints:
         self._saved_at = time.monotonic()
 
     def _catch(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:  # a fork of this one has no loop to end
+            signal.signal(number, self._former[number])
+            signal.raise_signal(number)
+            return
         if self._caught:  # whoever asks twice does not want to wait for the end of a step
             self.close()
             signal.raise_signal(number)

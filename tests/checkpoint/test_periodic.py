@@ -1,7 +1,9 @@
 """A loop's checkpoints: when they are due, at a signal, and what goes on from them."""
 
+import multiprocessing
 import os
 import signal
+import time
 
 import pytest
 import torch
@@ -73,6 +75,30 @@ def test_a_second_signal_does_not_wait(tmp_path):
             assert heard == ["former"]
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_forks_end_at_a_signal_as_ever(number, tmp_path):
+    pipe = mpcomp.pipeline(mlp(), 2, split=MLP_SPLIT)
+    with Checkpoints(pipe, tmp_path / "a") as checkpoints:
+        begun, begins = multiprocessing.Pipe(duplex=False)
+        fork = multiprocessing.get_context("fork").Process(target=sleep, args=(begins,))
+        fork.start()
+        try:
+            begun.recv()
+            os.kill(fork.pid, number)
+            fork.join(60.0)
+            assert fork.exitcode == (-number if number == signal.SIGTERM else 1)
+        finally:
+            fork.kill()
+            fork.join()
+        assert not checkpoints.step()
+        checkpoints.save()
+
+
+def sleep(begins):
+    begins.send(None)
+    time.sleep(600.0)
 
 
 def test_every_few_minutes(monkeypatch, tmp_path):
