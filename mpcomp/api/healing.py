@@ -14,7 +14,9 @@ whole machine that is lost takes those that wait with it: that is for ``torchrun
 
 from __future__ import annotations
 
+import functools
 import importlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -34,8 +36,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from mpcomp.comm.failures import PeerError
-from mpcomp.comm.mesh import ATTEMPT, launched
+from mpcomp.comm.failures import DifferentCalls, PeerError, say_that_all_returned
+from mpcomp.comm.mesh import ATTEMPT, HEALING, attempt_of_launcher, launched
 from mpcomp.comm.parent import die_with_parent
 
 __all__ = ["heal"]
@@ -46,6 +48,12 @@ _AGAIN: Final = 75
 _POLL_S: Final = 0.2
 #: Seconds in which the store of the rendezvous must be there.
 _STORE_S: Final = 60.0
+#: Seconds in which all ranks must have come to a new attempt, for which they load nothing.
+_GATHER_S: float = 60.0
+#: What asks a process to end.
+_ENDING: Final = (signal.SIGTERM, signal.SIGINT)
+#: Calls of `heal` so far in this process: all ranks make them in the same order.
+_calls = itertools.count()
 
 
 def heal(train: Callable[[], Any], *, restarts: int = 100, grace_s: float = 0.5) -> None:
@@ -53,8 +61,9 @@ def heal(train: Callable[[], Any], *, restarts: int = 100, grace_s: float = 0.5)
 
     ``train`` builds the pipeline, loads the last checkpoint, if there is one, and saves some as it
     goes. It is called anew, in a new fork on each rank, whenever a rank's fork is killed by a
-    signal or another rank is gone. An error of its own ends all ranks, as without this. What it
-    returns is lost with its process: results belong into files::
+    signal or another rank is gone. An error of its own ends all ranks, as without this, and so do
+    ranks that make different calls. What it returns is lost with its process: results belong into
+    files::
 
         def train():
             pipe = mpcomp.pipeline(model, chunks=8, loss_fn=F.cross_entropy)
@@ -63,7 +72,8 @@ def heal(train: Callable[[], Any], *, restarts: int = 100, grace_s: float = 0.5)
         dataset = load()        # once, not in each attempt
         mpcomp.heal(train)
 
-    A signal to end (SIGTERM, SIGINT) is passed on to the fork, which may save before it ends.
+    A signal to end (SIGTERM, SIGINT) that one rank gets is passed on to the forks of all ranks,
+    which may save before they end. This process dies with torchrun, and its fork with it, on Linux.
 
     Args:
         train: without arguments; it must not rely on what an earlier attempt has left in memory.
@@ -74,22 +84,32 @@ def heal(train: Callable[[], Any], *, restarts: int = 100, grace_s: float = 0.5)
     Raises:
         ValueError: this process cannot be forked: it has used a GPU, joined a process group or
             begun threads of torch.
-        SystemExit: an error of ``train``, here or on another rank, a signal, or no restart left.
+        SystemExit: an error of ``train``, here or on another rank, a signal, no restart left, or a
+            rank that does not come to the next attempt, as its torchrun or its machine is gone.
     """
     if restarts < 0:
         raise ValueError(f"restarts={restarts}: expected 0 or more")
     importlib.import_module("mpcomp.api.build")  # seconds that would else be spent in each fork
     _check_forkable()
-    others = _Others() if launched() else None
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # else the parent is a shell, which may go
+        die_with_parent(os.getppid())
+    call = next(_calls)
+    others = _Others(call) if launched() else None
     stop = _Stop()
     with stop.heard():
         for attempt in range(restarts + 1):
-            fork = _Fork(train, attempt)
-            stop.fork = fork.process
-            ending = _watched(fork, others, stop, grace_s)
+            if attempt and others is not None:
+                others.gather(attempt, stop)
+            fork = _Fork(train, call, attempt, stop)
+            try:
+                ending = _watched(fork, others, stop, grace_s)
+            finally:
+                fork.kill()  # at an error here: Python would wait for it
             if stop.signal is not None:
                 sys.exit(128 + stop.signal)
             if ending.done:
+                if others is not None:
+                    others.part()
                 return
             if not ending.again:
                 sys.exit(ending.status)
@@ -119,14 +139,15 @@ class _Ending:
 class _Fork:
     """The process that trains in one attempt."""
 
-    def __init__(self, train: Callable[[], Any], attempt: int) -> None:
+    def __init__(self, train: Callable[[], Any], call: int, attempt: int, stop: _Stop) -> None:
         self.attempt = attempt
         self.process = multiprocessing.get_context("fork").Process(
-            target=_train, args=(train, attempt, os.getpid()), name=f"attempt {attempt}"
+            target=_train, args=(train, call, attempt, os.getpid()), name=f"attempt {attempt}"
         )
         for stream in (sys.stdout, sys.stderr):
             stream.flush()  # else both processes would write what is buffered
-        self.process.start()
+        with stop.waiting_for(self.process):
+            self.process.start()
 
     def ending(self) -> _Ending | None:
         """The end that this process alone has come to; None while it runs."""
@@ -144,23 +165,30 @@ class _Fork:
         return _Ending(status=status)
 
     def kill(self) -> None:
-        """Ends it at once."""
+        """Ends it at once, if it has not ended."""
         self.process.kill()
         self.process.join()
 
 
-def _train(train: Callable[[], Any], attempt: int, parent: int) -> None:
+def _train(train: Callable[[], Any], call: int, attempt: int, parent: int) -> None:
     """The whole life of a fork."""
     os.setpgid(0, 0)  # a terminal's signal then comes by the parent alone, and once
     die_with_parent(parent)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.environ[ATTEMPT] = str(attempt)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
+    os.environ[HEALING], os.environ[ATTEMPT] = str(call), str(attempt)
     try:
         train()
+    except SystemExit as leaving:
+        if leaving.code:
+            raise
+    except DifferentCalls:
+        raise  # as it would be in the next attempt
     except PeerError as error:
         print(error, file=sys.stderr, flush=True)
         sys.exit(_AGAIN)
+    say_that_all_returned()
 
 
 def _watched(fork: _Fork, others: _Others | None, stop: _Stop, grace_s: float) -> _Ending:
@@ -169,6 +197,8 @@ def _watched(fork: _Fork, others: _Others | None, stop: _Stop, grace_s: float) -
     while True:
         fork.process.join(_POLL_S)
         own = fork.ending()
+        if others is not None:
+            others.share(stop)
         if others is None or stop.signal is not None:
             if own is not None:
                 return own
@@ -187,23 +217,47 @@ def _watched(fork: _Fork, others: _Others | None, stop: _Stop, grace_s: float) -
 
 
 class _Others:
-    """Messages between the processes that wait, through the store of the rendezvous."""
+    """Messages between the processes that wait, through the store of the rendezvous.
 
-    def __init__(self) -> None:
+    Each is set once, by one rank, and says so wherever it is read: a question may be asked twice.
+    """
+
+    def __init__(self, call: int) -> None:
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
-        store = TCPStore(
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            self.size,
-            is_master=not of_torchrun and self.rank == 0,
-            timeout=timedelta(seconds=_STORE_S),
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
-        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str(True)  # no fork makes one of its own
-        self._store: Store = PrefixStore("mpcomp/heal", store)
+        store, self._is_host = _store()
+        prefix = f"mpcomp/heal/{attempt_of_launcher()}/{call}"
+        self._store: Store = PrefixStore(prefix, store)
         self._told: set[int] = set()
+
+    def gather(self, attempt: int, stop: _Stop) -> None:
+        """Waits until all ranks have come to an attempt, or one has told of an error.
+
+        Raises:
+            SystemExit: some have not in `_GATHER_S` seconds, or there is a signal to end.
+        """
+        self._say(f"{attempt}/here")
+        deadline = time.monotonic() + _GATHER_S
+        while not self._is_said_by_all(f"{attempt}/here"):
+            self.share(stop)
+            if stop.signal is not None:
+                sys.exit(128 + stop.signal)
+            if self._store.check(["failed"]):
+                return
+            if time.monotonic() > deadline:
+                gone = [r for r in range(self.size) if not self._is_said(f"{attempt}/here", r)]
+                self.tell(attempt, _Ending())
+                sys.exit(
+                    f"rank {', '.join(map(str, gone))} did not begin again within {_GATHER_S:g} s: "
+                    "its torchrun or its machine is gone. Start the same command on all machines"
+                )
+            time.sleep(_POLL_S)
+
+    def share(self, stop: _Stop) -> None:
+        """Tells the others of a signal to end, or hears of theirs."""
+        if stop.signal is not None:
+            self._store.set("stopped", str(int(stop.signal)))
+        elif self._store.check(["stopped"]):
+            stop.hear(int(self._store.get("stopped")))
 
     def tell(self, attempt: int, ending: _Ending) -> None:
         """Says how this rank's fork has ended; once."""
@@ -211,7 +265,7 @@ class _Others:
             return
         self._told.add(attempt)
         if ending.done:
-            self._store.add(f"{attempt}/done", 1)
+            self._say(f"{attempt}/done")
         elif ending.again:
             self._store.set(f"{attempt}/again", "")
         else:
@@ -223,17 +277,54 @@ class _Others:
             return _Ending(status=json.loads(self._store.get("failed")))
         if self._store.check([f"{attempt}/again"]):
             return _Ending(again=True)
-        if attempt in self._told and self._store.add(f"{attempt}/done", 0) == self.size:
+        if attempt in self._told and self._is_said_by_all(f"{attempt}/done"):
             return _Ending(done=True)
         return None
 
+    def part(self) -> None:
+        """Has the rank that has the store itself wait until the others have read there."""
+        self._say("parted")
+        deadline = time.monotonic() + _STORE_S
+        while self._is_host and not self._is_said_by_all("parted"):
+            if time.monotonic() > deadline:
+                return
+            time.sleep(_POLL_S)
+
+    def _say(self, what: str) -> None:
+        self._store.set(f"{what}/{self.rank}", "")
+
+    def _is_said(self, what: str, rank: int) -> bool:
+        return self._store.check([f"{what}/{rank}"])
+
+    def _is_said_by_all(self, what: str) -> bool:
+        return self._store.check([f"{what}/{rank}" for rank in range(self.size)])
+
+
+@functools.cache
+def _store() -> tuple[TCPStore, bool]:
+    """The store of the rendezvous, as long as this process lives, and whether that is its host."""
+    of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    is_host = not of_torchrun and os.environ["RANK"] == "0"
+    store = TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        int(os.environ["WORLD_SIZE"]),
+        is_master=is_host,
+        timeout=timedelta(seconds=_STORE_S),
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str(True)  # no fork makes one of its own
+    return store, is_host
+
 
 class _Stop:
-    """A signal to end that this process has got and passed on."""
+    """A signal to end that this process has got, or heard of, and passed on."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
-        self.fork: ForkProcess | None = None
+        self._is_own = False
+        self._fork: ForkProcess | None = None
 
     @contextmanager
     def heard(self) -> Iterator[None]:
@@ -244,17 +335,40 @@ class _Stop:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {n: signal.signal(n, self._pass_on) for n in (signal.SIGTERM, signal.SIGINT)}
+        before = {number: signal.signal(number, self._get) for number in _ENDING}
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _pass_on(self, number: int, frame: Any) -> None:
-        self.signal = number
-        if self.fork is not None and self.fork.pid is not None and self.fork.is_alive():
-            os.kill(self.fork.pid, number)
+    @contextmanager
+    def waiting_for(self, fork: ForkProcess) -> Iterator[None]:
+        """A context in which a fork begins; signals wait until it can have them."""
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
+        try:
+            yield
+            self._fork = fork
+            if self.signal is not None:  # since the fork before has ended
+                self._pass_on(self.signal)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def hear(self, number: int) -> None:
+        """Passes on what another rank has got, unless this one has."""
+        if self.signal is None:
+            self.signal = number
+            self._pass_on(number)
+
+    def _get(self, number: int, frame: Any) -> None:
+        was_passed_on = self.signal is not None and not self._is_own
+        self.signal, self._is_own = number, True
+        if not was_passed_on:  # a fork takes the second for a wish to end at once
+            self._pass_on(number)
+
+    def _pass_on(self, number: int) -> None:
+        if self._fork is not None and self._fork.pid is not None and self._fork.is_alive():
+            os.kill(self._fork.pid, number)
 
 
 def _check_forkable() -> None:

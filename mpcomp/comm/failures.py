@@ -30,7 +30,15 @@ from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import Store
 
-__all__ = ["Faults", "PeerError", "PeerLost", "Waits", "grace_of"]
+__all__ = [
+    "DifferentCalls",
+    "Faults",
+    "PeerError",
+    "PeerLost",
+    "Waits",
+    "grace_of",
+    "say_that_all_returned",
+]
 
 _T = TypeVar("_T")
 
@@ -48,6 +56,10 @@ def grace_of(timeout_s: float) -> float:
 
 class PeerError(RuntimeError):
     """Training cannot go on, because a rank failed; says which, where and why."""
+
+
+class DifferentCalls(PeerError):
+    """Training cannot go on, because ranks of the script did not make the same calls."""
 
 
 class PeerLost(Exception):
@@ -72,6 +84,8 @@ class Waits:
     def __init__(self) -> None:
         #: Since when (`time.monotonic`), for which rank (None: one of several), for what.
         self.current: tuple[float, int | None, str] | None = None
+        #: Number of waits for all others that have ended well, and for what the last was.
+        self.got = 0, ""
         #: Called when a wait has ended well after all, though a record of it was left.
         self.take_back: Callable[[], None] | None = None
 
@@ -89,6 +103,8 @@ class Waits:
             raise PeerLost(peer, what, error) from error
         finally:
             self.current = None
+        if peer is None:
+            self.got = self.got[0] + 1, what
         if self.take_back is not None:
             self.take_back()
 
@@ -101,7 +117,14 @@ class _Record:
     where: str
     reason: str
     peer: int | None = None  # whom it waited for, if it waited for one
-    waited: bool = False  # else it failed by itself
+    waited: bool = False  # else it failed by itself, ...
+    returned: bool = False  # ... or came to the end of its script
+    num_got: int = 0  # number of waits for all others that had ended well, ...
+    last_got: str = ""  # ... and for what the last was
+
+
+#: All `Faults` of this process, for `say_that_all_returned`.
+_of_this_process: weakref.WeakSet[Faults] = weakref.WeakSet()
 
 
 class Faults:
@@ -145,6 +168,7 @@ class Faults:
         self._left = False  # whether the last record is in the store
         self._unreachable = ""  # why the store did not answer
         self._different = ""  # what ranks waited for that do not make the same calls
+        _of_this_process.add(self)
         threading.Thread(
             target=_watch_waits,
             args=(weakref.ref(self), self._stopped, min(1.0, timeout_s / 10)),
@@ -168,9 +192,9 @@ class Faults:
         except PeerLost as lost:
             for error in (lost, lost.cause):  # frames that still hold the connection
                 traceback.clear_frames(error.__traceback__)
-            record = _Record(self._rank, lost.what, str(lost.cause), lost.peer, waited=True)
-            self._ended = self._end(record)
-            raise PeerError(self._ended) from lost
+            end = self._end(self._wait(lost.what, str(lost.cause), lost.peer))
+            self._ended = str(end)
+            raise end from lost
         except BaseException as error:
             reason = f"{type(error).__name__}: {error}"
             self._ended = f"{self._name_of(self._rank)} failed at {self._where()}: {reason}"
@@ -193,27 +217,42 @@ class Faults:
         if time.monotonic() - since > self._timeout_s / 2:
             self._noted = current
             reason = f"still waiting after {self._timeout_s / 2:g} s"
-            self._leave(_Record(self._rank, what, reason, peer, waited=True), early=True)
+            self._leave(self._wait(what, reason, peer), early=True)
             self._waits.take_back = self._take_back
             if self._waits.current is not current:  # it ended meanwhile
                 self._take_back()
 
-    def _end(self, record: _Record) -> str:
+    def say_returned(self) -> None:
+        """Leaves word that this rank needs no other any more, for those that still wait for it."""
+        if self._ended is None:
+            self._ended = "its script has come to its end"
+            record = _Record(self._rank, self._where(), "", returned=True)
+            self._answered(lambda: self._leave(record))
+
+    def _wait(self, what: str, reason: str, peer: int | None) -> _Record:
+        """The record of a wait of this rank."""
+        return _Record(self._rank, what, reason, peer, True, False, *self._waits.got)
+
+    def _end(self, record: _Record) -> PeerError:
+        """The error of a wait in vain, and of this pipeline."""
         self._answered(lambda: self._leave(record))
         self.stop()
         first, cause = self._answered(lambda: self._first(record)) or (record, record.peer)
         if self._unreachable and first.waited:
-            return (
+            return PeerError(
                 f"{self._seen(record, record.peer)} The store cannot be reached either "
                 f"({self._unreachable}): the machine of the rendezvous may be the one that failed."
             )
         here = f"Noticed here, on {self._name_of(self._rank)}, at: {record.where}"
         if not first.waited:
-            return f"{self._name_of(first.rank)} failed at {first.where}: {first.reason}. {here}"
+            failed = f"{self._name_of(first.rank)} failed at {first.where}: {first.reason}"
+            return PeerError(f"{failed}. {here}")
         if self._different:
-            return f"{self._different}: every rank must make the same calls, in the same order"
+            return DifferentCalls(
+                f"{self._different}: every rank must make the same calls, in the same order"
+            )
         seen = self._seen(first, cause)
-        return seen if first.rank == self._rank else f"{seen} {here}"
+        return PeerError(seen if first.rank == self._rank else f"{seen} {here}")
 
     def _seen(self, record: _Record, cause: int | None) -> str:
         """A sentence: somebody waited in vain, and for whom that was in the end."""
@@ -268,20 +307,34 @@ class Faults:
                 other = self._read(rank) if rank != own.rank else None
                 if other is not None:
                     records[rank] = other
-            failed = [record for record in records.values() if not record.waited]
+            failed = [r for r in records.values() if not r.waited and not r.returned]
             if failed:
                 return failed[0], failed[0].rank
             if self._unreachable or time.monotonic() > deadline:
                 break
             time.sleep(0.05)
+        returned = [rank for rank, record in records.items() if record.returned]
+        silent = [rank for rank in range(self._size) if rank not in records]
+        records = {rank: record for rank, record in records.items() if record.waited}
+        record, cause = self._blamed(own, records, silent or returned)
+        if cause in returned:
+            self._different = (
+                f"{self._name_of(cause)} ended without an error, and {self._name_of(record.rank)} "
+                f"waited for the {record.where}"
+            )
+        elif not silent and _are_different(list(records.values())):
+            waits = [f"rank {r.rank} for the {r.where}" for r in records.values()]
+            self._different = "ranks waited for different things, " + ", ".join(sorted(waits))
+        return record, cause
+
+    def _blamed(
+        self, own: _Record, records: dict[int, _Record], silent: list[int]
+    ) -> tuple[_Record, int | None]:
+        """The record of whoever noticed first, and the rank that it waited for."""
         record, seen = own, {own.rank}
         while record.peer in records and record.peer not in seen:
             record = records[record.peer]
             seen.add(record.rank)
-        silent = [rank for rank in range(self._size) if rank not in records]
-        if not silent and len({r.where for r in records.values() if r.peer is None}) > 1:
-            waits = [f"rank {r.rank} for the {r.where}" for r in records.values()]
-            self._different = "ranks waited for different things, " + ", ".join(sorted(waits))
         if record.peer is not None and record.peer not in records:
             return record, record.peer
         for other in records.values():  # of those who waited for one, not for all
@@ -334,12 +387,30 @@ def _record(rank: int, size: int, raw: bytes) -> _Record | None:
     """A rank's record as it lies in the store; None of what is no record."""
     try:
         match json.loads(raw):
-            case {"where": str(where), "reason": str(reason), "peer": peer, "waited": bool(waited)}:
+            case {
+                "where": str(where),
+                "reason": str(reason),
+                "peer": peer,
+                "waited": bool(waited),
+                "returned": bool(returned),
+                "num_got": int(num_got),
+                "last_got": str(last_got),
+            }:
                 known = peer if type(peer) is int and 0 <= peer < size else None
-                return _Record(rank, where, reason, known, waited)
+                return _Record(rank, where, reason, known, waited, returned, num_got, last_got)
     except (ValueError, RecursionError):
         pass  # who cannot say it is as one who has said nothing
     return None
+
+
+def _are_different(records: list[_Record]) -> bool:
+    """Whether these ranks waited for all others in different calls.
+
+    Not so where one has got what another waits for: then a message has been lost between them.
+    """
+    waits = {(record.num_got + 1, record.where) for record in records if record.peer is None}
+    got = {(record.num_got, record.last_got) for record in records}
+    return len({where for _, where in waits}) > 1 and not waits & got
 
 
 def _key(rank: int) -> str:
@@ -351,3 +422,9 @@ def _first_line(text: str) -> str:
     # gloo begins with the place in its own source.
     reason = line.rpartition(".cc:")[2].partition("] ")[2] if ".cc:" in line else line
     return reason.partition(". This is typically")[0][:160]
+
+
+def say_that_all_returned() -> None:
+    """Leaves word for the other ranks that this one's script has come to its end."""
+    for faults in list(_of_this_process):
+        faults.say_returned()

@@ -31,13 +31,27 @@ from mpcomp.comm.all_gather import LARGEST_RECORD, AllGather
 from mpcomp.comm.clocks import Offset, offset_to_first
 from mpcomp.comm.connections import several_connections
 from mpcomp.comm.failures import Faults, PeerError, Waits, grace_of
+from mpcomp.comm.loader_workers import attend_to_the_rank_alone
 from mpcomp.comm.secret import Secret
 
-__all__ = ["ATTEMPT", "LocalMesh", "Mesh", "ProcessMesh", "join", "launched", "meet"]
+__all__ = [
+    "ATTEMPT",
+    "HEALING",
+    "LocalMesh",
+    "Mesh",
+    "ProcessMesh",
+    "attempt_of_launcher",
+    "join",
+    "launched",
+    "meet",
+]
 
 #: Environment variable with the number of an attempt at a run (`mpcomp.heal`): ranks that begin
 #: again meet under other keys than those that are gone.
 ATTEMPT: Final = "MPCOMP_ATTEMPT"
+
+#: Environment variable with the number of the call of `mpcomp.heal`, as a script may have several.
+HEALING: Final = "MPCOMP_HEALING"
 
 #: Pipelines made so far in this process: all ranks make them in the same order.
 _counter = itertools.count()
@@ -91,12 +105,16 @@ def meet(timeout_s: float) -> tuple[Store, int, int]:
         )
     store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
     # The store outlives the processes: what an attempt that failed has left there, such as
-    # addresses, must not be taken for that of this one. Machines count torchrun's attempts
-    # differently.
-    attempts = [os.environ.get(ATTEMPT, "0")]
-    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
-        attempts.append(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    # addresses, must not be taken for that of this one.
+    attempts = [os.environ.get(HEALING, "0"), os.environ.get(ATTEMPT, "0"), attempt_of_launcher()]
     return PrefixStore(f"attempt/{'/'.join(attempts)}", store), rank, size
+
+
+def attempt_of_launcher() -> str:
+    """The number of torchrun's attempt, alike on all ranks; machines count theirs differently."""
+    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
+        return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return "0"
 
 
 class Mesh(ABC):
@@ -268,6 +286,7 @@ class ProcessMesh(Mesh):
         Args:
             names: of all ranks, for errors, as in "rank 1 (stage 1)".
         """
+        attend_to_the_rank_alone()  # else workers hold the connections of a rank that is killed
         everyone = torch.arange(self.num_ranks).reshape(self.num_replicas, -1)
         self._control = self._group(everyone.flatten().tolist(), backend="gloo")
         self._records = AllGather(self._control, self.wait_s)

@@ -196,8 +196,12 @@ def test_hostile_records_of_failures_blame_nobody():
         record = _record(1, 4, hostile(seed).partition(b" ")[2])
         assert record is None
     good = {"rank": 3, "where": "stage 1", "reason": "boom", "peer": 2, "waited": True}
+    good |= {"returned": False, "num_got": 4, "last_got": "step 4"}
     assert _record(1, 4, json.dumps(good).encode()).rank == 1
     for peer in (99, -1, "2", None, True, [2]):
         assert _record(1, 4, json.dumps({**good, "peer": peer}).encode()).peer is None
-    for key, value in (("where", 3), ("reason", None), ("waited", 1)):
+    for key, value in (
+        *(("where", 3), ("reason", None), ("waited", 1)),
+        *(("returned", "no"), ("num_got", "4"), ("last_got", [])),
+    ):
         assert _record(1, 4, json.dumps({**good, key: value}).encode()) is None
