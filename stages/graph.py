@@ -246,7 +246,7 @@ def _trace(model: nn.Module, names: Sequence[str], given: str = "") -> fx.Graph:
 
 def _trace_as(model: nn.Module, names: Sequence[str], given: str, training: bool) -> fx.Graph:
     # An optional argument is held at its default: a traced stand-in is never None, so that
-    # `if mask is not None` would always be taken. fx makes passing another value an error.
+    # `if mask is not None` would always be taken. Passing another value is an error.
     held = {
         name: default
         for name, default in _arguments(model).items()
@@ -257,9 +257,9 @@ def _trace_as(model: nn.Module, names: Sequence[str], given: str, training: bool
             for module in model.modules():
                 module.training = training
             graph = _Tracer(names).trace(model, concrete_args=held or None)
-            _say_what_is_held(graph, model, held)
             if attributes := changed() - {"training"}:
                 raise ValueError(f"it assigns to its own {listing(sorted(attributes))}")
+        _check_held(model, graph, held)
         return graph
     except Exception as error:  # anything at all can happen in code that is being traced
         raise ValueError(
@@ -267,19 +267,38 @@ def _trace_as(model: nn.Module, names: Sequence[str], given: str, training: bool
         ) from error
 
 
-def _say_what_is_held(graph: fx.Graph, model: nn.Module, held: Mapping[str, object]) -> None:
-    """Put cause and cure into the errors that fx makes for another value than the default."""
-    for node in graph.nodes:
-        texts = [arg for arg in node.args if isinstance(arg, str) and " specialized " in arg]
-        name = texts[0].split()[0] if texts else ""
-        if name in held:
-            said = (
-                f"{name} is an optional argument of {type(model).__name__}'s forward, and was "
-                f"given after all: the model was cut with {name}={held[name]!r}, and what the "
-                "forward does with another was left out. Write its forward without a default for "
-                f"{name}, and give it in every batch; or leave it out"
-            )
-            node.args = tuple(said if arg is texts[0] else arg for arg in node.args)
+def _check_held(model: nn.Module, graph: fx.Graph, held: Mapping[str, Any]) -> None:
+    """Put checks of held arguments, with the cure in what they say, in place of fx's own."""
+    code = getattr(inspect.unwrap(model.forward), "__code__", None)
+    at = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    for name, node in zip(_arguments(model), placeholders, strict=True):
+        if name not in held:
+            continue
+        for comparison in list(node.users):  # nothing else sees it: it is a plain value meanwhile
+            for check in list(comparison.users):
+                graph.erase_node(check)
+            graph.erase_node(comparison)
+        with graph.inserting_after(node):
+            what = f"the forward of {type(model).__name__}{at}"
+            graph.call_function(_refuse_others, (node, name, held[name], what))
+
+
+def _refuse_others(value: object, name: str, default: object, what: str) -> None:
+    """Raise ValueError for an argument that was held at its default, and now has another value."""
+    if isinstance(value, Tensor):
+        shown, cure = f"a tensor of shape {list(value.shape)}", f"Give {name} no default there"
+        around = f"def forward(self, x, {name}): return self.model(x, {name}={name})"
+    elif value is default or value == default:
+        return
+    else:
+        shown, cure = repr(value), "Make that its default there"
+        around = f"def forward(self, x): return self.model(x, {name}={value!r})"
+    raise ValueError(
+        f"{what} was given {shown} as {name}, but was cut with {name}={default!r}, as it is left "
+        f"out by default: what the forward does with another value was not traced. {cure}; or cut "
+        f'a module around it, as in {around}, at blocks named as in split=["model.layer1"]'
+    )
 
 
 def _cause(model: nn.Module, error: Exception) -> str:

@@ -14,7 +14,7 @@ stages is the model's state, and training a stage trains the model.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -112,7 +112,8 @@ class Stage(nn.Module):
 
     It shares blocks and parameters with the model, keeps the whole model alive for `merge`,
     never changes its input in place and never returns a view: a schedule detaches the output
-    in place, and an engine may reuse the buffer of the input.
+    in place, and an engine may reuse the buffer of the input. Blocks that write to their input
+    are given a copy, as the first call shows.
     """
 
     def __init__(self, origin: Origin, index: int, piece: Piece) -> None:
@@ -140,8 +141,8 @@ class Stage(nn.Module):
             for name in (*module._parameters, *module._buffers):
                 if name in tensors.get(prefix, ()):
                     self._adopt_tensor(prefix, module, name)
-        blocks = (origin.model.get_submodule(name) for name in piece.blocks)
-        self._protects_input = _begins_in_place(leaf for block in blocks for leaf in _leaves(block))
+        #: Whether blocks write to what they are given: in evaluation, in training.
+        self._writes: dict[bool, bool] = {}
 
     @property
     def name(self) -> str:
@@ -190,13 +191,14 @@ class Stage(nn.Module):
 
         Raises:
             TypeError: The result is not one tensor.
-            ValueError: A block changed the stage's input in place.
+            ValueError: A block changed the stage's input in place, and did not in the first call.
         """
-        received = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
-        versions = [_version(x) for x in received]
-        if self._protects_input:
+        known = self._writes.get(self.training)
+        if known is not False:
             args = tuple(_cloned(value) for value in args)
             kwargs = {key: _cloned(value) for key, value in kwargs.items()}
+        given = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+        versions = [_version(x) for x in given]
         output = self._run(self, *args, **kwargs)
         if not isinstance(output, Tensor):
             if self.index == self.num_stages - 1:
@@ -211,13 +213,16 @@ class Stage(nn.Module):
                 f"{self.block_names[-1]!r}; accepted is one tensor. Cut the model after another "
                 "block, or wrap the block in a module that returns only the tensor"
             )
-        if versions != [_version(x) for x in received]:
+        written = versions != [_version(x) for x in given]
+        if written and known is False:
             raise ValueError(
-                f"{self.name} changed its input in place; an input is a received message, which "
-                f"must stay as it is. Write inplace=False where {self.block_names[0]!r} begins, "
-                "or cut the model at another block"
+                f"{self.name} changed its input in place, and did not in its first call; an input "
+                "is a received message, which must stay as it is. Change a copy, as in x = x + 1 "
+                f"for x += 1, in {self.block_names[0]!r} or what follows it"
             )
-        if output._is_view() or any(_storage(output) == _storage(x) for x in received):
+        if known is None and None not in versions:
+            self._writes[self.training] = written
+        if output._is_view() or any(_storage(output) == _storage(x) for x in given):
             output = output.clone()
         return output
 
@@ -370,23 +375,6 @@ def _copied(module: nn.Module, origin: Origin) -> nn.Module:
     tied = {id(origin.model.get_parameter(name)) for tie in origin.ties for _, name in tie}
     memo = {id(p): p for p in module.parameters() if id(p) not in tied}
     return copy.deepcopy(module, memo)
-
-
-def _begins_in_place(leaves: Iterable[nn.Module]) -> bool:
-    """Whether the first of `leaves` that computes something is set to work in place.
-
-    Only what modules tell is seen; `Stage.forward` catches the rest after the fact.
-    """
-    for leaf in leaves:
-        if getattr(leaf, "inplace", False):
-            return True
-        if not isinstance(leaf, (nn.Identity, nn.Flatten, nn.Unflatten, nn.Dropout)):
-            return False
-    return False
-
-
-def _leaves(module: nn.Module) -> Iterator[nn.Module]:
-    return (leaf for leaf in module.modules() if next(leaf.children(), None) is None)
 
 
 def _cloned(value: object) -> object:

@@ -65,7 +65,7 @@ class CutStage(PipelineStage):
         self._before = before
         self._after = after
         self._mesh = mesh
-        #: Counts what the first microbatch keeps for backward, while somebody wants to know.
+        #: Counts what a microbatch keeps for backward, while somebody wants to know.
         self.saved: SavedBytes | None = None
         self._runtime_validate = False  # with torch's debug level; it knows of no messages
         if hasattr(self, "_stage_meta"):  # from torch 2.13 on; its length counts the inputs
@@ -150,7 +150,9 @@ class CutStage(PipelineStage):
         received: list[Tensor] = []
         if self._before is not None:
             received = [value]
-        saved = self.saved if fwd_chunk_id == 0 else None  # the first is among the largest
+        # The first is among the largest. A stage's first call may copy its input: better the next.
+        counted = int(self._metas[0] in self._metas[1:2])
+        saved = self.saved if fwd_chunk_id == counted else None
         anyway: list[Tensor] = list(self.submod.parameters())
         # The batch is there for the whole step.
         map_tensors(beside if received else value, anyway.append)

@@ -185,36 +185,9 @@ def test_flags_and_buffers_are_untouched_by_tracing():
 def test_an_optional_argument_is_held_at_its_default():
     stage = split(Decoder(), ["h.1"])[0]
     assert torch.equal(stage(ids(), None), stage(ids(), mask=None))
-    with pytest.raises(AssertionError, match="mask is an optional argument of Decoder's forward"):
+    said = r"Decoder \(.*stage_models.py:\d+\) was given a tensor of shape \[2, 4, 8\] as mask"
+    with pytest.raises(ValueError, match=said):
         stage(ids(), torch.ones(2, 4, 8))
-
-
-class Optional(nn.Module):
-    """A model whose forward does other things where it is given other than its defaults."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
-
-    def forward(self, x, mask=None, flag=False, power=1, scale=0.5, how="mean"):
-        x = self.a(x if mask is None else x * mask)
-        x = x * scale if how == "mean" else x**power
-        return self.b(-x if flag else x)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("mask", torch.ones(4, 1)), ("flag", True), ("power", 2), ("scale", 1.0), ("how", "sum")],
-)
-@pytest.mark.parametrize("cut", [["a"], 2])
-def test_an_optional_argument_that_is_given_after_all_is_named(name, value, cut):
-    stages = split(Optional(), cut)
-    defaults = {"mask": None, "flag": False, "power": 1, "scale": 0.5, "how": "mean"}
-    x = stages[0](torch.ones(4, 2), **defaults)
-    assert stages[1](x, **stages[1].takes({"x": x, **defaults})).shape == (4, 2)
-    message = rf"^{name} is an optional argument of Optional's forward, and was given after all: "
-    with pytest.raises(AssertionError, match=message + f".*{name}={defaults[name]!r}"):
-        stages[0](torch.ones(4, 2), **defaults | {name: value})
 
 
 @pytest.mark.parametrize(

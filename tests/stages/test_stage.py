@@ -141,9 +141,33 @@ def test_the_input_is_left_alone(block):
     assert torch.equal(x, before)
 
 
-def test_an_input_changed_out_of_sight_is_an_error():
-    _, stage = split(nn.Sequential(nn.Identity(), Doubling()), 2)
-    with pytest.raises(ValueError, match=r"stage 1 \(1\) changed its input in place"):
+def test_blocks_that_write_to_their_input_are_given_a_copy_and_no_others():
+    """In any mode; the first call shows it, of training and of evaluation."""
+    given = []
+    writing, reading = Doubling(), nn.Linear(2, 2)
+    for block in (writing, reading):
+        block.register_forward_pre_hook(lambda _, args: given.append(args[0].data_ptr()))
+    for block, copies in ((writing, [True] * 4), (reading, [True, False, True, False])):
+        _, stage = split(nn.Sequential(nn.Identity(), block), 2)
+        for training, copied in zip((True, True, False, False), copies, strict=True):
+            x = torch.ones(2)
+            stage.train(training)(x)
+            assert torch.equal(x, torch.ones(2))
+            assert (given.pop() != x.data_ptr()) == copied
+
+
+def test_an_input_changed_only_later_is_an_error():
+    class Later(nn.Module):
+        writes = False
+
+        def forward(self, x):
+            return x.mul_(2) if self.writes else x * 2
+
+    model = nn.Sequential(nn.Identity(), Later())
+    _, stage = split(model, 2)
+    stage(torch.ones(2))
+    model[1].writes = True
+    with pytest.raises(ValueError, match=r"stage 1 \(1\) changed its input in place, and did not"):
         stage(torch.ones(2))
 
 
