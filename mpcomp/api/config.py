@@ -156,7 +156,7 @@ class PipelineConfig:
         }
 
     def loss_for(self, cut: Sequence[staging.Stage]) -> LossFn | None:
-        """The loss function: if none is given, that of language models, or the model's own.
+        """The loss function that is given, else the language models' or the model's own.
 
         Raises:
             ValueError: a language model's own is another than that.

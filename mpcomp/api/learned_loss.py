@@ -23,6 +23,7 @@ from torch.nn.modules import loss as torchs
 import stages as staging
 from mpcomp.api.weights import parameters_to_meta
 from mpcomp.core.loss import LossFn
+from mpcomp.engines.graph import leaves
 
 __all__ = ["LeafCheck", "check_loss", "place_loss"]
 
@@ -107,7 +108,7 @@ def _parameters(loss_fn: Any, cut: Sequence[staging.Stage]) -> tuple[list[str], 
 
 
 class LeafCheck:
-    """A look, once, at what a loss trains beside the output: it must be the pipeline's.
+    """A check, made once: what a loss trains beside the output must be the pipeline's.
 
     A function may use a parameter that it closes over, or a global one. Replicas would not average
     it, and a checkpoint would not have it. Only the graph of a loss tells that.
@@ -133,16 +134,8 @@ class LeafCheck:
         if not self.due:
             return
         self.due = False
-        seen: set[Any] = {output, None}
-        waiting: list[Any] = [loss.grad_fn]
-        while waiting:
-            node = waiting.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            waiting += [following for following, _ in node.next_functions]
-            leaf = getattr(node, "variable", None)
-            if leaf is not None and id(leaf) not in self._known:
+        for leaf in leaves(loss, until=output):
+            if id(leaf) not in self._known:
                 raise ValueError(
                     f"loss_fn trains a tensor of shape {list(leaf.shape)} that is no parameter of "
                     "the pipeline, so that replicas would not average it and no checkpoint would "

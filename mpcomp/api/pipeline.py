@@ -458,7 +458,7 @@ class Pipeline(OriginalNames):
 
         Returns:
             The loss of the batch, detached, unscaled; 0-d; the same on every rank. With replicas,
-            that of their batches together. Its ``backward`` is an error: that has been done.
+            that of their batches together. Its ``backward`` is an error, as this has done it.
 
         Raises:
             ValueError: no loss function, evaluation mode, fewer rows than chunks, bad ids, a

@@ -2,9 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 from torch import Tensor
 
-__all__ = ["depends"]
+__all__ = ["depends", "leaves"]
+
+
+def leaves(output: Tensor, until: Any = None) -> Iterator[Tensor]:
+    """The tensors that gather a gradient of an output, each once.
+
+    Args:
+        output: with its graph.
+        until: a node of the graph behind which nothing is looked at; None for none.
+    """
+    seen: set[Any] = {None, until}
+    left: list[Any] = [output.grad_fn]
+    while left:
+        node = left.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            yield leaf
+        left += [following for following, _ in node.next_functions]
 
 
 def depends(output: Tensor, value: Tensor) -> bool:
@@ -14,15 +37,4 @@ def depends(output: Tensor, value: Tensor) -> bool:
         output: with its graph.
         value: a leaf of it, or of another.
     """
-    if not value.requires_grad:
-        return False
-    seen, left = set(), [output.grad_fn]
-    while left:
-        node = left.pop()
-        if node is None or node in seen:
-            continue
-        if getattr(node, "variable", None) is value:  # that gathers its gradient
-            return True
-        seen.add(node)
-        left += [following for following, _ in node.next_functions]
-    return False
+    return value.requires_grad and any(leaf is value for leaf in leaves(output))

@@ -245,7 +245,7 @@ def sparse_on_ranks():
 
 
 def refused_on_ranks():
-    """What is said, by what it was about."""
+    """Messages by their subjects."""
     calls = {}
     for kind in (nn.Embedding, Bag):
         for options in ({"sparse": True}, {"max_norm": 1.0}):

@@ -140,7 +140,7 @@ def test_the_batch_stays_as_it_is(way):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_no_estimate_is_written_to(way):
-    """What an end remembers may be the very tensor that it gives to the stage."""
+    """An end may remember the very tensor that it gives to the stage."""
 
     methods = {"act_comp": "ef21+topk:0.4", "grad_comp": "ef+topk:0.4"}
     pipe, said, _ = trained(way, **methods)
