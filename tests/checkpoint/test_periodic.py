@@ -77,8 +77,16 @@ def test_a_second_signal_does_not_wait(tmp_path):
         signal.signal(signal.SIGTERM, before)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_forks_end_at_a_signal_as_ever(number, tmp_path):
+@pytest.fixture(params=[signal.SIGTERM, signal.SIGINT])
+def ending(request):
+    """A signal that ends Python; a shell has processes in the background ignore SIGINT."""
+    python = signal.SIG_DFL if request.param == signal.SIGTERM else signal.default_int_handler
+    before = signal.signal(request.param, python)
+    yield request.param
+    signal.signal(request.param, before)
+
+
+def test_forks_end_at_a_signal_as_ever(ending, tmp_path):
     pipe = mpcomp.pipeline(mlp(), 2, split=MLP_SPLIT)
     with Checkpoints(pipe, tmp_path / "a") as checkpoints:
         begun, begins = multiprocessing.Pipe(duplex=False)
@@ -86,9 +94,9 @@ def test_forks_end_at_a_signal_as_ever(number, tmp_path):
         fork.start()
         try:
             begun.recv()
-            os.kill(fork.pid, number)
+            os.kill(fork.pid, ending)
             fork.join(60.0)
-            assert fork.exitcode == (-number if number == signal.SIGTERM else 1)
+            assert fork.exitcode == (-ending if ending == signal.SIGTERM else 1)
         finally:
             fork.kill()
             fork.join()
