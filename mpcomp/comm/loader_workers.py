@@ -8,6 +8,7 @@ Being forks, they hold its connections open as long, and no other rank can see t
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import threading
 import time
@@ -27,7 +28,7 @@ _worker_loop = worker._worker_loop
 def attend_to_the_rank_alone() -> None:
     """Has workers that begin from now on end with this process, and at its word alone.
 
-    Those of a fork server end with that, and those on Windows as ever.
+    Those on Windows end as ever.
     """
     if hasattr(os, "setpgid"):
         worker._worker_loop = _attentive_loop  # torch offers no place for what comes first
@@ -36,14 +37,16 @@ def attend_to_the_rank_alone() -> None:
 def _attentive_loop(*args: Any, **kwargs: Any) -> None:
     """torch's loop of a worker; found by name where a worker begins as a new interpreter."""
     os.setpgid(0, 0)
-    threading.Thread(
-        target=_end_with, args=(os.getppid(),), name="mpcomp-loader-worker", daemon=True
-    ).start()
+    threading.Thread(target=_end_with_rank, name="mpcomp-loader-worker", daemon=True).start()
     _worker_loop(*args, **kwargs)
 
 
-def _end_with(rank: int) -> None:
+def _end_with_rank() -> None:
     # The kernel could do it, but at the end of the thread that has started the worker.
-    while os.getppid() == rank:
+    rank, parent = multiprocessing.parent_process(), os.getppid()
+    assert rank is not None  # a worker is a process of multiprocessing
+    # A fork server is the parent where there is one, and other forks may hold the rank's pipe. A
+    # new interpreter may begin after its rank is gone, when only the pipe says so.
+    while rank.is_alive() and os.getppid() == parent:
         time.sleep(_LOOK_S)
     os._exit(0)

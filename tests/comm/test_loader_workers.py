@@ -46,6 +46,7 @@ LOADS = """
         ("fork", "", "killed"),
         slow("fork", "persistent", "killed"),
         slow("spawn", "", "killed"),
+        slow("forkserver", "", "killed"),
         slow("fork", "", "exhausted"),
         slow("fork", "persistent", "exhausted"),
         slow("fork", "", "in the middle"),
