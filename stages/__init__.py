@@ -17,6 +17,7 @@ from stages.resnet import ResNet, resnet18, resnet34, resnet50, resnet101
 from stages.sharing import shared_parameters
 from stages.split import split
 from stages.stage import Stage, StageState, Tie, merge, tie_names, ties
+from stages.together import unit_seconds
 from stages.vgg import VGG, vgg16
 from stages.wide_resnet import WideResNet, wide_resnet
 
@@ -43,6 +44,7 @@ __all__ = [
     "split",
     "tie_names",
     "ties",
+    "unit_seconds",
     "vgg16",
     "wide_resnet",
 ]

@@ -30,6 +30,7 @@ class Line(Protocol):
 
     units: list[str]
     places: list[int]
+    head_place: int | None  # inside the last unit, if it can be cut once more
 
     def place(self, name: str) -> int: ...
 
@@ -89,16 +90,22 @@ def blocks(model: nn.Module, sample: object = None) -> list[Block]:
         ValueError: The model cannot be traced.
         TypeError: A block gives something else than one tensor.
     """
-    line = line_of(model)
-    if isinstance(line, Chain):
-        units = [Block(name, module) for name, module in expand(model)]
-    else:
-        origin = Origin(model, len(line.units))
-        stages = [Stage(origin, i, piece) for i, piece in enumerate(line.pieces(line.places))]
-        units = [Block(name, s) for name, s in zip(line.units, stages, strict=True)]
+    units = units_of(model, line_of(model))
     if sample is not None:
         activations(units, sample)
     return units
+
+
+def units_of(model: nn.Module, line: Line, *, with_head: bool = False) -> list[Block]:
+    """Return the units of a line, and after them a head that the last one can be cut from."""
+    if isinstance(line, Chain):
+        return [Block(name, module) for name, module in expand(model)]
+    names, places = list(line.units), list(line.places)
+    if with_head and line.head_place is not None:
+        names, places = [*names, "head"], [*places, line.head_place]
+    origin = Origin(model, len(names))
+    stages = [Stage(origin, i, piece) for i, piece in enumerate(line.pieces(places))]
+    return [Block(name, stage) for name, stage in zip(names, stages, strict=True)]
 
 
 def activations(units: Sequence[Block], sample: object) -> list[Tensor]:

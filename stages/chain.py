@@ -61,6 +61,7 @@ class Chain:
         self.units = [name for name, _ in expand(model)]
         #: The place after each unit but the last, at which the chain may be cut.
         self.places = list(range(1, len(self.units)))
+        self.head_place: int | None = None
 
     def place(self, name: str) -> int:
         """Return the place after the unit or container of that qualified name.

@@ -59,6 +59,7 @@ class Trace:
         self.units = [name for name, _ in ends] + [last]
         #: The place after each unit but the last.
         self.places = [place for _, place in ends]
+        self.head_place: int | None = None
 
     def place(self, name: str) -> int:
         """Return the place after the block or container of that qualified name.

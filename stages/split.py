@@ -12,11 +12,12 @@ from stages.graph import Trace
 from stages.language_models import Decoder, is_causal_lm
 from stages.sharing import check_not_shared, same_parameters, with_tied_copies
 from stages.stage import Homes, Origin, Piece, Stage, Tie
+from stages.together import parameters_together, second_use, why_apart
 
 Where = int | str | Sequence[int] | Sequence[str]
 
 
-def split(model: nn.Module, where: Where) -> list[Stage]:
+def split(model: nn.Module, where: Where, *, together: bool = False) -> list[Stage]:
     """Cut `model` into stages that share its blocks and parameters.
 
     Chained, the stages compute the bits that the model computes, forward and backward; the union
@@ -28,6 +29,10 @@ def split(model: nn.Module, where: Where) -> list[Stage]:
         where: a number of stages, balanced by parameters; or a sequence of block counts, one per
             stage; or a sequence of names of blocks or containers to cut after; or "paper", the
             model's own `paper_cut`.
+        together: where the first stage and the last one share a weight, as a language model's
+            embedding and head, the last begins one stage more where it uses that: one that runs
+            where the first does, so that nobody has a copy. Where that cannot be, stages say
+            `why_apart`.
 
     Raises:
         ValueError: The model cannot be cut there; the message says why, and where it can.
@@ -35,18 +40,35 @@ def split(model: nn.Module, where: Where) -> list[Stage]:
     """
     names, counts = _read(model, where)
     line = line_of(model, names)
+    again = second_use(model, line) if together else None
     if isinstance(where, int):
         check_num_stages(where, len(line.units))
         counts = partition(num_parameters(blocks(model)), where)
     if isinstance(line, Decoder):
         line.fill_buffers()
     places = _places_of_counts(line, counts) if counts else _places_of_names(line, names)
+    apart = why_apart(model, line, places, again) if again is not None and places else ""
+    together = again is not None and len(places) > 0 and not apart
+    if together:
+        assert again is not None
+        if isinstance(where, int):
+            counts = partition(parameters_together(model, line, again), where)
+            places = _places_of_counts(line, counts)
+        places = [*places, again]
     pieces = with_tied_copies(model, line.pieces(places))
     check_not_shared(model, pieces)
     pieces = _with_unused(model, pieces)
     same = tuple(same_parameters(model))
     own_loss = line.own_loss if isinstance(line, Trace) else None
-    origin = Origin(model, len(pieces), same, tuple(_ties(same, pieces)), own_loss)
+    origin = Origin(
+        model,
+        len(pieces),
+        same,
+        tuple(_ties(same, pieces)),
+        together=together,
+        why_apart=apart,
+        own_loss=own_loss,
+    )
     stages = [Stage(origin, index, piece) for index, piece in enumerate(pieces)]
     if isinstance(line, Decoder):
         line.check(stages)

@@ -14,7 +14,7 @@ stages is the model's state, and training a stage trains the model.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -95,6 +95,8 @@ class Origin:
     num_stages: int
     shared: tuple[tuple[str, ...], ...] = ()  # names of parameters that are one in the model
     ties: tuple[Tie, ...] = ()  # those of them that stages have copies of
+    together: bool = False  # the last stage runs where the first does, and the copies are one
+    why_apart: str = ""  # if there are ties and that cannot be
     own_loss: Callable[..., Any] | None = None  # of output and targets, if the model computes it
 
     @cached_property
@@ -161,6 +163,16 @@ class Stage(nn.Module):
         return self._origin.model
 
     @property
+    def together(self) -> bool:
+        """Whether the last stage is to run where the first does, with which it shares weights."""
+        return self._origin.together
+
+    @property
+    def why_apart(self) -> str:
+        """Why stages that share weights are not together; empty if they are, or share none."""
+        return self._origin.why_apart
+
+    @property
     def is_causal_lm(self) -> bool:
         """Whether the model is a language model: tokens [b, s] to logits [b, s, vocabulary]."""
         return hasattr(self._run, "check_batch")
@@ -225,6 +237,18 @@ class Stage(nn.Module):
         if output._is_view() or any(_storage(output) == _storage(x) for x in given):
             output = output.clone()
         return output
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Its parameters, without duplicates of those that the first stage has for both."""
+        again: set[str] = set()
+        if self.together and remove_duplicate:
+            names = [n for tie in self._origin.ties for i, n in tie[1:] if i == self.index]
+            again = {f"{prefix}.{name}" if prefix else name for name in names}
+        for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
+            if name not in again:
+                yield name, parameter
 
     def adopt_loss(self, loss: nn.Module) -> None:
         """Take a loss's parameters and buffers in, under names that begin with ``loss_fn.``.
@@ -371,9 +395,18 @@ def _add(parent: nn.Module, name: str, child: nn.Module) -> None:
 
 
 def _copied(module: nn.Module, origin: Origin) -> nn.Module:
-    """A copy that shares all parameters but those that another stage has as well."""
+    """A copy that shares all parameters but those that another stage has as well.
+
+    Of stages that are together it shares the memory of these, too, but gathers their gradients.
+    """
     tied = {id(origin.model.get_parameter(name)) for tie in origin.ties for _, name in tie}
     memo = {id(p): p for p in module.parameters() if id(p) not in tied}
+    if origin.together:
+        memo |= {
+            id(p): nn.Parameter(p.detach(), p.requires_grad)
+            for p in module.parameters()
+            if id(p) in tied
+        }
     return copy.deepcopy(module, memo)
 
 

@@ -33,6 +33,8 @@ class Decoder:
         self._layout = layout_of(model)
         self.units = list(self._layout.blocks)
         self.places = list(range(1, len(self.units)))
+        #: Before the final norm and the head.
+        self.head_place: int | None = len(self.units)
         config: Any = unwrapped(model)[1].config
         if every := getattr(config, "rescale_every", 0):
             raise ValueError(
@@ -74,17 +76,17 @@ class Decoder:
         return place
 
     def pieces(self, places: Sequence[int]) -> list[Piece]:
-        """Cut at these increasing places."""
+        """Cut at these increasing places; at `head_place`, the last has no blocks."""
         layout, bounds = self._layout, [0, *places, len(self.units)]
-        pieces = []
+        pieces: list[Piece] = []
         for start, stop in pairwise(bounds):
-            first, last = start == 0, stop == len(self.units)
+            first, last = start == 0, len(pieces) == len(places)
             names = (
                 *(layout.before if first else ()),
                 *layout.blocks[start:stop],
                 *(layout.after if last else ()),
             )
-            run = DecoderRun(layout, start, stop)
+            run = DecoderRun(layout, start, stop, last)
             pieces.append(Piece(names, (), run, copied=layout.everywhere))
         return pieces
 

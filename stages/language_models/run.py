@@ -22,10 +22,13 @@ class DecoderRun:
     layout: Layout
     start: int
     stop: int
+    last: bool
 
     @property
     def side_inputs(self) -> tuple[str, ...]:
         """Inputs that a later stage takes from the batch beside the activation."""
+        if self.start == self.stop:  # no block asks who may look at whom
+            return ("logits_to_keep",)
         return ("attention_mask", "position_ids", "past_key_values", "logits_to_keep")
 
     def __call__(
@@ -39,7 +42,7 @@ class DecoderRun:
         past_key_values: StageCaches | None = None,
         logits_to_keep: int = 0,
     ) -> object:
-        first, last = self.start == 0, self.stop == len(self.layout.blocks)
+        first, last = self.start == 0, self.last
         cache = None
         if past_key_values is not None:
             cache = past_key_values.of(stage.index, self.start, self._config(stage))

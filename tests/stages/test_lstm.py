@@ -166,24 +166,31 @@ def test_without_dropout_it_is_the_uncut_model():
         assert torch.equal(pipe(ids), expected)
 
 
-def test_tied_copies_get_the_sum_of_their_gradients():
+@pytest.mark.parametrize("parted", [False, True])
+def test_both_uses_of_a_tied_weight_give_the_sum_of_their_gradients(parted):
     model = tiny(tie=True, dropout=0.0)
     plain = copy.deepcopy(model)
     assert plain.head.weight is plain.embedding.embedding.weight
     cut = split(model, "paper")
     assert ties(cut) == [((0, "embedding.embedding.weight"), (2, "head.weight"))]
     assert merge(cut) is model and model.head.weight is model.embedding.embedding.weight
-    pipe = mpcomp.pipeline(model, 1, split="paper", loss_fn=CausalLMLoss())
+    way = {"split": "paper"} if parted else {"split": 2, "ties": "together"}
+    pipe = mpcomp.pipeline(model, 1, loss_fn=CausalLMLoss(), **way)
+    assert len(pipe.stages) == len(cut) == 3
     optimizers = adamw(pipe), adamw(plain)
     for step in range(3):
         ids = tokens(4, step)
         loss = pipe.forward_backward(ids, ids)
         assert same_bits(loss, plain_step(plain, ids, [4], where=1, step=step))
-        ours = dict(pipe.named_parameters())
-        assert same_bits(ours["head.weight"].grad, plain.head.weight.grad)
+        held = {name: p.grad for name, p in pipe.named_parameters()}
+        assert same_bits(held["embedding.embedding.weight"], plain.head.weight.grad)
+        assert ("head.weight" in held) == parted
+        if parted:
+            assert same_bits(held["head.weight"], plain.head.weight.grad)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+        ours = pipe.state_dict()
         assert same_bits(ours["head.weight"], ours["embedding.embedding.weight"])
         assert same_bits(ours["head.weight"], plain.head.weight)
     assert pipe.merge().head.weight is pipe.merge().embedding.embedding.weight
