@@ -61,7 +61,7 @@ class Group(NamedTuple):
 _TEXT: Final = {
     **{"model": "tiny", "split": "4", "chunks": 4, "batch_size": 16, "seq_len": 128},
     **{"epochs": 2, "lr": 1e-3, "optimizer": "adamw", "vocab_size": 2048},
-    **{"tokenizer": "bpe", "tie": None, "eval_limit": 64},
+    **{"tokenizer": "bpe", "tie": "none", "eval_limit": 64},
 }
 
 GROUPS: Final[Mapping[str, Group]] = {

@@ -5,8 +5,9 @@
 
 All weights, in three stages, over epochs in which the same blocks of text come again in another
 order: what methods with a memory are made for. Seeds vary the order. Published methods stand in
-their own settings beside the project's own; the tied embedding goes uncompressed, so that the rows
-differ in nothing but the cuts. `recipes.study` runs it; `recipes.rate_quality` draws it.
+their own settings beside the project's own; the tied embedding is parted and goes uncompressed, so
+that the rows differ in nothing but the cuts. `recipes.study` runs it; `recipes.rate_quality` draws
+it.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def configuration(options: argparse.Namespace, row: str, seed: int) -> TextConfig:
     """The run of one row and seed."""
     chosen = chosen_options(options, TextConfig, ROWS[row], seed)
-    return TextConfig.for_model(**{**chosen, "optimizer": "adamw"})
+    return TextConfig.for_model(**{"tie": "none", **chosen, "optimizer": "adamw"})
 
 
 def settings(config: TextConfig, options: argparse.Namespace) -> Line:

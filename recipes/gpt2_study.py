@@ -66,7 +66,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def configuration(options: argparse.Namespace, row: str, seed: int) -> TextConfig:
     """The run of one row and seed."""
     chosen = chosen_options(options, TextConfig, ROWS[row], seed)
-    return TextConfig.for_model(**{**chosen, "model": "tiny", "tie": None})
+    return TextConfig.for_model(**{**chosen, "model": "tiny", "tie": "none"})
 
 
 def train(config: TextConfig, settings: Line, ranks: Ranks) -> Line:

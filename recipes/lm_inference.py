@@ -233,6 +233,7 @@ def evaluate(
             loaded.model,
             chunks=1,  # a message is a batch
             split=parse_split(loaded.split),
+            ties="apart",  # a cut before the head would be for the sake of training
             act_comp=method,
             devices=loaded.devices if len(loaded.devices) > 1 else loaded.devices[0],
             seed=config.seed,

@@ -86,7 +86,7 @@ def configuration(options: argparse.Namespace, row: str, seed: int) -> TextConfi
     """The run of one row and seed."""
     chosen = chosen_options(options, TextConfig, ROWS[row], seed)
     return TextConfig.for_model(
-        **{**chosen, "data": "sorting", "seq_len": 2 * NUM_DIGITS + 1, "tie": None}
+        **{**chosen, "data": "sorting", "seq_len": 2 * NUM_DIGITS + 1, "tie": "none"}
     )
 
 

@@ -28,7 +28,6 @@ SIZES: Final[Mapping[str, Mapping[str, Any]]] = {
         "precision": "fp32",  # so small that bf16 is no faster
         "act": ("quant:4",),  # what begins with random weights learns little through Top-10 %
         "grad": ("quant:8",),
-        "tie": "quant:8",
     },
     "small": {"tokenizer": BPE, "seq_len": 256, "lr": 1e-3},
     "gpt2": {"tokenizer": BPE, "lr": 6e-4},
@@ -74,7 +73,7 @@ class TextConfig(RunConfig):
     seq_len: int = 1024  # tokens of a block
     # The paper's for GPT-2 of 4, 8, 12, ... blocks, an LSTM's layers and head, else 4 stages.
     split: str = AUTO_SPLIT
-    tie: str | None = None  # spec for the message between copies of a tied embedding
+    tie: str | None = None  # spec for what copies of a tied embedding exchange; None has none
     untie: bool = False  # the output layer gets weights of its own, equal ones where it had others'
     lora: int | None = None  # rank of the adapters that alone are trained; None trains all weights
     epochs: int = 4
@@ -154,13 +153,6 @@ class TextConfig(RunConfig):
 
     @classmethod
     def for_model(cls, model: str, **chosen: Any) -> TextConfig:
-        """The defaults that suit the model, with `chosen` on top.
-
-        The method for a tied embedding is a default only where there is one and those for cuts are:
-        with act and grad none nothing is compressed.
-        """
+        """The defaults that suit the model, with `chosen` on top."""
         check_rate_chosen(cls.optimizer, chosen)
-        defaults = dict(SIZES.get(model, {}))
-        if "act" in chosen or "grad" in chosen or chosen.get("untie"):
-            defaults.pop("tie", None)
-        return cls(model=model, **{**defaults, **chosen})
+        return cls(model=model, **{**SIZES.get(model, {}), **chosen})

@@ -77,7 +77,11 @@ def _parser() -> Parser:
     add("--seq-len", type=int, metavar="TOKENS", help="of a block")
     add("--accumulate", type=int, metavar="BATCHES", help="of one step of the optimizer")
     add("--lr-warmup-steps", type=int, help="in which the learning rate rises")
-    add("--tie", metavar="SPEC", help="gradients of a tied embedding, if the cut parts its copies")
+    add(
+        "--tie",
+        metavar="SPEC",
+        help="parts a tied embedding, and compresses what its copies exchange",
+    )
     add("--untie", action="store_true", help="give the output layer weights of its own")
     add("--lora", type=int, metavar="RANK", help="train adapters of this rank only (needs peft)")
     add("--eval-split", choices=EVAL_SPLITS)

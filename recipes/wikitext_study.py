@@ -119,7 +119,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def configuration(options: argparse.Namespace, row: str, seed: int) -> TextConfig:
     """The run of one row and seed."""
     chosen = chosen_options(options, TextConfig, ROWS[row], seed)
-    return TextConfig.for_model(**chosen, eval_limit=options.eval_blocks)
+    return TextConfig.for_model(**{"tie": "none", **chosen, "eval_limit": options.eval_blocks})
 
 
 def settings(config: TextConfig, options: argparse.Namespace) -> Line:

@@ -40,32 +40,32 @@ def split(model: nn.Module, where: Where, *, together: bool = False) -> list[Sta
     """
     names, counts = _read(model, where)
     line = line_of(model, names)
-    again = second_use(model, line) if together else None
     if isinstance(where, int):
         check_num_stages(where, len(line.units))
         counts = partition(num_parameters(blocks(model)), where)
     if isinstance(line, Decoder):
         line.fill_buffers()
     places = _places_of_counts(line, counts) if counts else _places_of_names(line, names)
-    apart = why_apart(model, line, places, again) if again is not None and places else ""
-    together = again is not None and len(places) > 0 and not apart
-    if together:
-        assert again is not None
-        if isinstance(where, int):
-            counts = partition(parameters_together(model, line, again), where)
-            places = _places_of_counts(line, counts)
-        places = [*places, again]
     pieces = with_tied_copies(model, line.pieces(places))
+    same = tuple(same_parameters(model))
+    again, apart = None, ""
+    if together and any(_ties(same, pieces)):
+        again = second_use(model, line)
+        assert again is not None  # as two stages have the weight
+        if not (apart := why_apart(model, line, places, again)):
+            if isinstance(where, int):
+                counts = partition(parameters_together(model, line, again), where)
+                places = _places_of_counts(line, counts)
+            pieces = with_tied_copies(model, line.pieces([*places, again]))
     check_not_shared(model, pieces)
     pieces = _with_unused(model, pieces)
-    same = tuple(same_parameters(model))
     own_loss = line.own_loss if isinstance(line, Trace) else None
     origin = Origin(
         model,
         len(pieces),
         same,
         tuple(_ties(same, pieces)),
-        together=together,
+        together=again is not None and not apart,
         why_apart=apart,
         own_loss=own_loss,
     )

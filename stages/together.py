@@ -18,9 +18,9 @@ from stages.stage import Homes
 
 
 def second_use(model: nn.Module, line: Line) -> int | None:
-    """The place before which the first unit's shared weights are used last, as `line` is cut.
+    """The place before the last use of the weights that the earliest unit shares with others.
 
-    None if later units share nothing with units before them.
+    None if no units share a weight.
     """
     places = list(line.places)
     if line.head_place is not None:

@@ -15,7 +15,7 @@ from torch import nn
 import stages as staging
 from stages.hints import listing
 
-__all__ = ["advise_on_cut", "advise_on_threads", "num_cores"]
+__all__ = ["advise_on_cut", "advise_on_threads", "advise_on_ties", "num_cores"]
 
 #: Times its share of the parameters that a stage may hold without a word; of two stages, 7/8.
 _SHARE = 1.75
@@ -31,17 +31,36 @@ def advise_on_cut(model: nn.Module, cut: Sequence[staging.Stage]) -> None:
         cut: all stages.
     """
     sizes = [sum(p.numel() for p in stage.parameters()) for stage in cut]
+    if cut[0].together:  # the last stage is where the first is
+        sizes[0] += sizes.pop()
     total, largest = sum(sizes), max(sizes)
-    if largest * len(cut) <= _SHARE * total:
+    if largest * len(sizes) <= _SHARE * total:
         return
     stage = cut[sizes.index(largest)]
     units = [unit.name for unit in staging.blocks(model)]
     warnings.warn(
-        f"{stage.name} has {largest / total:.0%} of all parameters, where {1 / len(cut):.0%} would "
-        f"be its share of {len(cut)} stages: the other stages will wait for it. This model can be "
-        f"cut after {listing(units[:-1])}; what lies between is one unit. Cut it into fewer "
+        f"{stage.name} has {largest / total:.0%} of all parameters, where {1 / len(sizes):.0%} "
+        f"would be its share of {len(sizes)} stages: the other stages will wait for it. This model "
+        f"can be cut after {listing(units[:-1])}; what lies between is one unit. Cut it into fewer "
         "stages, name blocks inside the large one (split=[...]), rewrite that as an "
         "nn.Sequential, or balance by measured time (split='time', sample=x)",
+        stacklevel=4,
+    )
+
+
+def advise_on_ties(cut: Sequence[staging.Stage]) -> None:
+    """Warns if two stages have copies of a weight whose both uses could not be put on one rank.
+
+    Args:
+        cut: all stages.
+    """
+    if not cut[0].why_apart:
+        return
+    names = " and ".join(name for _, name in staging.ties(cut)[0])
+    warnings.warn(
+        f"{names} are one weight that two stages use. They exchange its gradient in each step, as "
+        f"both uses cannot be on one rank: {cut[0].why_apart}. See tie_comp for fewer bytes; "
+        "ties='apart' says that you know",
         stacklevel=4,
     )
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mpcomp.api.advice import advise_on_cut, advise_on_threads
+from mpcomp.api.advice import advise_on_cut, advise_on_threads, advise_on_ties
 from mpcomp.api.config import PipelineConfig
 from mpcomp.api.embedding_checks import check_embeddings
 from mpcomp.api.launch import DistributedLaunch, Launch, LocalLaunch
@@ -41,6 +41,7 @@ def pipeline(
     grad_comp: Methods = None,
     dp_comp: Any = None,
     tie_comp: MethodLike = None,
+    ties: str | None = None,
     network: ReplicaNetwork | None = None,
     split: Where | None = None,
     sample: Any = None,
@@ -85,6 +86,11 @@ def pipeline(
             `LocalSGD`, which exchanges what parameters have moved by, once a period.
         tie_comp: method for the gradient of a parameter that two stages share (a language model's
             embedding and head), which they exchange once a step.
+        ties: what becomes of a weight that the first stage and the last one share. "together"
+            puts what follows its second use (final norm, head and loss) beside the first stage,
+            as one stage more, so that nothing is exchanged and nobody has a copy: what the last
+            blocks give crosses one more cut. "apart" gives both stages a copy. None is "together"
+            with the engine's own schedule where the model allows it and ``tie_comp`` is not given.
         network: how replicas are connected, which decides about the way of their gradients.
         split: number of stages, block counts, names of blocks to cut after, "paper", or "time";
             by default one stage a device or rank (two a rank with interleaved and V schedules).
@@ -179,7 +185,8 @@ def build(model: nn.Module, config: PipelineConfig) -> Pipeline:
         check_loss(loss_fn, cut, shard=config.shard)
         own = launch.own_stages(cut)
         check_weights([cut[i] for i in own], config.weights)
-        crossings: list[Boundary | TiedWeights] = [*boundaries, *ties]
+        exchanged = [tie for tie in ties if isinstance(tie, TiedWeights)]
+        crossings: list[Boundary | TiedWeights] = [*boundaries, *exchanged]
         plan = {
             "methods": [[str(link.method) for link in each.links] for each in crossings],
             "formats": [[link.format for link in each.links] for each in crossings],
@@ -188,6 +195,7 @@ def build(model: nn.Module, config: PipelineConfig) -> Pipeline:
     if 0 in own and launch.replica == 0:  # one rank speaks for all
         if config.split is None or isinstance(config.split, int):
             advise_on_cut(model, cut)
+        advise_on_ties(cut)
         if launch.device_of(0).type == "cpu":
             advise_on_threads(launch.local_ranks)
         if not cut[0].is_causal_lm:

@@ -27,6 +27,7 @@ __all__ = ["PipelineConfig"]
 
 _ENGINES = ("local", "distributed")
 _CHECKS = ("none", "state", "message")
+_TIES = ("together", "apart")
 
 
 def _same(shown: Callable[[Any], Any] = lambda value: value, name: str = "") -> dict[str, Any]:
@@ -62,6 +63,7 @@ class PipelineConfig:
     grad_comp: Methods = field(metadata=_of_rank("links compare the methods that it comes to"))
     dp_comp: Any = field(metadata=_same(_method_name))
     tie_comp: MethodLike = field(metadata=_of_rank("links compare the methods that it comes to"))
+    ties: str | None = field(metadata=_of_rank("ranks compare the stages that it comes to"))
     network: ReplicaNetwork | None = field(metadata=_same(str))
     split: Where | None = field(metadata=_of_rank("ranks compare the stages that it comes to"))
     sample: Any = field(
@@ -112,6 +114,10 @@ class PipelineConfig:
             raise ValueError(
                 f"in_flight_bytes={self.in_flight_bytes!r}: expected a positive number of bytes"
             )
+        if self.ties not in (None, *_TIES):
+            raise ValueError(f"ties={self.ties!r}: expected one of {', '.join(_TIES)}, or None")
+        if self.ties == "together":
+            self._check_together()
         for name in ("in_flight", "in_flight_bytes"):
             if getattr(self, name) is not None and self.schedule is not None:
                 raise ValueError(
@@ -146,6 +152,24 @@ class PipelineConfig:
             raise ValueError(
                 f"engine={self.engine!r}: expected one of {', '.join(_ENGINES)}, or None"
             )
+
+    @property
+    def together(self) -> bool:
+        """Whether both uses of a weight go to one rank, where the model's cut allows that."""
+        return self.ties == "together" or (
+            self.ties is None and self.tie_comp is None and self.schedule is None and not self.shard
+        )
+
+    def _check_together(self) -> None:
+        for name, why in {
+            "tie_comp": "nothing is exchanged then",
+            "schedule": "torch's schedules do not place the last stage on the first rank",
+            "shard": "the pieces of one weight would be gathered for two stages",
+        }.items():
+            if value := getattr(self, name):
+                raise ValueError(
+                    f"ties='together' with {name}={value!r}: {why}; leave one of the two out"
+                )
 
     def compared(self) -> dict[str, Any]:
         """The fields that must be the same on all ranks, as words and numbers."""

@@ -38,7 +38,7 @@ from mpcomp.engines.distributed import DistributedEngine
 from mpcomp.engines.local import LocalEngine
 from mpcomp.engines.schedules import schedule_named
 from mpcomp.links.boundary import Boundary
-from mpcomp.links.tied_weights import TiedWeights
+from mpcomp.links.tied_weights import Tie, TiedWeights
 from mpcomp.version import __version__
 from stages.split import Where
 
@@ -90,7 +90,7 @@ class Launch(ABC):
             ValueError: the model cannot be cut in this way.
         """
 
-    def check(self, cut: Sequence[staging.Stage], ties: Sequence[TiedWeights]) -> None:  # noqa: B027
+    def check(self, cut: Sequence[staging.Stage], ties: Sequence[Tie]) -> None:  # noqa: B027
         """Raises ValueError for what cannot go together."""
 
     def own_stages(self, cut: Sequence[staging.Stage]) -> list[int]:
@@ -122,7 +122,7 @@ class Launch(ABC):
         self,
         cut: Sequence[staging.Stage],
         boundaries: Sequence[Boundary],
-        ties: Sequence[TiedWeights],
+        ties: Sequence[Tie],
         plain: Plain,
     ) -> tuple[Engine, ReplicaSync | None]:
         """The engine, and what keeps replicas of its stages alike."""
@@ -167,10 +167,11 @@ class LocalLaunch(Launch):
                     "devices"
                 )
             if split == "time":
-                split = staging.balance(model, len(given), by="time", sample=config.sample)
+                times = staging.unit_seconds(model, config.sample, together=config.together)
+                split = staging.partition(times, len(given))
             else:
                 split = len(given)
-        cut = staging.split(model, split)
+        cut = split_as_asked(model, split, config)
         if len(cut) < 2:
             raise ValueError(
                 f"split={split!r} makes one stage, which compresses nothing: "
@@ -178,14 +179,15 @@ class LocalLaunch(Launch):
             )
         if not given:
             given, one = [torch.device("cpu")], True
+        num_places = len(cut) - cut[0].together
         if one:
-            given = given * len(cut)
-        if len(given) != len(cut):
+            given = given * num_places
+        if len(given) != num_places:
             raise ValueError(
-                f"{len(given)} devices for {len(cut)} stages: give one device for each stage "
+                f"{len(given)} devices for {num_places} stages: give one device for each stage "
                 "(they may repeat), or one for all"
             )
-        self._devices = given
+        self._devices = given + given[:1] * cut[0].together
         return cut
 
     def device_of(self, stage: int) -> torch.device:
@@ -195,7 +197,7 @@ class LocalLaunch(Launch):
         self,
         cut: Sequence[staging.Stage],
         boundaries: Sequence[Boundary],
-        ties: Sequence[TiedWeights],
+        ties: Sequence[Tie],
         plain: Plain,
     ) -> tuple[Engine, ReplicaSync | None]:
         config = self.config
@@ -238,8 +240,8 @@ class DistributedLaunch(Launch):
 
     def cut(self, model: nn.Module) -> list[staging.Stage]:
         _check_there(self.mesh.device)  # here, where a failure is told to the other ranks
-        cut = staging.split(model, self._where(model))
-        self._schedule.check_stages(len(cut), self.mesh.num_in_pipeline)
+        cut = split_as_asked(model, self._where(model), self.config)
+        self._schedule.check_stages(len(cut) - cut[0].together, self.mesh.num_in_pipeline)
         self._check_one_stage(cut)
         self._check_parameters(cut)
         self._check_recompute()
@@ -253,7 +255,9 @@ class DistributedLaunch(Launch):
         num_stages = mesh.num_in_pipeline * self._schedule.default_stages_per_rank
         if split is None:
             return num_stages
-        times = exchange(mesh, "times", staging.seconds(staging.blocks(model), self.config.sample))
+        config = self.config
+        seconds = staging.unit_seconds(model, config.sample, together=config.together)
+        times = exchange(mesh, "times", seconds)
         _check_times(times)
         # All replicas are cut alike, so the slowest machine at each place counts.
         slowest = [
@@ -267,7 +271,7 @@ class DistributedLaunch(Launch):
         ]
         return staging.partition(slowest, num_stages)
 
-    def check(self, cut: Sequence[staging.Stage], ties: Sequence[TiedWeights]) -> None:
+    def check(self, cut: Sequence[staging.Stage], ties: Sequence[Tie]) -> None:
         config = self.config
         if config.dp_comp is not None:
             self._dp_comp = replica_method_of(config.dp_comp)
@@ -327,7 +331,7 @@ class DistributedLaunch(Launch):
         self,
         cut: Sequence[staging.Stage],
         boundaries: Sequence[Boundary],
-        ties: Sequence[TiedWeights],
+        ties: Sequence[Tie],
         plain: Plain,
     ) -> tuple[Engine, ReplicaSync | None]:
         config, mesh = self.config, self.mesh
@@ -340,7 +344,12 @@ class DistributedLaunch(Launch):
                 network=config.network,
                 seed=config.seed,
                 cut=cut,
-                copy_of={name: tie.name for tie in ties for _, name in tie.copies},
+                copy_of={
+                    name: tie.name
+                    for tie in ties
+                    if isinstance(tie, TiedWeights)
+                    for _, name in tie.copies
+                },
                 sharding=self._sharding,
             )
         engine = DistributedEngine(
@@ -382,7 +391,7 @@ class DistributedLaunch(Launch):
                 "is no cut to compress at; leave them out, or start more processes"
             )
 
-    def _check_sharding(self, ties: Sequence[TiedWeights]) -> None:
+    def _check_sharding(self, ties: Sequence[Tie]) -> None:
         if self._schedule.splits_backward:
             raise ValueError(
                 f"shard=True with schedule={self._schedule.name!r}, which splits backward into two "
@@ -403,6 +412,19 @@ class DistributedLaunch(Launch):
                 "two passes: each would recompute the stage; use another schedule or "
                 "recompute=False"
             )
+
+
+def split_as_asked(model: nn.Module, where: Where, config: PipelineConfig) -> list[staging.Stage]:
+    """All stages, the last of them together with the first if the configuration wants that.
+
+    Raises:
+        ValueError: it must be, and cannot; or there is no such cut.
+    """
+    cut = staging.split(model, where, together=config.together)
+    if config.ties == "together" and not cut[0].together:
+        why = cut[0].why_apart or "no weight of the first stage is used in the last one again"
+        raise ValueError(f"ties='together', but {why}; leave ties out")
+    return cut
 
 
 def _check_times(of_ranks: Sequence[Any]) -> None:

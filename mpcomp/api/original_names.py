@@ -65,6 +65,10 @@ class OriginalNames(nn.Module):
         for stage in self._all_stages():
             own = self._state_of(stage, keep_vars)
             state.update({prefix + k: x if keep_vars else full_tensor(x) for k, x in own.items()})
+            if stage.together:  # of a weight that two stages use the first one's is what counts
+                for (_, name), (_, again) in staging.ties([stage]):
+                    if again in own:
+                        state[prefix + again] = state[prefix + name]
         return state
 
     def _all_stages(self) -> Iterator[staging.Stage]:

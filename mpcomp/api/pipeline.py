@@ -67,7 +67,7 @@ from mpcomp.engines.updates import Updates
 from mpcomp.links.adaptation import Adaptation
 from mpcomp.links.boundary import Boundary
 from mpcomp.links.link import Link
-from mpcomp.links.tied_weights import TiedWeights
+from mpcomp.links.tied_weights import SharedWeight, Tie, TiedWeights
 
 __all__ = ["LossFn", "Metric", "Pipeline"]
 
@@ -97,7 +97,8 @@ class Pipeline(OriginalNames):
         stages: the stage modules of this rank.
         cut_stages: all of them; those of other ranks on "meta".
         boundaries: the cuts, each with its two links.
-        ties: the parameters that two stages share, each with its two links.
+        ties: the parameters of which two stages have copies, each with its two links.
+        shared_weights: the parameters that the first stage and the last one, together, use both.
         engine: runs the stages.
         mesh: the ranks.
         replica_sync: keeps the replicas of this rank's stages alike; None for one replica.
@@ -117,7 +118,7 @@ class Pipeline(OriginalNames):
         chunks: int,
         loss_fn: LossFn | None,
         scaler: torch.amp.GradScaler | None,
-        ties: Sequence[TiedWeights] = (),
+        ties: Sequence[Tie] = (),
         warmup_steps: int = 0,
         replica_sync: ReplicaSync | None = None,
         plain_model: nn.Module | None = None,
@@ -131,7 +132,8 @@ class Pipeline(OriginalNames):
         self.training = all(stage.training for stage in cut)
         self.cut_stages = list(cut)
         self.boundaries = list(boundaries)
-        self.ties = list(ties)
+        self.ties = [tie for tie in ties if isinstance(tie, TiedWeights)]
+        self.shared_weights = [tie for tie in ties if isinstance(tie, SharedWeight)]
         self.engine = engine
         self.mesh = engine.mesh
         self.replica_sync = replica_sync
@@ -158,7 +160,7 @@ class Pipeline(OriginalNames):
         )
         alike = replica_sync is not None and replica_sync.keeps_weights_equal
         self._copies = EqualCopies(
-            self.mesh, self.links, ties, stages if alike else (), enabled=compares_copies
+            self.mesh, self.links, self.ties, stages if alike else (), enabled=compares_copies
         )
         #: Seconds of training calls on this rank so far.
         self.trained_s = 0.0
@@ -361,9 +363,10 @@ class Pipeline(OriginalNames):
                 "pipe(x) with gradients: autograd does not reach other processes; train with "
                 "pipe.forward_backward(x, y), or infer under torch.no_grad() or pipe.eval()"
             )
-        if any(tie.trains for tie in self.ties):
+        shared = [tie.name for tie in (*self.ties, *self.shared_weights) if tie.trains]
+        if shared:
             raise ValueError(
-                f"pipe(x) with gradients: two stages share {self.ties[0].name}, and its gradients "
+                f"pipe(x) with gradients: two stages share {shared[0]}, and its gradients "
                 "are added up at the end of pipe.forward_backward(x, y); train with that, or infer "
                 "under torch.no_grad() or pipe.eval()"
             )
@@ -1113,7 +1116,7 @@ class Pipeline(OriginalNames):
             updates,
             chunks=self.chunks,
             scaler=self.scaler,
-            ties=self.ties,
+            ties=[*self.ties, *self.shared_weights],
             stages=list(self.stages),
             engine=self.engine,
         )

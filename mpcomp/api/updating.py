@@ -10,7 +10,7 @@ from torch import nn
 from mpcomp.api.gradient_hooks import has_hooks
 from mpcomp.engines.base import Engine
 from mpcomp.engines.updates import Updates, check_stashable
-from mpcomp.links.tied_weights import TiedWeights
+from mpcomp.links.tied_weights import Tie
 
 __all__ = ["updates_within"]
 
@@ -21,7 +21,7 @@ def updates_within(
     *,
     chunks: int,
     scaler: torch.amp.GradScaler | None,
-    ties: Sequence[TiedWeights],
+    ties: Sequence[Tie],
     stages: Sequence[nn.Module],
     engine: Engine,
 ) -> Updates | None:

@@ -87,7 +87,7 @@ def check_links(run: RunState, saved: Saved, links: Mapping[str, Any]) -> None:
     if saved.cut != run.cut_entry():
         raise ValueError(
             f"{saved.folder} holds state of links for the cut {saved.cut}, this pipeline has "
-            f"{run.cut_entry()}: use the same split"
+            f"{run.cut_entry()}: use the same split and ties"
         )
     own = {_key(link): str(link.method) for link in run.links}
     for key in held:

@@ -38,6 +38,7 @@ from mpcomp.engines.updates import Updates
 from mpcomp.engines.wiring import Wiring
 from mpcomp.links.boundary import Boundary
 from mpcomp.links.tied_weights import (
+    Tie,
     TiedWeights,
     check_alike,
     separate_gradients,
@@ -82,7 +83,7 @@ class DistributedEngine(Engine):
         in_flight: int | str | None = None,
         in_flight_bytes: int | None = None,
         connections: int = 1,
-        ties: Sequence[TiedWeights] = (),
+        ties: Sequence[Tie] = (),
         plain: Sequence[staging.Stage] | None = None,
         replica_sync: ReplicaSync | None = None,
     ) -> None:
@@ -126,14 +127,15 @@ class DistributedEngine(Engine):
         # No rank goes on, and perhaps ends, while another is still connecting to it.
         mesh.all_reduce_sum([0.0])
 
-    def _attach(self, tie: TiedWeights, cut: Sequence[staging.Stage]) -> bool:
+    def _attach(self, tie: Tie, cut: Sequence[staging.Stage]) -> bool:
         """Connects both copies; whether one of them is here. All ranks call this for all ties."""
-        channels = self._wiring.channels_of(tie.links)
-        here = [stage for stage in self._stages if stage.stage_index in tie.stages]
-        tie.attach(
-            {stage.stage_index: cut[stage.stage_index] for stage in here},
-            channels if len(here) == 1 else None,
-        )
+        indices = [s.stage_index for s in self._stages if s.stage_index in tie.stages]
+        here = {index: cut[index] for index in indices}
+        if isinstance(tie, TiedWeights):
+            channels = self._wiring.channels_of(tie.links)
+            tie.attach(here, channels if len(here) == 1 else None)
+        else:
+            tie.find(here)
         return bool(here)
 
     def _loss_of(self, output: Tensor, numbered: tuple[int, Any]) -> Tensor:
@@ -293,6 +295,8 @@ class DistributedEngine(Engine):
         updates: Updates | None = None,
     ) -> list[dict[int, Any]]:
         """Posts receives; returns of each microbatch what each stage here takes, by stage."""
+        for tie in self._ties:
+            tie.follow()
         autocast = Autocast.of_caller(self.device)
         metas = [self._planner.plan(batch, autocast) for batch in microbatches]
         if self._replica_sync is not None:

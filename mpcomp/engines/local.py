@@ -38,7 +38,7 @@ from mpcomp.engines.base import Engine, choose_finite
 from mpcomp.engines.stage_runner import Autocast, StageRunner
 from mpcomp.engines.updates import StashedWeights, Updates, lag_of
 from mpcomp.links.boundary import Boundary, ConnectedBoundary
-from mpcomp.links.tied_weights import TiedWeights, separate_gradients
+from mpcomp.links.tied_weights import Tie, TiedWeights, separate_gradients
 
 __all__ = ["LinkCopy", "LocalEngine"]
 
@@ -71,7 +71,7 @@ class LocalEngine(Engine):
         *,
         recompute: bool,
         seed: int,
-        ties: Sequence[TiedWeights] = (),
+        ties: Sequence[Tie] = (),
     ) -> None:
         assert len(stages) == len(devices) == len(boundaries) + 1
         self.devices = list(devices)
@@ -85,7 +85,10 @@ class LocalEngine(Engine):
         ]
         self._ties = list(ties)
         for tie in ties:
-            tie.attach(dict(enumerate(stages)))
+            if isinstance(tie, TiedWeights):
+                tie.attach(dict(enumerate(stages)))
+            else:
+                tie.find(dict(enumerate(stages)))
         self._runners = [
             StageRunner(stage, i, device, recompute=recompute, seed=seed)
             for i, (stage, device) in enumerate(zip(stages, devices, strict=True))
@@ -98,6 +101,8 @@ class LocalEngine(Engine):
 
     def _run(self, microbatches: Sequence[tuple[int, Any]], step: Step) -> list[Tensor]:
         """Outputs of microbatches, each with its number."""
+        for tie in self._ties:
+            tie.follow()
         batches: list[Batch] = [
             _Microbatch(self._runners[0].inputs(batch), batch, i, step) for i, batch in microbatches
         ]

@@ -13,7 +13,7 @@ The order of backwards does not depend on the depth, so neither does the result,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -22,7 +22,15 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 from mpcomp.core.spec import closest
 from mpcomp.engines.updates import Updates, in_flight_of
 
-__all__ = ["OWN", "InFlight1F1B", "Schedule", "schedule_named", "warmup_of"]
+__all__ = [
+    "OWN",
+    "InFlight1F1B",
+    "Ring1F1B",
+    "Schedule",
+    "ring_order",
+    "schedule_named",
+    "warmup_of",
+]
 
 
 @dataclass(frozen=True)
@@ -49,7 +57,10 @@ class Schedule:
         return num_ranks - 1 - place if self.v_shaped and lap % 2 else place
 
     def check_stages(self, num_stages: int, num_ranks: int) -> None:
-        """Raises ValueError unless so many stages can be placed on so many ranks."""
+        """Raises ValueError unless so many stages can be placed on so many ranks.
+
+        A last stage that is together with the first is not counted.
+        """
         per_rank, rest = divmod(num_stages, num_ranks)
         wanted = self.stages_per_rank
         if rest or per_rank == 0 or (wanted is not None and per_rank != wanted):
@@ -70,7 +81,10 @@ class Schedule:
             ValueError: the schedule cannot run with so many microbatches.
         """
         if self is OWN:
-            return InFlight1F1B(stages[0], chunks, loss_fn=loss_fn, scale_grads=False)
+            own = InFlight1F1B if len(stages) == 1 else Ring1F1B
+            schedule = own(stages[0], chunks, loss_fn=loss_fn, scale_grads=False)
+            schedule.last = stages[-1]
+            return schedule
         of_name = get_schedule_class(self.name)
         single = issubclass(of_name, PipelineScheduleSingle)
         try:
@@ -138,10 +152,12 @@ class InFlight1F1B(PipelineScheduleSingle):  # type: ignore[misc, unused-ignore]
     Attributes:
         in_flight: microbatches, where weights do not change in between.
         updates: of the step under way; None where they do not.
+        last: the last stage of this rank.
     """
 
     in_flight: int = 1
     updates: Updates | None = None
+    last: Any = None
 
     def _step_microbatches(
         self,
@@ -174,3 +190,57 @@ class InFlight1F1B(PipelineScheduleSingle):  # type: ignore[misc, unused-ignore]
                 forward(warmup + i)
         torchs._update_losses(stage, losses)
         stage.perform_reduce_grad(1)
+
+
+def ring_order(count: int, in_flight: int, num_ranks: int) -> Iterator[tuple[str, int]]:
+    """Passes of the rank with the first stage and the last: ("F", "L" or "B", microbatch) each.
+
+    F and B are forward and backward of the first stage, L is both of the last. All others wait for
+    it, so that L comes as soon as its activation may be there: a round behind F where links are
+    fast, and half of what is in flight behind it where these are slow.
+
+    Args:
+        count: microbatches.
+        in_flight: of them, between F and B.
+        num_ranks: of the pipeline.
+    """
+    ahead = min(in_flight, max(num_ranks, -(-in_flight // 2)), count)
+    yield from (("F", i) for i in range(ahead))
+    forward, back = ahead, 0
+    for last in range(count):
+        yield "L", last
+        # As many of its gradients are on their way back as activations may not be on their way up.
+        if last - back == in_flight - ahead:
+            yield "B", back
+            back += 1
+        if forward < count:
+            yield "F", forward
+            forward += 1
+    yield from (("B", i) for i in range(back, count))
+
+
+class Ring1F1B(InFlight1F1B):
+    """In-flight 1F1B on the rank that has the first stage and the last one; see `ring_order`."""
+
+    def _step_microbatches(
+        self,
+        arg_mbs: list[Any] | None = None,
+        kwarg_mbs: list[Any] | None = None,
+        target_mbs: list[Any] | None = None,
+        losses: list[Any] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        first, last, torchs = cast(Any, self._stage), self.last, cast(Any, self)
+        args, _ = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
+        num_ranks = first.num_stages - 1
+        for what, i in ring_order(self._n_microbatches, self.in_flight, num_ranks):
+            if what == "F":
+                first.forward_one_chunk(i, args[i])
+            elif what == "L":
+                output = last.forward_one_chunk(i, args[i])
+                torchs._maybe_compute_loss(last, output, target_mbs, i)
+                last.backward_one_chunk(i, loss=torchs._maybe_get_loss(last, i))
+            else:
+                first.backward_one_chunk(i)
+        torchs._update_losses([first, last], losses)

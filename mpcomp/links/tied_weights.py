@@ -16,6 +16,7 @@ without a gradient says so, and where neither has one both stay without.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -31,6 +32,8 @@ from mpcomp.links.link import Link
 
 __all__ = [
     "DIRECTIONS",
+    "SharedWeight",
+    "Tie",
     "TiedWeights",
     "check_alike",
     "separate_gradients",
@@ -42,8 +45,109 @@ __all__ = [
 DIRECTIONS = ("tie_first", "tie_last")
 
 
-class TiedWeights:
-    """One tied parameter.
+class Tie(ABC):
+    """A parameter that the model has once, and two stages use.
+
+    Args:
+        uses: stage and qualified name of both.
+    """
+
+    def __init__(self, uses: Sequence[tuple[int, str]]) -> None:
+        self.copies = tuple(uses)
+        self._here: dict[int, tuple[nn.Module, str]] = {}
+
+    @property
+    def name(self) -> str:
+        """Name in reports: the first one."""
+        return self.copies[0][1]
+
+    @property
+    def stages(self) -> tuple[int, int]:
+        """The stages that use it."""
+        (first, _), (last, _) = self.copies
+        return first, last
+
+    def find(self, stages: Mapping[int, nn.Module]) -> None:
+        """Finds the uses in the stages of this rank, which are given by number."""
+        self._here = {
+            i: (stages[stage], name)
+            for i, (stage, name) in enumerate(self.copies)
+            if stage in stages
+        }
+
+    @property
+    def here(self) -> dict[int, nn.Parameter]:
+        """Parameters that gather the gradients of the uses on this rank: 0 is the first."""
+        return {i: stage.get_parameter(name) for i, (stage, name) in self._here.items()}
+
+    def follow(self) -> None:  # noqa: B027  (copies are alike by what is done to both)
+        """Before a pass: makes one weight of both uses, should one have been replaced or frozen."""
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is one here that gathers gradients."""
+        return any(use.requires_grad for use in self.here.values())
+
+    @property
+    def rests(self) -> bool:
+        """Whether there is one here that does not."""
+        return not all(use.requires_grad for use in self.here.values())
+
+    def take_gradients(self) -> dict[int, Tensor | None]:
+        """Takes away what was gathered here in earlier steps."""
+        before = {i: use.grad for i, use in self.here.items()}
+        for use in self.here.values():
+            use.grad = None
+        return before
+
+    def put_back(self, before: Mapping[int, Tensor | None]) -> None:
+        """Gives back what `take_gradients` took."""
+        for i, grad in before.items():
+            self.here[i].grad = grad
+
+    @abstractmethod
+    def add_up(self, before: Mapping[int, Tensor | None], step: Step) -> None:
+        """Makes of both gradients of this step, and of what there was before, their sum."""
+
+
+class SharedWeight(Tie):
+    """A weight whose both uses are on one rank, in stages that are together.
+
+    The last stage's use gathers its gradient by itself, so that the order of additions is the same
+    whatever runs when; beside that it is the weight.
+    """
+
+    def find(self, stages: Mapping[int, nn.Module]) -> None:
+        super().find(stages)
+        self.follow()
+
+    @property
+    def trains(self) -> bool:
+        return bool(self._here) and self.here[0].requires_grad
+
+    @property
+    def rests(self) -> bool:
+        return bool(self._here) and not self.trains
+
+    def follow(self) -> None:
+        if self._here:
+            first, again = self.here[0], self.here[1]
+            again.data = first.data
+            again.requires_grad_(first.requires_grad)
+
+    def add_up(self, before: Mapping[int, Tensor | None], step: Step) -> None:
+        first, again = self.here[0], self.here[1]
+        parts = [grad for grad in (first.grad, again.grad) if grad is not None]
+        again.grad = None
+        if parts:
+            total = parts[0] + parts[1] if len(parts) == 2 else parts[0]
+            first.grad = total if before[0] is None else before[0] + total
+        else:
+            first.grad = before[0]
+
+
+class TiedWeights(Tie):
+    """A weight of which two stages have copies, and exchange their gradients.
 
     Args:
         copies: stage and qualified name of both.
@@ -51,23 +155,10 @@ class TiedWeights:
     """
 
     def __init__(self, copies: Sequence[tuple[int, str]], links: tuple[Link, Link]) -> None:
-        self.copies = tuple(copies)
+        super().__init__(copies)
         self.links = links
         self.failed = False  # as a boundary has it
-        #: The copies on this rank: 0 is the first.
-        self.here: dict[int, nn.Parameter] = {}
         self._channels: Sequence[Channel] = ()
-
-    @property
-    def name(self) -> str:
-        """Name in reports: that of the first copy."""
-        return self.copies[0][1]
-
-    @property
-    def stages(self) -> tuple[int, int]:
-        """The stages that have the copies."""
-        (first, _), (last, _) = self.copies
-        return first, last
 
     def attach(
         self, stages: Mapping[int, nn.Module], channels: tuple[Channel, Channel] | None = None
@@ -78,11 +169,7 @@ class TiedWeights:
             stages: those of this rank, by number.
             channels: of both links, where the other copy is on another rank.
         """
-        self.here = {
-            i: stages[stage].get_parameter(name)
-            for i, (stage, name) in enumerate(self.copies)
-            if stage in stages
-        }
+        self.find(stages)
         if len(self.here) == 2:
             assert channels is None
             channels = LocalChannel(self.here[1].device), LocalChannel(self.here[0].device)
@@ -98,23 +185,6 @@ class TiedWeights:
             yield
         finally:
             self.links, self.failed = before, failed
-
-    @property
-    def trains(self) -> bool:
-        """Whether there is a copy here that gathers gradients."""
-        return any(copy.requires_grad for copy in self.here.values())
-
-    @property
-    def rests(self) -> bool:
-        """Whether there is a copy here that does not."""
-        return not all(copy.requires_grad for copy in self.here.values())
-
-    def take_gradients(self) -> dict[int, Tensor | None]:
-        """Takes away what the copies here have gathered in earlier steps."""
-        before = {i: copy.grad for i, copy in self.here.items()}
-        for copy in self.here.values():
-            copy.grad = None
-        return before
 
     def add_up(self, before: Mapping[int, Tensor | None], step: Step) -> None:
         """Gives each copy here the sum of both gradients of this step, and what it had before."""
@@ -171,13 +241,13 @@ class TiedWeights:
         self.failed = False
 
 
-def trained_and_frozen(ties: Sequence[TiedWeights]) -> tuple[int, int]:
+def trained_and_frozen(ties: Sequence[Tie]) -> tuple[int, int]:
     """Two numbers: bit i says that tie i has a copy here that is trained, or one that is not."""
     trained = sum(tie.trains << i for i, tie in enumerate(ties))
     return trained, sum(tie.rests << i for i, tie in enumerate(ties))
 
 
-def check_alike(ties: Sequence[TiedWeights], trained: int, frozen: int) -> None:
+def check_alike(ties: Sequence[Tie], trained: int, frozen: int) -> None:
     """Raises ValueError if a tie has a copy that is trained and one that is not.
 
     Args:
@@ -195,10 +265,10 @@ def check_alike(ties: Sequence[TiedWeights], trained: int, frozen: int) -> None:
 
 
 @contextmanager
-def separate_gradients(ties: Sequence[TiedWeights], step: Step) -> Iterator[None]:
-    """Within it the copies of each tie gather their gradients apart; at its end they are added up.
+def separate_gradients(ties: Sequence[Tie], step: Step) -> Iterator[None]:
+    """Within it both uses of a tie gather their gradients apart; at its end they are added up.
 
-    If it ends with an error, the copies have what they had before.
+    If it ends with an error, they have what they had before.
     """
     check_alike(ties, *trained_and_frozen(ties))
     training = [tie for tie in ties if tie.trains]
@@ -209,8 +279,7 @@ def separate_gradients(ties: Sequence[TiedWeights], step: Step) -> Iterator[None
             tie.add_up(held, step)
     except BaseException:
         for tie, held in zip(training, before, strict=True):
-            for i, grad in held.items():
-                tie.here[i].grad = grad
+            tie.put_back(held)
         raise
 
 
@@ -222,7 +291,7 @@ def ties_of(
     replica: int,
     warmup_steps: int,
     checked: bool = False,
-) -> list[TiedWeights]:
+) -> list[Tie]:
     """The ties of a cut model.
 
     Args:
@@ -236,9 +305,11 @@ def ties_of(
     Raises:
         ValueError: more than two stages share a parameter, or a method that has no place here.
     """
+    if cut[0].together:
+        return [SharedWeight(uses) for uses in staging.ties(cut)]
     if method.by_sample:
         raise ValueError(f"tie_comp={method}: a weight's gradient belongs to no sample; use ef+...")
-    ties: list[TiedWeights] = []
+    ties: list[Tie] = []
     for copies in staging.ties(cut):
         if len(copies) != 2:
             raise ValueError(

@@ -99,3 +99,17 @@ def test_a_pipeline_says_so_unless_somebody_has_chosen(machine, monkeypatch):
     assert "torch.set_num_threads(1)" in said
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
     assert not advice_of(lambda: mpcomp.pipeline(mlp(), 2, split=2))
+
+
+# -- ties -----------------------------------------------------------------------------------------
+
+
+def test_a_weight_that_cannot_be_on_one_rank_is_named():
+    """With the reason; not where that was chosen, and not where it can be."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3), nn.Linear(3, 3))
+    model[3].weight = model[0].weight
+    made = {"chunks": 1, "loss_fn": F.mse_loss}
+    (said,) = advice_of(lambda: mpcomp.pipeline(model, split=[3, 1], **made))
+    assert "0.weight and 3.weight are one weight" in said and "cut earlier" in said
+    assert not advice_of(lambda: mpcomp.pipeline(model, split=[3, 1], ties="apart", **made))
+    assert not advice_of(lambda: mpcomp.pipeline(model, split=[1, 3], **made))

@@ -87,7 +87,7 @@ def test_a_turned_bit_is_found_in_the_step_that_compares(method, key, slot, role
 
 @pytest.mark.parametrize("copy", [0, 1])
 def test_tied_weights_that_have_come_apart_are_named(copy):
-    pipe = mpcomp.pipeline(gpt2(), 2, split=3)
+    pipe = mpcomp.pipeline(gpt2(), 2, split=3, ties="apart")
     pipe.forward_backward(text(4))
     with torch.no_grad():
         pipe.ties[0].here[copy].view(torch.int32)[3, 5] ^= 1
@@ -142,7 +142,7 @@ def compared(first, second, kind=None):
 def test_an_optimizer_over_the_uncut_model_ends_with_the_cure(lr):
     """It has one of both copies; the first step whose number is a power of two shows it."""
     model = gpt2()
-    pipe = mpcomp.pipeline(model, 2, split=2)
+    pipe = mpcomp.pipeline(model, 2, split=2, ties="apart")
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     pipe.forward_backward(text(4))
     optimizer.step()

@@ -56,7 +56,7 @@ def assert_same(pipe, plain):
     """Parameters and gradients agree in every bit, under the same names."""
     theirs = dict(plain.named_parameters(remove_duplicate=False))
     ours = dict(pipe.named_parameters())
-    assert ours.keys() == theirs.keys()
+    assert theirs.keys() - ours.keys() == {one.copies[1][1] for one in pipe.shared_weights}
     for name, parameter in ours.items():
         assert same_bits(parameter, theirs[name]), f"parameter {name}"
         mine, other = parameter.grad, theirs[name].grad
@@ -92,7 +92,7 @@ def test_gpt2_is_the_plain_model_with_its_two_uses_apart(side, sizes, recompute)
     """Embedding and head gather their gradients apart, and both then get the sum."""
     model = gpt2()
     plain = untied(model)
-    pipe = mpcomp.pipeline(model, len(sizes), split=3, recompute=recompute)
+    pipe = mpcomp.pipeline(model, len(sizes), split=3, recompute=recompute, ties="apart")
     optimizers = adamw(pipe), adamw(plain)
     for step in range(3):
         batch = text(sum(sizes), step, side=side)
@@ -107,12 +107,12 @@ def test_gpt2_is_the_plain_model_with_its_two_uses_apart(side, sizes, recompute)
 
 
 @pytest.mark.parametrize("make", [gpt2, tied_llama], ids=["gpt2", "llama"])
-@pytest.mark.parametrize("optimizer", [sgd, adamw])
-def test_tied_models_differ_from_the_tied_model_by_rounding(make, optimizer):
+@pytest.mark.parametrize("optimizer, ties", [(sgd, "apart"), (adamw, "apart"), (adamw, "together")])
+def test_tied_models_differ_from_the_tied_model_by_rounding(make, optimizer, ties):
     """All other gradients of the first step have the bits of the model as transformers has it."""
     model = make()
     plain = copy.deepcopy(model)
-    pipe = mpcomp.pipeline(model, 4, split=4)
+    pipe = mpcomp.pipeline(model, 4, split=4, ties=ties)
     optimizers = optimizer(pipe), optimizer(plain)
     for step in range(3):
         batch = text(7, step, side="right")
@@ -128,25 +128,27 @@ def test_tied_models_differ_from_the_tied_model_by_rounding(make, optimizer):
         for each in optimizers:
             each.step()
             each.zero_grad()
-    assert len(pipe.ties) == 1
+    assert len(pipe.ties) == (ties == "apart") and len(pipe.stages) == 4 + (ties == "together")
 
 
-def test_at_one_microbatch_the_tie_is_exact_too():
+@pytest.mark.parametrize("ties", ["apart", "together"])
+def test_at_one_microbatch_the_tie_is_exact_too(ties):
     """One use each: the same two addends."""
     model = gpt2()
     plain = copy.deepcopy(model)
-    pipe = mpcomp.pipeline(model, 1, split=2)
+    pipe = mpcomp.pipeline(model, 1, split=2, ties=ties)
     batch = text(4)
     assert same_bits(pipe.forward_backward(batch), plain_step(plain, batch, [4]))
     assert_same(pipe, plain)
 
 
+@pytest.mark.parametrize("ties", ["apart", "together"])
 @pytest.mark.parametrize("make", [gpt2, tied_llama], ids=["gpt2", "llama"])
-def test_accumulation_over_two_calls(make):
+def test_accumulation_over_two_calls(make, ties):
     """What was gathered before is added to, and not sent again."""
     model = make()
     plain = untied(model)
-    pipe = mpcomp.pipeline(model, 2, split=2)
+    pipe = mpcomp.pipeline(model, 2, split=2, ties=ties)
     former = None
     for step in range(2):
         batch = text(4, step, side="left")
@@ -227,7 +229,7 @@ def test_bf16_autocast(family, recompute):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = pipe.forward_backward(batch)
         expected = plain_step(plain, batch, [3, 2])
-    if pipe.ties:
+    if pipe.ties or pipe.shared_weights:
         sum_tied(plain)
     assert same_bits(loss, expected) and loss.dtype == torch.float32
     assert_same(pipe, plain)
@@ -258,7 +260,7 @@ def test_dropout_is_drawn_per_stage_and_microbatch(
 ):
     model = language_model(family, **settings)
     plain = untied(model)
-    pipe = mpcomp.pipeline(model, 2, split=3, seed=5, recompute=recompute)
+    pipe = mpcomp.pipeline(model, 2, split=3, seed=5, recompute=recompute, ties="apart")
     cut = split(plain, 3)
     losses = []
     for step in range(2):
@@ -277,7 +279,7 @@ def test_dropout_is_drawn_per_stage_and_microbatch(
             loss = CausalLMLoss()(x, part["labels"]) * (num_tokens(part["labels"]) / tokens)
             loss.backward()
             total = loss.detach() if i == 0 else total + loss.detach()
-        if pipe.ties:
+        if pipe.ties or pipe.shared_weights:
             sum_tied(plain)
         assert same_bits(losses[-1], total)
         assert_same(pipe, plain)
@@ -296,7 +298,7 @@ def test_position_ids_of_packed_sequences(family):
     positions = torch.cat([torch.arange(4), torch.arange(5)]).repeat(4, 1)
     given = {**batch, "position_ids": positions}
     assert same_bits(pipe.forward_backward(given), plain_step(plain, given, [2, 2]))
-    if pipe.ties:
+    if pipe.ties or pipe.shared_weights:
         sum_tied(plain)
     assert_same(pipe, plain)
     pipe.zero_grad()
@@ -472,7 +474,7 @@ def test_merge_saves_what_transformers_loads(make, tmp_path):
     again = other.train().merge()
     assert same_bits(logits_of(again, batch), expected)
     assert not [n for n, t in again.named_parameters() if t.is_meta]
-    if pipe.ties:
+    if pipe.ties or pipe.shared_weights:
         assert again.get_input_embeddings().weight is again.get_output_embeddings().weight
 
 

@@ -195,6 +195,8 @@ def make(run: Run, *, alone: bool, **kwargs: Any) -> tuple[mpcomp.Pipeline, Any]
         **run.pipeline,
         **kwargs,
     }
+    if run.schedule is not None:  # as such a schedule places stages
+        options.setdefault("ties", "apart")
     if alone:
         options["engine"] = "local"
         for name in ("in_flight", "in_flight_bytes"):

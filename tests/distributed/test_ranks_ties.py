@@ -29,6 +29,11 @@ EMBEDDING, HEAD = "transformer.wte.weight", "lm_head.weight"
 FIRST, LAST = (f"tied transformer.wte.weight, copy of stage {stage}" for stage in (0, 1))
 
 
+def apart(model="gpt2", *arguments, pipeline=None, **rest):
+    """`lm_run`, whose tied weight has a copy on each of two ranks."""
+    return lm_run(model, *arguments, pipeline={"ties": "apart", **(pipeline or {})}, **rest)
+
+
 def step(pipe, optimizer, batch, target=None, **kwargs):
     """One step of a loop that clips; its loss."""
     loss = pipe.forward_backward(batch, target, **kwargs)
@@ -58,7 +63,7 @@ def assert_same_tensors(ours, theirs):
 
 def judge(alone, folder):
     """Two steps; then evaluation, inference, and the whole model."""
-    pipe = make_lm(lm_run("gpt2", pipeline={"tie_comp": "topk:0.3"}), alone=alone)
+    pipe = make_lm(apart("gpt2", pipeline={"tie_comp": "topk:0.3"}), alone=alone)
     optimizer = adamw(pipe)
     for number in range(2):
         step(pipe, optimizer, *text(7, number))
@@ -143,7 +148,7 @@ WAYS = {
 def replica_run(way):
     settings = dict(WAYS[way])
     pipeline = {"tie_comp": settings.pop("tie", None)}
-    return lm_run("gpt2", chunks=3, **{"stages": 2, **settings}, pipeline=pipeline)
+    return apart("gpt2", chunks=3, **{"stages": 2, **settings}, pipeline=pipeline)
 
 
 def silent(number, labels):
@@ -199,7 +204,7 @@ def test_first_the_sum_over_the_tie_then_the_mean_over_replicas(ranks):
 
 def train_apart(dp):
     """Five steps, with everything compressed; the embedding after each."""
-    run = lm_run("gpt2", 2, act="quant:8", grad="quant:8", pipeline={"tie_comp": "ef+topk:0.3"})
+    run = apart("gpt2", 2, act="quant:8", grad="quant:8", pipeline={"tie_comp": "ef+topk:0.3"})
     pipe = make_lm(run, replicas=2, dp_comp=dp, network=mpcomp.ReplicaNetwork(smallest=32))
     optimizer = adamw(pipe)
     pipe.follow(optimizer)
@@ -226,14 +231,14 @@ def test_copies_stay_alike_where_replicas_train_alone(ranks, dp):
 
 def saved(folder):
     """Saves on four ranks and goes on; then the same from what was saved."""
-    plain = make_lm(lm_run("calm gpt2", 4))
+    plain = make_lm(apart("calm gpt2", 4))
     optimizer = adamw(plain)
     for number in range(2):
         step(plain, optimizer, *text(7, number))
     plain.save(f"{folder}/plain", optimizer=optimizer)
     losses = [step(plain, optimizer, *text(7, number)) for number in (2, 3)]
 
-    run = lm_run("gpt2", 4, act="topk:0.3", pipeline={"tie_comp": "ef21+topk:0.3"})
+    run = apart("gpt2", 4, act="topk:0.3", pipeline={"tie_comp": "ef21+topk:0.3"})
     one = make_lm(run)
     of_one = adamw(one)
     for number in range(2):
@@ -258,7 +263,7 @@ def saved(folder):
 
 
 def loaded(folder, alone):
-    pipe = make_lm(lm_run("calm gpt2", 2), alone=alone)
+    pipe = make_lm(apart("calm gpt2", 2), alone=alone)
     optimizer = adamw(pipe)
     pipe.load(f"{folder}/plain", optimizer=optimizer)
     losses = [step(pipe, optimizer, *text(7, number)) for number in (2, 3)]
@@ -279,17 +284,17 @@ def test_a_checkpoint_goes_on_on_other_ranks(ranks, tmp_path):
 FROZEN = {
     # name: (run, links that send nothing)
     "first stage": (
-        lm_run("gpt2", frozen=("transformer.w", "transformer.h.0.", "transformer.h.1.")),
+        apart("gpt2", frozen=("transformer.w", "transformer.h.0.", "transformer.h.1.")),
         {"boundary 0 grad", FIRST, LAST},
     ),
-    "blocks": (lm_run("gpt2 left", frozen=("transformer.h.",)), set()),
+    "blocks": (apart("gpt2 left", frozen=("transformer.h.",)), set()),
     "llama": (
-        lm_run("llama", 4, "ZBVZeroBubble", frozen=("model.embed", "model.layers.0.")),
+        apart("llama", 4, "ZBVZeroBubble", frozen=("model.embed", "model.layers.0.")),
         {"boundary 0 grad", "boundary 1 act", "boundary 1 grad"},
     ),
-    "thawed": (lm_run("gpt2", frozen=("transformer.w",), thaw=1), set()),
+    "thawed": (apart("gpt2", frozen=("transformer.w",), thaw=1), set()),
     "scaled": (
-        lm_run(
+        apart(
             "gpt2",
             frozen=("transformer.w", "transformer.h.0.", "transformer.h.1."),
             scale=64.0,
@@ -317,10 +322,10 @@ def test_adapters(ranks):
     late = {"boundary 0 grad", "boundary 1 grad", *ties}
     some, all_ = {"frozen": not_adapted(lora_late)}, {"frozen": not_adapted(lora)}
     cases = [
-        (lm_run("lora", 4, steps=2, **all_), ties),
-        (lm_run("lora", 4, steps=2, **all_, **methods), ties),
-        (lm_run("late lora", 4, steps=2, **some, **methods), late),
-        (lm_run("late lora", 4, steps=2, **some, scale=64.0, overflow=(1, 3)), late),
+        (apart("lora", 4, steps=2, **all_), ties),
+        (apart("lora", 4, steps=2, **all_, **methods), ties),
+        (apart("late lora", 4, steps=2, **some, **methods), late),
+        (apart("late lora", 4, steps=2, **some, scale=64.0, overflow=(1, 3)), late),
     ]
     found = check(ranks, 4, [run for run, _ in cases])
     for (run, quiet), ours in zip(cases, found, strict=True):
@@ -334,7 +339,7 @@ def test_adapters(ranks):
 
 def bad_batches():
     """What every rank says of each, and two steps with good batches between."""
-    pipe = make_lm(lm_run("gpt2"))
+    pipe = make_lm(apart("gpt2"))
     optimizer = adamw(pipe)
     (batch, labels), said = text(7, 0), []
     ids, mask = batch["input_ids"], batch["attention_mask"]
@@ -377,7 +382,7 @@ def test_a_batch_that_cannot_be_is_refused_by_every_rank_before_anything_is_sent
 
 def half_frozen(schedule, alone):
     """One name of the tied parameter is frozen after it was cut apart."""
-    pipe = make_lm(lm_run("gpt2", 4 if schedule else 2, schedule), alone=alone)
+    pipe = make_lm(apart("gpt2", 4 if schedule else 2, schedule), alone=alone)
     parameters = dict(pipe.named_parameters())
     if EMBEDDING in parameters:
         parameters[EMBEDDING].requires_grad_(False)
@@ -397,7 +402,7 @@ def test_a_copy_that_is_frozen_alone_is_an_error_on_every_rank(ranks, schedule):
 
 def dying(victim):
     """The victim dies as it is about to add up gradients, in the second step."""
-    pipe = make_lm(lm_run("gpt2", 3, pipeline={"split": [1, 2, 1]}), timeout=90.0)
+    pipe = make_lm(apart("gpt2", 3, pipeline={"split": [1, 2, 1]}), timeout=90.0)
     optimizer = adamw(pipe)
     step(pipe, optimizer, *text(7, 0))
     if dist.get_rank() == victim:
@@ -431,7 +436,7 @@ def come_apart():
     for seeds_differ in (True, False):
         torch.manual_seed(dist.get_rank() if seeds_differ else 0)
         model = gpt2()
-        pipe = mpcomp.pipeline(model, 2, split=2, timeout=60.0)
+        pipe = mpcomp.pipeline(model, 2, split=2, ties="apart", timeout=60.0)
         optimizer = torch.optim.SGD([p for p in model.parameters() if not p.is_meta], lr=0.1)
         with pytest.raises(RuntimeError) as caught:
             for number in range(2):

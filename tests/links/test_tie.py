@@ -18,7 +18,7 @@ DENSE_BYTES = VOCABULARY * 32 * 4
 
 
 def pipe_of(tie_comp=None, **kwargs):
-    return mpcomp.pipeline(gpt2(), 2, split=3, tie_comp=tie_comp, **kwargs)
+    return mpcomp.pipeline(gpt2(), 2, split=3, ties="apart", tie_comp=tie_comp, **kwargs)
 
 
 def copies(pipe):
@@ -176,15 +176,15 @@ def test_frozen_copies_exchange_nothing():
     model = gpt2()
     model.transformer.wte.weight.requires_grad_(False)
     plain = copy.deepcopy(model)
-    pipe = mpcomp.pipeline(model, 2, split=2)
+    pipe = mpcomp.pipeline(model, 2, split=2, ties="apart")
     pipe.forward_backward(text(4))
     assert not pipe.ties[0].trains
     assert all(link.meter.train.messages == 0 for link in pipe.ties[0].links)
     assert all(end.grad is None for end in copies(pipe))
-    model = plain  # nothing is shared out for autograd to miss: pipe(x) trains
-    pipe = mpcomp.pipeline(model, 2, split=2)
-    pipe(text(4)).sum().backward()
-    assert pipe.state_dict().keys() == plain.state_dict().keys()
+    for ties in ("together", "apart"):  # nothing is shared out for autograd to miss: pipe(x) trains
+        pipe = mpcomp.pipeline(copy.deepcopy(plain), 2, split=2, ties=ties)
+        pipe(text(4)).sum().backward()
+        assert pipe.state_dict().keys() == plain.state_dict().keys()
 
 
 def test_an_error_gives_back_what_was_gathered_before():

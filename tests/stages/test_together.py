@@ -134,5 +134,11 @@ def test_where_it_cannot_be():
     assert not cut[0].together and "elsewhere than at both ends" in cut[0].why_apart
     cut = split(model, ["b3"], together=True)  # within one stage
     assert cut[0].together
+    # A weight within the last stage.
+    model = chain()
+    model.head.weight = nn.Parameter(torch.randn(11, 6))
+    model.b3[0].weight = model.b2[0].weight
+    cut = split(model, ["b1"], together=True)
+    assert not cut[0].together and not cut[0].why_apart and len(cut) == 2
     # One stage.
     assert not split(chain(), 1, together=True)[0].together
