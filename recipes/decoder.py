@@ -70,19 +70,26 @@ def decoder(
     context: int = 128,
     seed: int = 0,
     make_block: Callable[[], nn.Module] | None = None,
+    tied: bool = False,
 ) -> nn.Sequential:
     """Embedding, blocks and head: tokens [batch, time] -> logits [batch, time, vocab].
 
     Args:
         make_block: of another kind than `Block`; [batch, time, width] -> the same.
+        tied: the head's weight is that of the tokens' embedding.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return nn.Sequential(
-            Embedding(vocab, context, width),
-            *(make_block() if make_block else Block(width, num_heads) for _ in range(num_blocks)),
-            Head(width, vocab),
-        )
+        embedding = Embedding(vocab, context, width)
+        blocks = [
+            make_block() if make_block else Block(width, num_heads) for _ in range(num_blocks)
+        ]
+        head = Head(width, vocab)
+    if tied:
+        head.to_logits.weight = embedding.token.weight
+        with torch.no_grad():
+            embedding.token.weight.mul_(0.02)  # logits of a size to begin with
+    return nn.Sequential(embedding, *blocks, head)
 
 
 def equal_stages(num_blocks: int, num_stages: int) -> list[int]:

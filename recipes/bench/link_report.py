@@ -61,7 +61,7 @@ dense unlimited: {REFERENCE} on unlimited links
 bound: the dense computation and the counted bytes, with fill and drain; see link_bound.py
 predicted: by mpcomp.plan, from computing and coding measured between the steps, side by side, and \
 the metered bytes; error: of that, against the median
-metered: messages at the cuts, all hosts; counted: by the interfaces that sent them
+metered: messages at the cuts and of the tie, all hosts; counted: by the interfaces that sent them
 headers: {PACKET_HEADER_BYTES} bytes a counted packet, acknowledgements too (Ethernet 14, IPv4 20, \
 TCP 32), and {MESSAGE_HEADER_BYTES} a message (gloo), with x4 four times
 unexplained: the rest of what was counted, such as gloo's notices, what ranks agree on, and \

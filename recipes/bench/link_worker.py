@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
@@ -31,6 +32,7 @@ class Setting(NamedTuple):
         in_flight: as a function of stages and chunks; None for the engine's own.
         connections: of each direction of a cut.
         updates: steps in a call, between which the pipeline does not drain; one is a share of it.
+        ties: of the tied embedding, where the model has one.
     """
 
     act: str
@@ -38,6 +40,7 @@ class Setting(NamedTuple):
     in_flight: Callable[[int, int], int] | None = None
     connections: int = 1
     updates: int = 1
+    ties: str | None = None
 
 
 _ONE_CONNECTION: Final[dict[str, Setting]] = {
@@ -62,8 +65,12 @@ _ASYNCHRONOUS: Final = {
     f"{name} asynchronous": _ONE_CONNECTION[name]._replace(updates=16)
     for name in ("mpcomp none", "mpcomp quant:4", "mpcomp auto:scratch")
 }
+_APART: Final = {
+    f"{name} apart": _ONE_CONNECTION[name]._replace(ties="apart")
+    for name in ("mpcomp none", "mpcomp auto", "mpcomp auto:scratch")
+}
 #: Those whose names end with x4 have four connections.
-METHODS: Final[dict[str, Setting]] = {**_ONE_CONNECTION, **_FOUR, **_ASYNCHRONOUS}
+METHODS: Final[dict[str, Setting]] = {**_ONE_CONNECTION, **_FOUR, **_ASYNCHRONOUS, **_APART}
 TORCH_DTYPES: Final = {REFERENCE: torch.float32, "torch bf16": torch.bfloat16}
 VARIANTS: Final = (*TORCH_DTYPES, *METHODS)
 USUAL: Final = (*TORCH_DTYPES, *_ONE_CONNECTION)
@@ -85,6 +92,7 @@ class Job(workers.Job):
     vocab: int
     seed: int
     lr: float
+    tied: bool
     accelerator_ms: float
     variants: Sequence[str]
 
@@ -178,7 +186,7 @@ class Part:
 
     def coding(self, name: str) -> Coding:
         """Seconds for which a variant of mpcomp's codes a microbatch."""
-        act, grad, *_ = METHODS[name]
+        act, grad = METHODS[name].act, METHODS[name].grad
         x = torch.randn(self._job.microbatch, self._job.context, self._job.width)
         return measure_coding(act, grad, x, x.clone())[0]
 
@@ -212,6 +220,7 @@ def _model(job: Job) -> nn.Sequential:
         vocab=job.vocab,
         seed=job.seed,
         make_block=waiting if job.accelerator_ms else None,
+        tied=job.tied,
     )
 
 
@@ -254,19 +263,54 @@ def _torch_variant(name: str, job: Job) -> Variant:
     inputs = (x,) if job.rank == 0 else ()
     # torch has no meter: what the tensors at the cuts hold.
     step_bytes = 2 * (job.size - 1) * job.cut_elements * dtype.itemsize
+    tie = _TorchTie(job, own, dtype) if job.tied else None
+    if tie is not None:
+        step_bytes += tie.step_bytes
     num_steps = 0
 
     def step() -> Tensor | None:
         nonlocal num_steps
         num_steps += 1
-        if not last:
-            schedule.step(*inputs, return_outputs=False)
-            return None
         losses: list[Tensor] = []
-        schedule.step(target=y, losses=losses, return_outputs=False)
-        return torch.stack(losses).mean()
+        if last:
+            schedule.step(target=y, losses=losses, return_outputs=False)
+        else:
+            schedule.step(*inputs, return_outputs=False)
+        if tie is not None:
+            tie.add_up()
+        return torch.stack(losses).mean() if last else None
 
     return Variant(step, module, lambda: num_steps * step_bytes, Output(own[-1]))
+
+
+class _TorchTie:
+    """The tied weight's two copies, whose gradients torch adds up by an all-reduce each step.
+
+    Args:
+        job: of this rank.
+        own: the stage; the first has the embedding, the last the head.
+        dtype: in which they are exchanged.
+    """
+
+    def __init__(self, job: Job, own: nn.Sequential, dtype: torch.dtype) -> None:
+        self._group = dist.new_group([0, job.size - 1])  # made by all
+        self._dtype = dtype
+        self._weight: nn.Parameter | None = None
+        if job.rank == 0:
+            self._weight = own[0].get_parameter("token.weight")
+        elif job.rank == job.size - 1:
+            self._weight = own[-1].get_parameter("to_logits.weight")
+        #: Both copies are sent once each.
+        self.step_bytes = 2 * job.vocab * job.width * dtype.itemsize
+
+    def add_up(self) -> None:
+        """Gives both copies the sum of their gradients."""
+        if self._weight is None:
+            return
+        assert self._weight.grad is not None
+        both = self._weight.grad.to(self._dtype)
+        dist.all_reduce(both, group=self._group)
+        self._weight.grad = both.to(self._weight.dtype)
 
 
 def _mpcomp_variant(name: str, job: Job) -> Variant:
@@ -283,6 +327,7 @@ def _mpcomp_variant(name: str, job: Job) -> Variant:
         loss_fn=token_loss,
         in_flight=None if depth is None else depth(job.size, job.chunks),
         connections=setting.connections,
+        ties=setting.ties,
         timeout=job.timeout_s,
         seed=job.seed,
     )

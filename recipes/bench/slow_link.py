@@ -142,6 +142,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--width", type=int, default=256)
     add("--context", type=int, default=128)
     add("--vocab", type=int, default=256)
+    add("--tied", action="store_true", help="the head's weight is the embedding's: torch "
+        "all-reduces its two gradients, mpcomp has both uses on the first host, or exchanges them "
+        "in variants that end with 'apart'")  # fmt: skip
     add("--out", type=Path, help="JSON file for the figures and every step")
     add("--plot", type=Path, help="PNG file: seconds a step against the rate")
     return parser.parse_args(argv)
@@ -185,7 +188,17 @@ def _problem(options: argparse.Namespace) -> str | None:
 
 
 def _told(options: argparse.Namespace) -> dict[str, Any]:
-    same = ("chunks", "microbatch", "width", "context", "vocab", "seed", "lr", "accelerator_ms")
+    same = (
+        "chunks",
+        "microbatch",
+        "width",
+        "context",
+        "vocab",
+        "seed",
+        "lr",
+        "tied",
+        "accelerator_ms",
+    )
     chosen = {name: getattr(options, name) for name in same}
     return {"num_blocks": options.blocks, "variants": options.variants, **chosen}
 
@@ -208,7 +221,8 @@ def _measure(
     workers: Workers, rates: Sequence[float | None], options: argparse.Namespace
 ) -> Measured:
     names: list[str] = options.variants
-    coded = [name for name in names if name in METHODS]
+    # The prediction knows no head on the first host.
+    coded = [] if options.tied else [name for name in names if name in METHODS]
     hosts, num_stages = workers.hosts, workers.hosts.num_hosts
     for name in names * options.warmups:
         _step(workers, name, 0)
