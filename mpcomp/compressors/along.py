@@ -52,7 +52,11 @@ class AlongVectors(Compressor):
         )
 
     def round_trip(
-        self, x: Tensor, whole: Tensor, meta: TensorMeta, draw: Callable[[], torch.Generator]
+        self,
+        x: Tensor,
+        whole: Tensor,
+        meta: TensorMeta,
+        draw: Callable[[], torch.Generator | None],
     ) -> tuple[Payload, Tensor]:
         tokens = Tokens.of(meta)
         g = self._split(tokens, x.device)

@@ -84,6 +84,8 @@ class Compressor(SpecValue, ABC):
     #: Whether the method works on a matrix, not on elements one by one: between replicas it is
     #: given [first dim, product of the rest], others one row of all elements.
     by_matrix: bool = False
+    #: Whether a generator is read at all; what reads none need not be given one.
+    draws: bool = True
     #: Whether `decompress` reads the generator, so that all ends must be given equal ones.
     shares_choice: bool = False
     #: A number that is equal at both ends if what they have learned is, sent in the header.
@@ -126,7 +128,11 @@ class Compressor(SpecValue, ABC):
         return self.compress(x, generator)
 
     def round_trip(
-        self, x: Tensor, whole: Tensor, meta: TensorMeta, draw: Callable[[], torch.Generator]
+        self,
+        x: Tensor,
+        whole: Tensor,
+        meta: TensorMeta,
+        draw: Callable[[], torch.Generator | None],
     ) -> tuple[Payload, Tensor]:
         """The payload of `compress_against`, and bit for bit what `decompress` makes of it.
 
@@ -137,7 +143,7 @@ class Compressor(SpecValue, ABC):
             x: as for `compress`.
             whole: as for `compress_against`.
             meta: describes ``x``.
-            draw: makes a fresh generator, equal each time.
+            draw: makes a fresh generator, equal each time; None where none is read.
         """
         payload = self.compress_against(x, whole, draw())
         return payload, self.decompress(payload, meta, draw())

@@ -43,6 +43,7 @@ class Cast(Compressor):
 
     dtype: str
     spec: ClassVar[str] = "cast"
+    draws = False
     aliases: ClassVar[dict[str, dict[str, Any]]] = {
         **{name: {"dtype": name} for name in ("bf16", "fp16", "fp8_e4m3", "fp8_e5m2")},
         "fp8": {"dtype": "fp8_e4m3"},

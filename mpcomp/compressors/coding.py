@@ -33,6 +33,10 @@ class Coding:
     meta: TensorMeta
     draw: Callable[[], torch.Generator]
 
+    def _generator(self) -> torch.Generator | None:
+        """A fresh generator; None for a compressor that reads none, as seeding one takes time."""
+        return self.draw() if self.compressor.draws else None
+
     @property
     def layout(self) -> tuple[TensorMeta, ...]:
         """Wire tensors of the payload."""
@@ -40,7 +44,7 @@ class Coding:
 
     def compress(self, x: Tensor) -> Payload:
         """The payload of ``x``."""
-        return self.compressor.compress(x, self.draw())
+        return self.compressor.compress(x, self._generator())
 
     def round_trip(self, x: Tensor, whole: Tensor) -> tuple[Payload, Tensor]:
         """The payload of ``x``, which is what is left of a tensor, and what it says."""
@@ -50,7 +54,7 @@ class Coding:
         """The payload of ``x``, one scope as a whole; of a selection with its positions."""
         if not isinstance(self.compressor, Selecting):
             return Encoded(self, self.compress(x))
-        generator, flat = self.draw(), x.reshape(-1)
+        generator, flat = self._generator(), x.reshape(-1)
         kept = self.compressor.num_kept(flat.numel())
         positions = self.compressor.choose(flat, kept, generator)
         return Encoded(self, self.compressor.take(x, positions, generator), positions)
@@ -58,7 +62,7 @@ class Coding:
     def take(self, x: Tensor, positions: Tensor) -> Encoded:
         """The payload of a selection that was made before."""
         assert isinstance(self.compressor, Selecting)
-        return Encoded(self, self.compressor.take(x, positions, self.draw()), positions)
+        return Encoded(self, self.compressor.take(x, positions, self._generator()), positions)
 
     def unpack(self, buffer: Tensor, start: int) -> tuple[Payload, int]:
         """The payload that begins at this byte of `mpcomp.core.wire.pack`, and where it ends."""
@@ -66,13 +70,13 @@ class Coding:
 
     def decompress(self, payload: Payload) -> Tensor:
         """The tensor that a payload says, like `meta`."""
-        return self.compressor.decompress(payload, self.meta, self.draw())
+        return self.compressor.decompress(payload, self.meta, self._generator())
 
     def positions(self, payload: Payload) -> Tensor | None:
         """Elements that a payload carries, ascending in memory order; None for all."""
         if not isinstance(self.compressor, Selecting):
             return None
-        return self.compressor.indices(payload, self.meta, self.draw())
+        return self.compressor.indices(payload, self.meta, self._generator())
 
     def add_to(
         self,
@@ -84,7 +88,7 @@ class Coding:
     ) -> None:
         """Adds the tensor that a payload says, see `Compressor.add_to`."""
         self.compressor.add_to(
-            total, payload, self.meta, self.draw(), scale=scale, positions=positions
+            total, payload, self.meta, self._generator(), scale=scale, positions=positions
         )
 
 

@@ -160,6 +160,11 @@ class ECSQ(Compressor):
         return self.rounding == "dither"
 
     @property
+    def draws(self) -> bool:  # type: ignore[override]
+        """Whether rounding is dithered."""
+        return self.rounding == "dither"
+
+    @property
     def shares_choice(self) -> bool:  # type: ignore[override]
         """Whether both ends draw the dither."""
         return self.rounding == "dither"
@@ -183,7 +188,11 @@ class ECSQ(Compressor):
         return self._payload(self._numbers(tokens, x, whole, dither), tokens, dither)
 
     def round_trip(
-        self, x: Tensor, whole: Tensor, meta: TensorMeta, draw: Callable[[], torch.Generator]
+        self,
+        x: Tensor,
+        whole: Tensor,
+        meta: TensorMeta,
+        draw: Callable[[], torch.Generator | None],
     ) -> tuple[Payload, Tensor]:
         tokens = Tokens.of(meta)
         dither = self._dither(draw(), tokens, x.device)

@@ -40,6 +40,7 @@ class FixedPoint(Compressor):
     bits: int
     scale: str = "hidden"
     spec: ClassVar[str] = "fixed"
+    draws = False
 
     def __post_init__(self) -> None:
         if type(self.bits) is not int or not 1 <= self.bits <= 8:

@@ -26,6 +26,7 @@ class Identity(Compressor):
 
     spec: ClassVar[str] = "none"
     aliases: ClassVar[dict[str, dict[str, Any]]] = {"identity": {}}
+    draws = False
     summable = True
     sends_dense = True
 

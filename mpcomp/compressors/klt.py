@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar
@@ -228,6 +229,11 @@ class InBasis(Compressor):
         return self.room or self.method.inner.variable_length
 
     @property
+    def draws(self) -> bool:  # type: ignore[override]
+        """Whether the inner compressor does."""
+        return self.method.inner.draws
+
+    @property
     def check(self) -> int:  # type: ignore[override]
         """A checksum of the basis."""
         return 0 if self.basis is None else self.basis.checksum
@@ -236,16 +242,36 @@ class InBasis(Compressor):
         return self._parts(meta).layout
 
     def compress(self, x: Tensor, generator: torch.Generator | None = None) -> Payload:
-        tokens = Tokens.of(TensorMeta.of(x).with_dtype(torch.float32))
+        meta = TensorMeta.of(x)
+        y, whole = self._coordinates(x, meta)
+        return self._with_news(self.method.inner.compress_against(y, whole, generator), meta)
+
+    def round_trip(
+        self,
+        x: Tensor,
+        whole: Tensor,
+        meta: TensorMeta,
+        draw: Callable[[], torch.Generator | None],
+    ) -> tuple[Payload, Tensor]:
+        wide = meta.with_dtype(torch.float32)
+        payload, said = self.method.inner.round_trip(*self._coordinates(x, meta), wide, draw)
+        return self._with_news(payload, meta), self._back(said, meta)
+
+    def _coordinates(self, x: Tensor, meta: TensorMeta) -> tuple[Tensor, Tensor]:
+        """The coordinates of a tensor's vectors, and the tensor itself, both fp32 of its shape."""
+        tokens = Tokens.of(meta.with_dtype(torch.float32))
         vectors = tokens.split(x).clamp_(-_LIMIT, _LIMIT)
-        whole = y = tokens.join(vectors)
-        if self.basis is not None:
-            y = tokens.join(self.basis.coordinates(vectors))
-        payload = self.method.inner.compress_against(y, whole, generator)
+        whole = tokens.join(vectors)
+        if self.basis is None:
+            return whole, whole
+        return tokens.join(self.basis.coordinates(vectors)), whole
+
+    def _with_news(self, payload: Payload, meta: TensorMeta) -> Payload:
+        """A payload of the inner compressor behind a new basis, where there may be one."""
         if not self.room:
             return payload
         news = torch.empty(0, dtype=torch.uint8) if self.news is None else self.news.coded
-        return self._parts(TensorMeta.of(x)).joined([(news.to(x.device),), payload])
+        return self._parts(meta).joined([(news.to(payload[0].device),), payload])
 
     def decompress(
         self, payload: Payload, meta: TensorMeta, generator: torch.Generator | None = None
@@ -253,7 +279,11 @@ class InBasis(Compressor):
         if self.room:
             _, payload = self._parts(meta).parted(payload)
         wide = meta.with_dtype(torch.float32)
-        x = self.method.inner.decompress(payload, wide, generator)
+        return self._back(self.method.inner.decompress(payload, wide, generator), meta)
+
+    def _back(self, x: Tensor, meta: TensorMeta) -> Tensor:
+        """The tensor like ``meta`` whose coordinates are ``x``; that may be changed."""
+        wide = meta.with_dtype(torch.float32)
         limit = min(torch.finfo(meta.dtype).max, torch.finfo(torch.float32).max)
         if self.basis is not None:
             tokens = Tokens.of(wide)

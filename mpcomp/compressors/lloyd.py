@@ -77,6 +77,7 @@ class LloydMax(Compressor):
     bits: int
     scale: str | int = "token"
     spec: ClassVar[str] = "lloyd"
+    draws = False
 
     def __post_init__(self) -> None:
         if type(self.bits) is not int or not 1 <= self.bits <= 8:

@@ -93,6 +93,11 @@ class Quantize(Compressor):
         return self.rounding == "stochastic"
 
     @property
+    def draws(self) -> bool:  # type: ignore[override]
+        """Whether rounding is stochastic."""
+        return self.rounding == "stochastic"
+
+    @property
     def _minmax(self) -> bool:
         if self.mode is None:
             return self.scale in ("tensor", "sample")

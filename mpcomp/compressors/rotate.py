@@ -130,6 +130,11 @@ class Rotate(Compressor):
         return self.inner.by_matrix
 
     @property
+    def draws(self) -> bool:  # type: ignore[override]
+        """Whether the inner compressor does."""
+        return self.inner.draws
+
+    @property
     def shares_choice(self) -> bool:  # type: ignore[override]
         """Whether the inner compressor does."""
         return self.inner.shares_choice
@@ -163,7 +168,11 @@ class Rotate(Compressor):
         return self.inner.compress_against(self.rotate(x), self.rotate(whole), generator)
 
     def round_trip(
-        self, x: Tensor, whole: Tensor, meta: TensorMeta, draw: Callable[[], torch.Generator]
+        self,
+        x: Tensor,
+        whole: Tensor,
+        meta: TensorMeta,
+        draw: Callable[[], torch.Generator | None],
     ) -> tuple[Payload, Tensor]:
         wide = meta.with_dtype(torch.float32)
         rotated_x = self.rotate(x)

@@ -34,6 +34,7 @@ class Sign(Compressor):
 
     scale: str | int = "tensor"
     spec: ClassVar[str] = "sign"
+    draws = False
 
     def __post_init__(self) -> None:
         Grouping.check(self.scale)

@@ -60,6 +60,11 @@ class TopK(SentPositions):
         if self.scope not in _SCOPES:
             raise ValueError(f"scope={self.scope!r}: TopK knows {', '.join(_SCOPES)}")
 
+    @property
+    def draws(self) -> bool:  # type: ignore[override]
+        """Whether the compressor of the values does."""
+        return self.values is not None and self.values.draws
+
     def _rows(self, meta: TensorMeta) -> tuple[int, int]:
         """Number of scopes, and elements in each."""
         if meta.numel == 0:

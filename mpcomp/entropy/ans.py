@@ -32,9 +32,11 @@ __all__ = [
     "Sums",
     "buckets",
     "folded",
+    "large_of",
     "pop",
     "pop_row",
     "push",
+    "signs_of",
     "sums",
     "tally",
     "unfolded",
@@ -113,10 +115,8 @@ def tally(
     columns: NDArray[Any],
     num_contexts: int,
     largest: int,
-    signs: NDArray[Any],
-    large: NDArray[Any],
-) -> tuple[NDArray[Any], int]:
-    """Occurrences of each symbol in each context.
+) -> NDArray[Any]:
+    """Occurrences of each symbol in each context, int32 [contexts, symbols].
 
     Args:
         q: integers, int16 [rows, columns].
@@ -124,42 +124,59 @@ def tally(
         columns: classes, uint8 [1, columns], or of each integer [rows, columns].
         num_contexts: contexts are counted from 0 to one less than that.
         largest: of the symbols.
-        signs: takes a bit for each integer that is not zero, set if it is below: uint8 zeros, one
-            byte more than there are full ones.
-        large: takes the magnitudes from `ESCAPE` on, uint16.
-
-    Returns:
-        Occurrences, int32 [contexts, symbols], and the number of large magnitudes.
     """
     num_rows, num_columns = q.shape
     num_symbols, num_classes = largest + 1, len(columns)
     # Two, by turns: a count that was just written would be waited for.
     counts = np.zeros((2, num_contexts * num_symbols), np.int32)
     places = np.zeros(num_columns, np.int64)
-    last, of_class, seen, escaped = num_contexts - 1, -1, 0, 0
+    last, of_class = num_contexts - 1, -1
     for i in range(num_rows):
         if rows[i] != of_class or num_classes > 1:
             of_class = _int64(rows[i])
             of_row = columns[min(i, num_classes - 1)]
             for j in range(num_columns):
                 places[j] = min(of_class + _int64(of_row[j]), last) * num_symbols
-        largest_here = 0
         for j in range(num_columns):
-            symbol = min(abs(_int64(q[i, j])), ESCAPE)
-            counts[j & 1, places[j] + symbol] += 1
-            largest_here = max(largest_here, symbol)
-        if largest_here > 0:
+            counts[j & 1, places[j] + min(abs(_int64(q[i, j])), ESCAPE)] += 1
+    both: NDArray[Any] = counts[0] + counts[1]
+    return both.reshape(num_contexts, num_symbols)
+
+
+@compiled
+def signs_of(q: NDArray[Any], by_row: NDArray[Any], nonzero: int) -> NDArray[Any]:
+    """A bit for each integer that is not zero, set if it is below: uint8 [bytes].
+
+    Args:
+        q: integers, int16 [rows, columns].
+        by_row: their `sums`, of which a row of zeros has none.
+        nonzero: how many are not zero.
+    """
+    num_rows, num_columns = q.shape
+    signs = np.zeros(nonzero // 8 + 1, np.uint8)  # a byte more, for zeros behind the last one
+    seen = 0
+    for i in range(num_rows):
+        if by_row[i] > 0:
             for j in range(num_columns):  # without branches, which are as random as signs are
                 value = q[i, j]
                 signs[seen >> 3] |= np.uint8((value < 0) << (seen & 7))
                 seen += value != 0
-        if largest_here == ESCAPE:
-            for j in range(num_columns):
-                magnitude = abs(_int64(q[i, j]))
-                if magnitude >= ESCAPE:
-                    large[escaped] = magnitude
-                    escaped += 1
-    return (counts[0] + counts[1]).reshape(num_contexts, num_symbols), escaped
+    return signs[: (nonzero + 7) // 8]
+
+
+@compiled
+def large_of(q: NDArray[Any], count: int) -> NDArray[Any]:
+    """The magnitudes from `ESCAPE` on, of which there are so many, uint16 [count]."""
+    num_rows, num_columns = q.shape
+    large = np.empty(count, np.uint16)
+    found = 0
+    for i in range(num_rows):
+        for j in range(num_columns):
+            magnitude = abs(_int64(q[i, j]))
+            if magnitude >= ESCAPE and found < count:
+                large[found] = magnitude
+                found += 1
+    return large
 
 
 @compiled

@@ -14,7 +14,7 @@ on as uint16, and signs. Where no integer is below zero, as behind a ReLU, no si
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final
 
@@ -37,23 +37,26 @@ _CLASSES = 16
 
 def encode(q: NDArray[np.int16], sums: ans.Sums) -> Message:
     """The message of integers [rows, columns], whose sums these are."""
-    signs = np.zeros(sums.nonzero // 8 + 1, np.uint8)
-    large = np.empty(sums.nonzero if sums.largest == ans.ESCAPE else 0, np.uint16)
     if q.size < FEW or not sums.largest:
         classes = Classes.single(*q.shape)
         place = classes.place()
-        counts, num_large = ans.tally(q, place.rows, place.columns, 1, sums.largest, signs, large)
+        counts = ans.tally(q, place.rows, place.columns, 1, sums.largest)
         tables = [ALIKE, ALIKE, *Table.of_each(counts.astype(np.int64))]
     else:
         classes = Classes.of(sums)
         place = classes.place()
-        counts, num_large = ans.tally(
-            q, place.rows, place.columns, CONTEXTS, sums.largest, signs, large
-        )
+        counts = ans.tally(q, place.rows, place.columns, CONTEXTS, sums.largest)
         classes, tables = with_tables(classes, counts[None])
-    signs = signs[: -(-sums.nonzero // 8) if sums.negative else 0]
-    behind = large[:num_large].astype("<u2").tobytes() + signs[::-1].tobytes()
-    return message(classes, tables, q, classes.place(), behind)
+    num_large = int(counts[:, ans.ESCAPE :].sum())
+    num_signs = -(-sums.nonzero // 8) if sums.negative else 0
+
+    def behind() -> bytes:
+        large = ans.large_of(q, num_large).astype("<u2").tobytes() if num_large else b""
+        signs = ans.signs_of(q, sums.by_row, sums.nonzero)[::-1].tobytes() if num_signs else b""
+        return large + signs
+
+    said = message(classes, tables, q, classes.place())
+    return replace(said, num_behind=2 * num_large + num_signs, behind=behind)
 
 
 def decode(reader: Reader, rows: int, columns: int, *, signed: bool) -> NDArray[np.int16]:
@@ -79,7 +82,6 @@ def message(
     tables: Sequence[Table],
     symbols: NDArray[np.int16],
     place: Place,
-    behind: bytes = b"",
 ) -> Message:
     """The message of classes, and of symbols [rows, columns] by the contexts that these have.
 
@@ -88,7 +90,6 @@ def message(
         tables: as of `with_tables`.
         symbols: of the integers.
         place: theirs.
-        behind: the last bytes.
     """
     return Message(
         ahead=bytes([len(tables) - 2]),
@@ -100,7 +101,6 @@ def message(
             ),
             (symbols, place),
         ],
-        behind=behind,
     )
 
 
@@ -169,6 +169,8 @@ class Classes:
     @cached_property
     def occurring(self) -> NDArray[np.intp]:
         """The contexts that have elements, ascending."""
+        if not (self.rows.any() or self.columns.any()):
+            return np.zeros(1, np.intp)
         rows, columns = (np.flatnonzero(np.bincount(each)) for each in (self.rows, self.columns))
         return np.unique(np.minimum(np.add.outer(rows, columns), CONTEXTS - 1))
 

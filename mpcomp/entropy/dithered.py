@@ -61,16 +61,7 @@ def encode(q: NDArray[np.int16], offsets: NDArray[np.int8], sums: ans.Sums) -> M
     symbols = symbols_of(q, offsets)
     classes = Classes.of(sums)
     place = _place(classes, offsets)
-    no_signs, none_large = np.zeros(q.size // 8 + 1, np.uint8), np.empty(0, np.uint16)
-    counts, _ = ans.tally(
-        symbols,
-        place.rows,
-        place.columns,
-        SIZES * CONTEXTS,
-        int(symbols.max()),
-        no_signs,
-        none_large,
-    )
+    counts = ans.tally(symbols, place.rows, place.columns, SIZES * CONTEXTS, int(symbols.max()))
     chosen, tables = with_tables(classes, counts.reshape(SIZES, CONTEXTS, -1))
     if chosen is not classes:
         place = _place(chosen, offsets)

@@ -5,7 +5,7 @@ kind, what is ahead, tables (`mpcomp.entropy.frequencies`), ANS states, ANS word
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -50,18 +50,20 @@ class Message:
         ahead: the first bytes.
         tables: of symbols.
         coded: symbols, int16 [rows, columns], with their places; the last ones say the integers.
-        behind: the last bytes.
+        num_behind: number of the last bytes.
+        behind: gives those; only the way that is chosen is asked.
     """
 
     ahead: bytes
     tables: Sequence[Table]
     coded: Sequence[tuple[NDArray[np.int16], Place]]
-    behind: bytes
+    num_behind: int = 0
+    behind: Callable[[], bytes] = bytes
 
     @property
     def num_bytes(self) -> float:
         """Its length, nearly."""
-        return len(self.ahead) + sum(table.num_bytes for table in self.tables) + len(self.behind)
+        return len(self.ahead) + sum(table.num_bytes for table in self.tables) + self.num_behind
 
     def parts(self) -> list[bytes]:
         """All of it but the kind."""
@@ -79,7 +81,7 @@ class Message:
             *tables,
             states.astype("<u4").tobytes(),
             out[at:].tobytes(),
-            self.behind,
+            self.behind(),
         ]
 
 

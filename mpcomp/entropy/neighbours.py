@@ -88,15 +88,15 @@ def encode(q: NDArray[np.int16], height: int, width: int, *, signed: bool) -> Me
     """
     symbols, pixels, sizes = symbols_of(q, height, width, signed)
     largest = min(int(symbols.max()), ESCAPE)
-    large = np.empty(q.size if largest == ESCAPE else 0, np.uint16)
-    no_signs = np.zeros(q.size // 8 + 1, np.uint8)
-    counts, num_large = ans.tally(symbols, pixels, sizes, CONTEXTS, largest, no_signs, large)
+    counts = ans.tally(symbols, pixels, sizes, CONTEXTS, largest)
+    num_large = int(counts[:, ESCAPE:].sum())
     occurs = counts.any(1)
     return Message(
         ahead=np.packbits(occurs).tobytes(),
         tables=Table.of_each(counts[occurs].astype(np.int64)),
         coded=[(symbols, Place(pixels, sizes, _tables_of(np.flatnonzero(occurs))))],
-        behind=large[:num_large][::-1].astype("<u2").tobytes(),
+        num_behind=2 * num_large,
+        behind=lambda: ans.large_of(symbols, num_large)[::-1].astype("<u2").tobytes(),
     )
 
 

@@ -48,8 +48,13 @@ class Plan(ABC):
     variable: bool = False
 
     @abstractmethod
-    def encode(self, x: Tensor) -> Payload:
-        """The payload of ``x``, exactly as `layout` says; once."""
+    def encode(self, x: Tensor, *, asked: bool = False) -> Payload:
+        """The payload of ``x``, exactly as `layout` says; once.
+
+        Args:
+            x: like `meta`.
+            asked: whether `arrived` will be, which a method may know without decoding.
+        """
 
     @abstractmethod
     def decode(self, payload: Payload) -> Tensor:
@@ -95,9 +100,13 @@ class PlainPlan(Plan):
         self._end = end if self.dense else None
         self._arrived: Tensor | None = None
 
-    def encode(self, x: Tensor) -> Payload:
+    def encode(self, x: Tensor, *, asked: bool = False) -> Payload:
         x = blanked(x, self._padded)
-        payload = self._coding.compress(x)
+        if asked:
+            payload, said = self._coding.round_trip(x, x)
+            self._arrived = blanked(said, self._padded)
+        else:
+            payload = self._coding.compress(x)
         self._observe(x)
         return payload
 
@@ -107,7 +116,7 @@ class PlainPlan(Plan):
         return blanked(x, self._padded)
 
     def arrived(self, payload: Payload) -> Tensor:
-        if self._arrived is None:  # a tie asks twice
+        if self._arrived is None:
             self._arrived = blanked(self._coding.decompress(payload), self._padded)
         return self._arrived
 
@@ -240,7 +249,7 @@ class MemoryPlan(Plan):
 
     # -- the sender -----------------------------------------------------------------------------
 
-    def encode(self, x: Tensor) -> Payload:
+    def encode(self, x: Tensor, *, asked: bool = False) -> Payload:
         flat = self.meta.flatten(blanked(x, self._padded))
         payloads: list[Payload] = []
         results = []

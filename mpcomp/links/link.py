@@ -6,6 +6,7 @@ the meter and the randomness. Moving messages is left to a channel.
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -209,7 +210,8 @@ class Link:
         meta = TensorMeta.of(x)
         plan = self._plan(Side.SENDER, meta, step, microbatch, x.device, positions)
         self._note_coded(step, microbatch)
-        payload = plan.encode(x)
+        compared = step.samples(microbatch) and self._compares(step)
+        payload = plan.encode(x, asked=compared and not plan.dense)
         if self.adaptive is not None:
             self._measure(x, plan, step, microbatch)
         if self.bases is not None and self._learns(step):
@@ -262,7 +264,9 @@ class Link:
             x.fill_(torch.nan)
         if step.probe is None:
             # Also where the sender saw nothing: a damaged message may say anything.
-            self._nonfinite.append(_Note(self._traffic(step), _has_nonfinite(x), counts=False))
+            nonfinite = _has_nonfinite(x)
+            if nonfinite is not None:
+                self._nonfinite.append(_Note(self._traffic(step), nonfinite, counts=False))
         self._traffic(step).seconds += time.perf_counter() - begin
         return x
 
@@ -348,7 +352,7 @@ class Link:
 
         Only positions that count are compared, given the number of the microbatch.
         """
-        if self.enabled(step) and not self.method.sends_dense:
+        if self._compares(step):
             meta = TensorMeta.of(x)  # memory order, which spares a transposition
             arrived = meta.flatten(arrived.to(x.device))
             valid = None if microbatch is None else step.valid_of(microbatch)
@@ -356,9 +360,13 @@ class Link:
             meant, arrived = blanked(meta.flatten(x), padded), blanked(arrived, padded)
             self._traffic(step).compare(meant, arrived)
 
+    def _compares(self, step: Step) -> bool:
+        """Whether messages of a step may arrive as another tensor than they were made from."""
+        return self.enabled(step) and not self.method.sends_dense
+
     def compare_sent(self, x: Tensor, message: Tensor, step: Step, microbatch: int) -> None:
         """As `compare`, where ``x`` was just encoded here, whoever decodes it."""
-        if self.enabled(step) and not self.method.sends_dense:
+        if self._compares(step):
             self.compare(x, self.arrived(message, step, microbatch), step, microbatch)
 
     def arrived(self, message: Tensor, step: Step, microbatch: int) -> Tensor:
@@ -677,12 +685,12 @@ class Link:
         if step.probe is not None:
             return None  # the loss will say it
         nonfinite = _has_nonfinite(x)
-        if x.device.type == "cpu":
-            if not nonfinite:
-                return None
-            if not self.defers_nonfinite and (self.direction == ACT or not step.scaled):
-                self._traffic(step).nonfinite += 1
-                raise nonfinite_error(self.name, step.index)
+        if nonfinite is None:
+            return None
+        at_once = x.device.type == "cpu" and not self.defers_nonfinite
+        if at_once and (self.direction == ACT or not step.scaled):
+            self._traffic(step).nonfinite += 1
+            raise nonfinite_error(self.name, step.index)
         self._nonfinite.append(_Note(self._traffic(step), nonfinite, counts=True))
         return nonfinite.to(torch.uint8)
 
@@ -797,7 +805,12 @@ class Link:
         return put
 
 
-def _has_nonfinite(x: Tensor) -> Tensor:
-    """Whether there is NaN or Inf, bool []."""
+def _has_nonfinite(x: Tensor) -> Tensor | None:
+    """Whether there is NaN or Inf, bool []; None for an all-clear on the CPU."""
     low, high = x.detach().aminmax()  # NaN passes through both
-    return ~(low.isfinite() & high.isfinite())
+    if x.device.type != "cpu":
+        return ~(low.isfinite() & high.isfinite())
+    # Operations of torch on single numbers take longer than the scan of a small message.
+    if math.isfinite(low.item()) and math.isfinite(high.item()):
+        return None
+    return torch.ones((), dtype=torch.bool)

@@ -169,3 +169,23 @@ def test_settings():
         method_of("grad_comp", weighted)
     with pytest.raises(ValueError, match="5000 channels.*at most 4096; use step:0.5"):
         coder(ECSQ(0.5)).layout(TensorMeta((2, 5000)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "inner", [ECSQ(0.3), ECSQ(0.5, centre=True), ECSQ(1.0, rounding="dither"), Quantize(4)], ids=str
+)
+def test_a_sender_knows_what_arrives_without_reading_its_message(inner, dtype):
+    """With a basis, with news of one, and before the first."""
+    x = correlated(3, 20, WIDTH).to(dtype)
+    meta = TensorMeta.of(x)
+    for each in (
+        coder(inner, room=False),
+        coder(inner, news=Basis.rounded(orthonormal(seed=1))),
+        KLT(inner).at(None, None, room=True),
+    ):
+        payload, said = each.round_trip(x, x, meta, drawn)
+        for part, other in zip(payload, each.compress(x, drawn()), strict=True):
+            assert same_bits(part, other)
+        assert same_bits(said, each.decompress(payload, meta, drawn()))
+        assert not same_bits(said, x)  # compressed

@@ -189,7 +189,7 @@ def test_it_can_do_what_the_inner_compressor_can(inner):
     rotate = Rotate(inner)
     for name in (
         "adaptable", "at_cuts", "between_replicas", "is_unbiased", "contractive", "summable",
-        "by_matrix", "shares_choice", "variable_length",
+        "by_matrix", "shares_choice", "draws", "variable_length",
     ):  # fmt: skip
         assert getattr(rotate, name) == getattr(inner, name), name
     assert not rotate.selects  # positions of rotated elements, which no other message may reuse

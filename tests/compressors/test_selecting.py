@@ -98,6 +98,22 @@ def test_shares_choice_is_claimed_where_decoding_draws():
             assert same_bits(decoded, round_trip(compressor, x))
 
 
+def test_what_draws_nothing_needs_no_generator():
+    """Without one, and with any, the same bytes; torch's own generator is not felt either."""
+    x = torch.randn(4, 60)
+    quiet = [compressor for compressor in COMPRESSORS if not compressor.draws]
+    assert {"Cast", "Quantize", "TopK", "ECSQ", "Sign"} <= {type(c).__name__ for c in quiet}
+    for compressor in quiet:
+        assert not compressor.shares_choice
+        found = []
+        for seed, generator in enumerate([None, drawn(), torch.Generator().manual_seed(77)]):
+            torch.manual_seed(seed)
+            found.append(compressor.compress(x, generator))
+        for payload in found[1:]:
+            for part, first in zip(payload, found[0], strict=True):
+                assert same_bits(part, first), compressor
+
+
 def test_by_matrix_is_claimed_by_methods_of_columns_and_factors():
     assert {type(c).__name__ for c in COMPRESSORS if c.by_matrix} == {"LowRank", "OneBitColumns"}
 

@@ -70,10 +70,14 @@ def test_machine_code_does_what_the_interpreter_does(seed):
 
     def everything(function):
         found = [*function(ans.sums)(q)]
-        signs, large = np.zeros(1 + q.size // 8, np.uint8), np.zeros(q.size, np.uint16)
-        counts, _ = function(ans.tally)(q, ROWS, COLUMNS, 5, ans.ESCAPE, signs, large)
+        by_row, nonzero = found[0], found[3]
+        counts = function(ans.tally)(q, ROWS, COLUMNS, 5, ans.ESCAPE)
+        signs = function(ans.signs_of)(q, by_row, nonzero)
+        large = function(ans.large_of)(q, int(counts[:, ans.ESCAPE].sum()))
+        assert np.array_equal(np.unpackbits(signs, bitorder="little")[:nonzero], q[q != 0] < 0)
+        assert np.array_equal(large, np.abs(q[np.abs(q) >= ans.ESCAPE]))
         states, words = coded(q, starts, 4, function(ans.push))
-        data = np.concatenate([words, signs[: -(-np.count_nonzero(q) // 8)][::-1]])
+        data = np.concatenate([words, signs[::-1]])
         first, popped, after = function(ans.buckets)(starts), np.empty_like(q), states.copy()
         found += [signs, large, counts, states, words, first, popped, after]
         found += function(ans.pop)(
@@ -92,9 +96,8 @@ def test_machine_code_does_what_the_interpreter_does(seed):
 
 def test_classes_of_each_integer_take_the_place_of_those_of_columns():
     q, starts = integers(1), tables(np.random.default_rng(1))
-    signs, large = np.zeros(1 + q.size // 8, np.uint8), np.zeros(q.size, np.uint16)
     counts = [
-        ans.tally(q, ROWS, columns, 5, ans.ESCAPE, signs, large)[0]
+        ans.tally(q, ROWS, columns, 5, ans.ESCAPE)
         for columns in (COLUMNS, np.repeat(COLUMNS, len(q), 0), COLUMNS[:, ::-1].repeat(len(q), 0))
     ]
     assert np.array_equal(counts[0], counts[1]) and not np.array_equal(counts[0], counts[2])
