@@ -20,7 +20,7 @@ before that record was sent, over the same connection.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Final, NamedTuple
@@ -82,19 +82,42 @@ class AllGather:
         Raises:
             RuntimeError: a rank is gone, or has not come within the timeout.
         """
+        return self.begin(record)()
+
+    def begin(self, record: Tensor) -> Callable[[], Tensor]:
+        """Sends a record; what it gives waits for those of all ranks, before any other is sent."""
         if not record.numel():  # on no rank
-            return record.new_empty(self._size, 0)
+            return lambda: record.new_empty(self._size, 0)
         own = record.view(torch.uint8)
         assert own.numel() <= LARGEST_RECORD, "longer records are for other collectives"
         held = torch.empty(self._size, own.numel(), dtype=torch.uint8)
         held[0] = own
         posted = self._posted or self._post()
         self._posted, before, self._sent = [], self._sent, []
-        for messages, arriving in zip(self._rounds, posted, strict=True):
-            sent = [self._send(held, each) for each in messages]
+        first = [self._send(held, each) for each in self._rounds[0]]
+        return lambda: self._finish(held, posted, first, before).view(record.dtype)
+
+    def _finish(
+        self,
+        held: Tensor,
+        posted: list[list[tuple[Tensor, Any]]],
+        first: list[Any],
+        before: list[tuple[Tensor, Any]],
+    ) -> Tensor:
+        """The records of all ranks as bytes, by rank.
+
+        Args:
+            held: this rank's, and room for the others', counted from this rank.
+            posted: receives, by round.
+            first: what was sent in the first round.
+            before: what was sent in earlier calls.
+        """
+        size = held.shape[1]
+        for i, (messages, arriving) in enumerate(zip(self._rounds, posted, strict=True)):
+            sent = first if i == 0 else [self._send(held, each) for each in messages]
             for each, (buffer, work) in zip(messages, arriving, strict=True):
                 work.wait(self._timeout)
-                arrived = buffer[: each.length * own.numel()].view(each.length, -1)
+                arrived = buffer[: each.length * size].view(each.length, -1)
                 held[each.first : each.first + each.length] = arrived
             heard = {each.source for each in messages}
             for each, work in zip(messages, sent, strict=True):
@@ -108,7 +131,7 @@ class AllGather:
         # one, that fails, when it posts anew.
         with suppress(RuntimeError):
             self._posted = self._post()
-        return held.roll(self._rank, dims=0).view(record.dtype)
+        return held.roll(self._rank, dims=0)
 
     def _post(self) -> list[list[tuple[Tensor, Any]]]:
         return [[self._receive(each) for each in messages] for messages in self._rounds]

@@ -108,6 +108,14 @@ class Waits:
         if self.take_back is not None:
             self.take_back()
 
+    @contextmanager
+    def leaving(self, what: str) -> Iterator[None]:
+        """Sends what all others wait for, which waits for nobody; raises as `on` does."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise PeerLost(None, what, error) from error
+
 
 @dataclass(frozen=True)
 class _Record:

@@ -388,9 +388,19 @@ class ProcessMesh(Mesh):
         return result
 
     def all_gather(self, values: Sequence[int], what: str) -> list[list[int]]:
+        return self.announce(values, what)()
+
+    def announce(self, values: Sequence[int], what: str) -> Callable[[], list[list[int]]]:
+        """`all_gather` in two parts: sends, and gives what waits for the other ranks."""
         own = torch.tensor(list(values), dtype=torch.int64)
-        with self._collective(what):
-            gathered: list[list[int]] = self._records(own).tolist()
+        with self.failing_together(), self.waits.leaving(what):
+            records = self._records.begin(own)
+
+        def gathered() -> list[list[int]]:
+            with self._collective(what):
+                found: list[list[int]] = records().tolist()
+            return found
+
         return gathered
 
     def all_gather_object(self, value: Any, what: str = "figures of all ranks") -> list[Any]:

@@ -39,9 +39,11 @@ class ReplicaSync(ABC):
     Attributes:
         exchange: what compresses gradients; None where nothing does.
         enabled: whether steps are exchanged, or gradients added up for a later one.
+        gathers: whether a forward needs other replicas, which have its parameters.
     """
 
     exchange: Exchange | None = None
+    gathers = False
 
     def __init__(self, stages: Sequence[nn.Module], mesh: ProcessMesh) -> None:
         self._stages = list(stages)

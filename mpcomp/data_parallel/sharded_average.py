@@ -51,6 +51,7 @@ class ShardedAverage(ReplicaSync):
     """
 
     exchange: ShardedExchange | None
+    gathers = True
 
     @property
     def keeps_weights_equal(self) -> bool:

@@ -2,7 +2,8 @@
 
 A step on every rank::
 
-    gather   hashes of the data and settings: all ranks are about to do the same
+    gather   hashes of the data and settings: all ranks are about to do the same. Meanwhile the
+             first rank runs its first microbatch; what that changed is put back if they are not
     run      torch's schedule over this rank's stages (`torch_stage`), in which messages move
     reduce   gradients of tied weights are added up, then those of replicas exchanged
     sum      loss, overflow and byte counts: one decision for all (`mpcomp.api.step_sync`)
@@ -158,6 +159,7 @@ class DistributedEngine(Engine):
             torch.no_grad(),
         ):  # a graph would end where this rank does
             parts = self._begin(microbatches, step)
+            self._post()
             outputs = []
             for stage in self._stages:
                 for i, part in enumerate(parts):
@@ -183,6 +185,7 @@ class DistributedEngine(Engine):
             self._rows_of_replicas = [rows for (rows,) in gathered[:: self.mesh.num_in_pipeline]]
         with self.mesh.failing_together(), torch.no_grad():
             (part,) = self._begin([batch], step)
+            self._post()
             for stage in self._stages:
                 output = stage.infer(0, part[stage.stage_index])
                 if stage.is_last:
@@ -205,14 +208,20 @@ class DistributedEngine(Engine):
         same: tuple[Any, ...],
         updates: Updates | None = None,
     ) -> None:
-        all_terms, trained = self._check_same(step, same, loss.terms)
-        if trained == len(self._places):
-            raise ValueError("nothing to train: no parameter of any stage requires a gradient")
+        agreed = self._announce(step, same, loss.terms)
+        sync = self._replica_sync
+        parts, back = self._run_ahead(microbatches, step, updates)
+        try:
+            all_terms, trained = agreed()
+            if trained == len(self._places):
+                raise ValueError("nothing to train: no parameter of any stage requires a gradient")
+            if sync is not None:
+                sync.check_begin(step)
+        except BaseException:
+            back()
+            raise
         if self.mesh.num_replicas > 1:
             loss.share_with(all_terms, self.mesh.num_replicas)
-        sync = self._replica_sync
-        if sync is not None:
-            sync.check_begin(step)
         self._loss, self._traced = loss, step
         waited = self._wiring.waited_s
         # With updates the depth is given: on it depends by which weights gradients are made.
@@ -222,7 +231,8 @@ class DistributedEngine(Engine):
             self.schedule.updates = updates
         with choosing, self.mesh.failing_together():
             with separate_gradients(self._ties, step):
-                parts = self._begin(microbatches, step, trained, updates)
+                parts = parts or self._begin(microbatches, step, updates)
+                self._post(trained)
                 run_schedule(self.schedule, parts, targets)
                 self._finish(train=True)
                 self.mesh.where = f"step {step.index}, adding up tied gradients"
@@ -263,6 +273,12 @@ class DistributedEngine(Engine):
             ValueError: ranks were handed other data, or take another step; on every rank, and
                 before anything has been sent.
         """
+        return self._announce(step, same, terms, settings)()
+
+    def _announce(
+        self, step: Step, same: tuple[Any, ...], terms: float, settings: Any = None
+    ) -> Callable[[], tuple[float, int]]:
+        """`_check_same` in two parts: sends, and gives what waits for the other ranks."""
         self.mesh.where = f"step {step.index}, start"
         autocast = Autocast.of_caller(self.device)
         training = [s.stage_index for s in self._stages if s.has_trainable]
@@ -274,9 +290,14 @@ class DistributedEngine(Engine):
             trained=min(training, default=len(self._places)),
             tied=trained_and_frozen(self._all_ties),
         )
-        gathered = self.mesh.all_gather(own.numbers, f"start of {step_name(step)}")
+        gathered = self.mesh.announce(own.numbers, f"start of {step_name(step)}")
+        return lambda: self._agreed(step, gathered)
+
+    def _agreed(self, step: Step, gathered: Callable[[], list[list[int]]]) -> tuple[float, int]:
+        """The second part of `_announce`."""
+        self.mesh.where = f"step {step.index}, start"
         row = self.mesh.num_in_pipeline
-        found = [StepFingerprint.from_numbers(line) for line in gathered]
+        found = [StepFingerprint.from_numbers(line) for line in gathered()]
         check_step(found, step, row)
         of_replica = found[row * self.mesh.replica : row * (self.mesh.replica + 1)]
         if step.train:
@@ -287,14 +308,33 @@ class DistributedEngine(Engine):
             )
         return sum(one.terms for one in found[::row]), min(one.trained for one in of_replica)
 
+    def _run_ahead(
+        self, microbatches: Sequence[Any], step: Step, updates: Updates | None
+    ) -> tuple[list[dict[int, Any]] | None, Callable[[], None]]:
+        """Runs the first microbatch where that needs no other rank, while ranks agree on a step.
+
+        Their records are two latencies on their way to the first rank, which is done first with a
+        step and would only wait for them.
+
+        Returns:
+            What `_begin` does, None where nothing ran; and a function that puts back what ran.
+        """
+        first = self._stages[0]
+        sharded = self._replica_sync is not None and self._replica_sync.gathers
+        counts_bytes = self._depth is not None and self._depth.counts_bytes
+        if not first.is_first or sharded or counts_bytes:
+            return None, lambda: None
+        with self.mesh.failing_together():
+            try:
+                parts = self._begin(microbatches, step, updates)
+            except Exception:  # which comes again if ranks agree on the step
+                return None, first.finish
+            return parts, first.run_ahead(parts[0][0])
+
     def _begin(
-        self,
-        microbatches: Sequence[Any],
-        step: Step,
-        trained: int = 0,
-        updates: Updates | None = None,
+        self, microbatches: Sequence[Any], step: Step, updates: Updates | None = None
     ) -> list[dict[int, Any]]:
-        """Posts receives; returns of each microbatch what each stage here takes, by stage."""
+        """Returns of each microbatch what each stage here takes, by stage."""
         for tie in self._ties:
             tie.follow()
         autocast = Autocast.of_caller(self.device)
@@ -302,11 +342,15 @@ class DistributedEngine(Engine):
         if self._replica_sync is not None:
             self._replica_sync.begin(step)
         for stage in self._stages:
-            stage.begin(step, metas, autocast, trained, updates)
+            stage.begin(step, metas, autocast, updates)
         return [
             {stage.stage_index: stage.taken_from(batch) for stage in self._stages}
             for batch in microbatches
         ]
+
+    def _post(self, trained: int = 0) -> None:
+        for stage in self._stages:
+            stage.post(trained)
 
     def _finish(self, *, train: bool = False) -> None:
         for stage in self._stages:

@@ -66,6 +66,11 @@ class Depth:
         wanted = 2 * self._num_stages - 1 if self._wanted is None else int(self._wanted)
         self._schedule.in_flight = max(1, min(wanted, self._chunks, limit))
 
+    @property
+    def counts_bytes(self) -> bool:
+        """Whether the step to come counts what a microbatch keeps."""
+        return self._bound is not None
+
     @contextmanager
     def choosing(self) -> Iterator[None]:
         """Runs a step, on every rank; measures it as long as there is something to find out.

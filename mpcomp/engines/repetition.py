@@ -86,6 +86,20 @@ class Repetitions:
             attributes, tensors = self._attributes(), list(self._tensors())
         return self._noting(tensors), self._again(attributes, tensors)
 
+    def way_back(self) -> Callable[[], None]:
+        """A function that puts back all that the forward which follows changes."""
+        with torch.no_grad():
+            attributes, tensors = self._attributes(), list(self._tensors())
+
+        def back() -> None:
+            for each in attributes:
+                each()
+            for held in tensors:
+                if held.copy is not None and held.changed():
+                    held.tensor.detach().copy_(held.copy)
+
+        return back
+
     def _attributes(self) -> list[Callable[[], None]]:
         return [*generators_back(self._device), *attributes_back(self._stage)]
 

@@ -109,6 +109,10 @@ class StageRunner:
         self.forward_s = 0.0
         self.stashed: StashedWeights | None = None
 
+    def way_back(self) -> Callable[[], None]:
+        """A function that puts back what the next forward changes in the stage."""
+        return Repetitions(self.stage, self.device).way_back()
+
     @property
     def has_trainable(self) -> bool:
         """Whether any parameter of the stage requires a gradient at the moment."""

@@ -3,7 +3,8 @@
 torch's schedules call a stage to run one microbatch forward or backward, and beside that to ask for
 send and receive operations. Here a stage sends and receives by itself, and offers no operations::
 
-    begin                 posts the receives of all activations to come
+    run_ahead             the first stage's first microbatch, while ranks agree on the step
+    post                  posts the receives of all activations to come
     forward_one_chunk     waits for the activation, decodes, runs; encodes, sends, and posts the
                           receive of the gradient that will come back
     backward_one_chunk    waits for the gradient, decodes, runs; encodes and sends
@@ -17,9 +18,9 @@ memory, which ends in BatchNorm's statistics, and it unpickles what comes over t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
@@ -32,9 +33,23 @@ from mpcomp.engines.graph import depends
 from mpcomp.engines.saved_bytes import SavedBytes
 from mpcomp.engines.stage_runner import Autocast, StageRunner
 from mpcomp.engines.updates import StashedWeights, Updates, lag_of
-from mpcomp.links.boundary import ConnectedBoundary
+from mpcomp.links.boundary import ConnectedBoundary, EncodedActivation
 
 __all__ = ["CutStage", "run_schedule"]
+
+
+class _Forward(NamedTuple):
+    """A microbatch that has run forward, and whose message has not left.
+
+    Attributes:
+        output: of the stage, or the error of a microbatch that ran ahead.
+        received: the stage's input, of all but the first.
+        encoded: the message of the output; None of the last stage's.
+    """
+
+    output: Tensor | Exception
+    received: list[Tensor]
+    encoded: EncodedActivation | None
 
 
 class CutStage(PipelineStage):
@@ -81,24 +96,20 @@ class CutStage(PipelineStage):
         step: Step,
         metas: Sequence[Sequence[TensorMeta]],
         autocast: Autocast,
-        trained: int = 0,
         updates: Updates | None = None,
     ) -> None:
         """Prepares for the microbatches of a step, or of one pass of evaluation.
-
-        All ranks have met since the last one, so what they sent in it has arrived.
 
         Args:
             step: the step.
             metas: per microbatch, what crosses each cut.
             autocast: of the caller.
-            trained: the first stage with something to train; no gradient goes further back.
             updates: of weights within the step, if there are any.
         """
         self._step = step
-        self._trained = trained
         #: Microbatches whose backward has left nothing for later.
         self._ended: set[int] = set()
+        self._ahead: _Forward | None = None
         self._metas = metas
         self._autocast = autocast
         self.has_backward = step.train
@@ -108,17 +119,28 @@ class CutStage(PipelineStage):
             self._runner.stashed = StashedWeights(self.submod, updates, lag, kept=0)
         self.chunks = len(metas)
         self.clear_runtime_states()
+
+    def post(self, trained: int = 0) -> None:
+        """Posts the receives of all activations to come; nothing is sent before this.
+
+        All ranks have met since the last step, so what they sent in it has arrived.
+
+        Args:
+            trained: the first stage with something to train; no gradient goes further back.
+        """
+        self._trained = trained
         if self._after is not None:
             self._after.act.release()
         if self._before is not None:
             self._before.grad.release()
             cut = self.stage_index - 1
-            for i, at_cuts in enumerate(metas):
-                self._before.post_activation(at_cuts[cut], step, i)
+            for i, at_cuts in enumerate(self._metas):
+                self._before.post_activation(at_cuts[cut], self._step, i)
 
     def finish(self) -> None:
         """Lets go of what the step left behind, but for messages: they may be on their way yet."""
         self.clear_runtime_states()
+        self._ahead = None
         self._runner.stashed = None
 
     def close(self) -> None:
@@ -133,9 +155,34 @@ class CutStage(PipelineStage):
         self._at(microbatch, "forward")
         value, beside = self._inputs(microbatch, batch)
         output = self._run(value, beside, microbatch)
-        if self._after is not None:
-            self._send(microbatch, output)
+        self._hand_over(microbatch, output, self._encoded(microbatch, output))
         return output
+
+    def run_ahead(self, batch: Any) -> Callable[[], None]:
+        """Runs the first microbatch and encodes its message, which leaves when the schedule asks.
+
+        Of the first stage, which needs no message for that.
+
+        Args:
+            batch: what this stage takes of the microbatch.
+
+        Returns:
+            A function that puts back what was changed by it.
+        """
+        ways = [self._runner.way_back()]
+        if self._after is not None:
+            ways.append(self._after.boundary.act.way_back())
+        try:
+            self._ahead = self._forward(0, batch)
+        except Exception as error:  # is raised once ranks agree, as they may not
+            self._ahead = _Forward(error, [], None)
+
+        def back() -> None:
+            self.finish()
+            for each in ways:
+                each()
+
+        return back
 
     def forward_one_chunk(
         self,
@@ -146,25 +193,32 @@ class CutStage(PipelineStage):
     ) -> Tensor:
         """Runs a microbatch forward; sends what follows from it. Called by the schedule."""
         self._at(fwd_chunk_id, "forward")
-        value, beside = self._inputs(fwd_chunk_id, args[0][self.stage_index])
+        ahead, self._ahead = self._ahead, None
+        output, received, encoded = ahead or self._forward(fwd_chunk_id, args[0][self.stage_index])
+        if isinstance(output, Exception):
+            raise output
+        self.fwd_cache[fwd_chunk_id] = ((output,), received)
+        self._hand_over(fwd_chunk_id, output, encoded)
+        return output
+
+    def _forward(self, microbatch: int, batch: Any) -> _Forward:
+        """Runs a microbatch forward; ``batch`` is what this stage takes of it."""
+        value, beside = self._inputs(microbatch, batch)
         received: list[Tensor] = []
         if self._before is not None:
             received = [value]
         # The first is among the largest. A stage's first call may copy its input: better the next.
         counted = int(self._metas[0] in self._metas[1:2])
-        saved = self.saved if fwd_chunk_id == counted else None
+        saved = self.saved if microbatch == counted else None
         anyway: list[Tensor] = list(self.submod.parameters())
         # The batch is there for the whole step.
         map_tensors(beside if received else value, anyway.append)
         with saved.counting(anyway) if saved else nullcontext():
-            output = self._run(value, beside, fwd_chunk_id)
+            output = self._run(value, beside, microbatch)
         if saved is not None:
             for kept in (*received, output):
                 saved.add(kept)
-        self.fwd_cache[fwd_chunk_id] = ((output,), received)
-        if self._after is not None:
-            self._send(fwd_chunk_id, output)
-        return output
+        return _Forward(output, received, self._encoded(microbatch, output))
 
     def backward_one_chunk(
         self,
@@ -256,8 +310,10 @@ class CutStage(PipelineStage):
         meta = self._metas[microbatch][self.stage_index]
         return self._after.receive_gradient(meta, self._step, microbatch)
 
-    def _send(self, microbatch: int, output: Tensor) -> None:
-        assert self._after is not None
+    def _encoded(self, microbatch: int, output: Tensor) -> EncodedActivation | None:
+        """The message of an output; None of the last stage's."""
+        if self._after is None:
+            return None
         meta = self._metas[microbatch][self.stage_index]
         if tuple(output.shape) != meta.shape or output.dtype != meta.dtype:
             raise ValueError(
@@ -265,12 +321,20 @@ class CutStage(PipelineStage):
                 f"data {list(meta.shape)} {meta.dtype}: its output's shape must not depend on the "
                 "values of tensors"
             )
+        return self._after.encode_activation(output.detach(), meta, self._step, microbatch)
+
+    def _hand_over(
+        self, microbatch: int, output: Tensor, encoded: EncodedActivation | None
+    ) -> None:
+        """Sends the message of an output, and posts the receive of what will come back."""
+        if self._after is None:
+            return
+        assert encoded is not None
         trains = self._step.train and self._trained <= self.stage_index
         constant = trains and not output.requires_grad
-        self._after.send_activation(
-            output.detach(), meta, self._step, microbatch, constant=constant
-        )
+        self._after.hand_over_activation(encoded, constant=constant)
         if trains:
+            meta = self._metas[microbatch][self.stage_index]
             self._after.post_gradient(meta, self._step, microbatch)
 
     def _number(self, microbatch: int) -> int:

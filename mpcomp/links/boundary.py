@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from mpcomp.core.wire import Header, status_of
 from mpcomp.feedback.memory import Side
 from mpcomp.links.link import Link
 
-__all__ = ["Boundary", "ConnectedBoundary"]
+__all__ = ["Boundary", "ConnectedBoundary", "EncodedActivation"]
 
 
 class Boundary:
@@ -65,13 +66,9 @@ class Boundary:
         finally:
             vars(self).update(before)
 
-    def send_activation(
-        self, x: Tensor, step: Step, microbatch: int, *, constant: bool = False
-    ) -> Tensor:
-        """The message for an activation, which may want no gradient (earlier stage's side)."""
+    def send_activation(self, x: Tensor, step: Step, microbatch: int) -> Tensor:
+        """The message for an activation (earlier stage's side)."""
         message = self.act.encode(x, step, microbatch)
-        if constant:
-            self.act.mark_constant(message)
         if self._shares and step.train:
             self._sent[step.index, microbatch] = (
                 _nonzero(self.act.arrived(message, step, microbatch), status_of(message))
@@ -139,6 +136,22 @@ class Boundary:
         self._received.clear()
 
 
+class EncodedActivation(NamedTuple):
+    """A message that has not left.
+
+    Attributes:
+        x: what it says, as it crosses.
+        message: uint8 [n].
+        step: that it belongs to.
+        microbatch: likewise.
+    """
+
+    x: Tensor
+    message: Tensor
+    step: Step
+    microbatch: int
+
+
 @dataclass(frozen=True)
 class ConnectedBoundary:
     """A boundary and how its messages move, as one rank sees it.
@@ -155,21 +168,28 @@ class ConnectedBoundary:
         size = self.boundary.activation_bytes(meta, step, microbatch, self.act.device)
         self.act.post(microbatch, size, self.boundary.act.room(meta))
 
-    def send_activation(
-        self,
-        x: Tensor,
-        meta: TensorMeta,
-        step: Step,
-        microbatch: int,
-        *,
-        constant: bool = False,
-    ) -> None:
-        """Sends an activation, which may want no gradient (earlier stage's side)."""
+    def send_activation(self, x: Tensor, meta: TensorMeta, step: Step, microbatch: int) -> None:
+        """Sends an activation (earlier stage's side)."""
+        self.hand_over_activation(self.encode_activation(x, meta, step, microbatch))
+
+    def encode_activation(
+        self, x: Tensor, meta: TensorMeta, step: Step, microbatch: int
+    ) -> EncodedActivation:
+        """The message of an activation, which has not left yet (earlier stage's side)."""
         with _no_autocast(x.device):
             x = meta.arrange(x)
             link = self.boundary.act
             with step.during("encode", link.sender_stage, microbatch, link.name):
-                message = self.boundary.send_activation(x, step, microbatch, constant=constant)
+                message = self.boundary.send_activation(x, step, microbatch)
+        return EncodedActivation(x, message, step, microbatch)
+
+    def hand_over_activation(self, encoded: EncodedActivation, *, constant: bool = False) -> None:
+        """Sends an encoded activation, which may want no gradient (earlier stage's side)."""
+        link = self.boundary.act
+        x, message, step, microbatch = encoded
+        with _no_autocast(x.device):
+            if constant:
+                link.mark_constant(message)
             link.hand_over(x, message, self.act, step, microbatch)
 
     def receive_activation(

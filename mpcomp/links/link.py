@@ -25,6 +25,7 @@ from mpcomp.core.bit_sum import bit_sum
 from mpcomp.core.checks import check_tensor, nonfinite_error
 from mpcomp.core.padding import blanked, padded_positions
 from mpcomp.core.randomness import generator_for
+from mpcomp.core.side_effects import way_back
 from mpcomp.core.spec import SpecValue
 from mpcomp.core.step import Key, MessageContext, Probe, SampleIds, Step
 from mpcomp.core.tensor_meta import TensorMeta
@@ -269,6 +270,17 @@ class Link:
                 self._nonfinite.append(_Note(self._traffic(step), nonfinite, counts=False))
         self._traffic(step).seconds += time.perf_counter() - begin
         return x
+
+    def way_back(self) -> Callable[[], None]:
+        """A function that makes the meter forget a message that has been encoded and not sent."""
+        ways = [way_back(each) for each in (vars(self.meter.train), self._nonfinite)]
+
+        def back() -> None:
+            for each in ways:
+                assert each is not None  # there is one for a dict, and for a list
+                each()
+
+        return back
 
     def mark_constant(self, message: Tensor) -> None:
         """Says in a message that was just encoded that no gradient of it is wanted."""
