@@ -52,7 +52,7 @@ def pipeline(
     schedule: str | None = None,
     in_flight: int | str | None = None,
     in_flight_bytes: int | None = None,
-    connections: int = 1,
+    connections: int | str = "auto",
     loss_fn: LossFn | None = None,
     recompute: bool = False,
     seed: int = 0,
@@ -120,7 +120,9 @@ def pipeline(
             measures what one microbatch keeps.
         connections: between the ranks of a cut or tie, each way. Each carries a part of every
             message: on a link with a latency of 10 ms or more four take fewer round trips, as each
-            begins with a window of its own after a pause. gloo's alone; a process makes none.
+            begins with a window of its own after a pause. "auto" takes four there and one
+            elsewhere, by what the ranks measure before the first step. gloo's alone; a process
+            makes none.
         loss_fn: ``loss_fn(output, target)``, the mean over its rows, or over what its
             ``num_terms(target)`` counts (or with ``reduction="sum"``). The first step compares it
             with its value for the batch. A module's parameters are trained with the last stage:

@@ -78,7 +78,7 @@ class PipelineConfig:
     schedule: str | None = field(metadata=_same(lambda given: schedule_named(given).name))
     in_flight: int | str | None = field(metadata=_same())
     in_flight_bytes: int | None = field(metadata=_same())
-    connections: int = field(metadata=_same())
+    connections: int | str = field(metadata=_same())
     loss_fn: LossFn | None = field(metadata=_same(_loss_name, "loss"))
     recompute: bool = field(metadata=_same())
     seed: int = field(metadata=_same())
@@ -124,9 +124,9 @@ class PipelineConfig:
                     f"{name}={getattr(self, name)!r} with schedule={self.schedule!r}: torch's "
                     "schedules have their own depth; leave one of the two out"
                 )
-        if not _counts(self.connections):
+        if not (self.connections == "auto" or _counts(self.connections)):
             raise ValueError(
-                f"connections={self.connections!r}: expected a whole number, 1 or more"
+                f"connections={self.connections!r}: expected a whole number, 1 or more, or 'auto'"
             )
         if self.replicas == 1 and not (self.dp_comp is None and self.network is None):
             raise ValueError(

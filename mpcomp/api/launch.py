@@ -25,6 +25,7 @@ import stages as staging
 from mpcomp.api.config import PipelineConfig
 from mpcomp.comm.handshake import announcing_failure, exchange, shake_hands, show_secret
 from mpcomp.comm.mesh import ProcessMesh, join
+from mpcomp.comm.probe import choose_connections
 from mpcomp.core.dtensor import on_meta
 from mpcomp.data_parallel.base import ReplicaMethod
 from mpcomp.data_parallel.connect import connect_replicas
@@ -352,6 +353,9 @@ class DistributedLaunch(Launch):
                 },
                 sharding=self._sharding,
             )
+        connections = config.connections
+        if isinstance(connections, str):
+            connections = choose_connections(mesh)
         engine = DistributedEngine(
             cut,
             boundaries,
@@ -362,7 +366,7 @@ class DistributedLaunch(Launch):
             seed=config.seed,
             in_flight=config.in_flight,
             in_flight_bytes=config.in_flight_bytes,
-            connections=config.connections,
+            connections=connections,
             ties=ties,
             plain=plain.cut,
             replica_sync=replica_sync,

@@ -6,10 +6,14 @@ import contextlib
 import itertools
 import os
 from collections.abc import Iterator
+from typing import Final
 
 from mpcomp.comm.reach import INTERFACES, gloo_address
 
-__all__ = ["several_connections"]
+__all__ = ["CONNECTIONS", "several_connections"]
+
+#: Of each link, where one is too few.
+CONNECTIONS: Final = 4
 
 
 @contextlib.contextmanager

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import time
+import warnings
+from typing import Final
 
 import torch
 
+from mpcomp.comm.all_gather import num_rounds
 from mpcomp.comm.channels import Channel, WireChannel
-from mpcomp.comm.mesh import ProcessMesh
+from mpcomp.comm.connections import CONNECTIONS
+from mpcomp.comm.mesh import Mesh, ProcessMesh
+from mpcomp.comm.reach import INTERFACES, gloo_address
 
-__all__ = ["measure_chain", "measure_link"]
+__all__ = ["choose_connections", "measure_chain", "measure_link"]
+
+#: Latency from which on a message waits longer for windows than stripes cost it.
+_LONG_LATENCY_S: Final = 0.01
+#: Exchanges of all ranks, of which the shortest counts: others had to wait for a processor.
+_EXCHANGES: Final = 6
 
 #: Messages grow until one takes so long that latency and what buffers swallow hardly matter.
 _LONG_S = 0.1
@@ -36,6 +47,41 @@ def measure_link(there: Channel, back: Channel, *, sends: bool) -> tuple[float, 
         if enough:
             break
     return (size * 8e-6 / max(seconds - begin, 1e-9), begin) if sends else None
+
+
+def choose_connections(mesh: Mesh) -> int:
+    """The number of connections between two ranks that suits the links; the same on all ranks.
+
+    It is `CONNECTIONS` where the slowest exchange of all ranks takes as long as a long link's, and
+    else 1. Ranks whose links are short find out in three exchanges.
+
+    Args:
+        mesh: of connected ranks, which all call this.
+
+    Raises:
+        PeerError: a rank failed, or did not come.
+    """
+    able = gloo_address()[0] != "?"
+    taken, shortest = 0, math.inf
+    for number in range(_EXCHANGES + 2):
+        begin = time.perf_counter_ns()
+        found = mesh.all_gather([taken, able], "latency of links")
+        taken = time.perf_counter_ns() - begin
+        if number > 1:  # in the first one ranks have come when they could
+            slowest = max(nanoseconds for nanoseconds, _ in found) * 1e-9
+            shortest = min(shortest, slowest / max(1, num_rounds(mesh.num_ranks)))
+        if shortest < _LONG_LATENCY_S:
+            return 1
+    if not all(known for _, known in found):
+        if not able:
+            warnings.warn(
+                f"links take {1e3 * shortest:.0f} ms, where {CONNECTIONS} connections would be "
+                "faster, but the interface of this machine's name is not known: export "
+                f"{INTERFACES}, the one that leads to the other machines, or pass connections=1",
+                stacklevel=2,
+            )
+        return 1
+    return CONNECTIONS
 
 
 def measure_chain(mesh: ProcessMesh) -> list[tuple[float, float]]:

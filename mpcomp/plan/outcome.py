@@ -10,6 +10,7 @@ from typing import Any
 
 from tabulate import tabulate
 
+from mpcomp.comm.connections import CONNECTIONS
 from mpcomp.core.sent import below_bf16_text
 from mpcomp.plan.curve import LONGEST, RATES, break_even_mbps, rate_text, step_times, time_text
 from mpcomp.plan.known_quality import UNITS
@@ -20,8 +21,6 @@ __all__ = ["Outcome", "plan"]
 
 #: Times faster than bf16 that a setting has to be, to be recommended.
 RECOMMENDED = 1.05
-#: Of each link, where one is too few.
-CONNECTIONS = 4
 #: Within a call, where the pipeline need not drain between them.
 UPDATES = 16
 

@@ -135,7 +135,9 @@ def _num_messages(steps: Sequence[Record], chunks: int) -> int:
 def _connections(steps: Sequence[Record]) -> int:
     """Connections of each direction of a cut; a message has a header of gloo's on each."""
     setting = METHODS.get(steps[0]["variant"])
-    return 1 if setting is None else setting.connections
+    # Records from before ranks chose do not say it, and need not.
+    given = 1 if setting is None else setting.connections
+    return int(steps[0].get("connections", given))
 
 
 def _updates(steps: Sequence[Record]) -> int:

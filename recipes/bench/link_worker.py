@@ -38,7 +38,7 @@ class Setting(NamedTuple):
     act: str
     grad: str
     in_flight: Callable[[int, int], int] | None = None
-    connections: int = 1
+    connections: int | str = 1
     updates: int = 1
     ties: str | None = None
 
@@ -61,6 +61,9 @@ _ONE_CONNECTION: Final[dict[str, Setting]] = {
 _FOUR: Final = {
     f"{name} x4": each._replace(connections=4) for name, each in _ONE_CONNECTION.items()
 }
+_MEASURED: Final = {
+    f"{name} measured": each._replace(connections="auto") for name, each in _ONE_CONNECTION.items()
+}
 _ASYNCHRONOUS: Final = {
     f"{name} asynchronous": _ONE_CONNECTION[name]._replace(updates=16)
     for name in ("mpcomp none", "mpcomp quant:4", "mpcomp auto:scratch")
@@ -69,8 +72,14 @@ _APART: Final = {
     f"{name} apart": _ONE_CONNECTION[name]._replace(ties="apart")
     for name in ("mpcomp none", "mpcomp auto", "mpcomp auto:scratch")
 }
-#: Those whose names end with x4 have four connections.
-METHODS: Final[dict[str, Setting]] = {**_ONE_CONNECTION, **_FOUR, **_ASYNCHRONOUS, **_APART}
+#: Those whose names end with x4 have four connections, with "measured" as many as ranks choose.
+METHODS: Final[dict[str, Setting]] = {
+    **_ONE_CONNECTION,
+    **_FOUR,
+    **_MEASURED,
+    **_ASYNCHRONOUS,
+    **_APART,
+}
 TORCH_DTYPES: Final = {REFERENCE: torch.float32, "torch bf16": torch.bfloat16}
 VARIANTS: Final = (*TORCH_DTYPES, *METHODS)
 USUAL: Final = (*TORCH_DTYPES, *_ONE_CONNECTION)
@@ -138,6 +147,8 @@ class Variant:
     output: Output
     #: Steps that one call takes, and changes weights between.
     updates: int = 1
+    #: Of each direction of a cut.
+    connections: int = 1
 
 
 class Part:
@@ -178,6 +189,7 @@ class Part:
             "change": variant.output.change(),  # of the last microbatch
             "metered_bytes": (variant.metered_bytes() - sent_before) / variant.updates,
             "loss": None if loss is None else loss.item(),
+            "connections": variant.connections,
         }
 
     def compute(self) -> dict[str, list[float]]:
@@ -343,7 +355,8 @@ def _mpcomp_variant(name: str, job: Job) -> Variant:
     def step() -> Tensor:
         return pipe.forward_backward(x, y, sample_ids=ids, update=within, updates=setting.updates)
 
-    return Variant(step, pipe, lambda: pipe.wire_bytes, output, setting.updates)
+    connections = pipe.engine.connections
+    return Variant(step, pipe, lambda: pipe.wire_bytes, output, setting.updates, connections)
 
 
 def _compute(job: Job) -> dict[str, list[float]]:

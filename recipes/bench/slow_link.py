@@ -125,7 +125,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="MBPS", help="Mbit/s of every host each way, or 'unlimited'")  # fmt: skip
     add("--variants", nargs="+", choices=VARIANTS, default=list(USUAL), metavar="NAME",
         help="; ".join(USUAL) + "; and those of mpcomp with four connections each way, as in "
-        "'mpcomp auto x4', or asynchronous, as in 'mpcomp quant:4 asynchronous'")  # fmt: skip
+        "'mpcomp auto x4', or as many as ranks choose, 'mpcomp auto measured', or asynchronous, "
+        "as in 'mpcomp quant:4 asynchronous'")  # fmt: skip
     add("--repeats", type=int, default=5)
     # Until about the fifteenth step activations change by a tenth of what they do later.
     add("--warmups", type=int, default=20, help="unlimited steps of each variant before the clock")
@@ -266,6 +267,7 @@ def _step(workers: Workers, name: str, before: int) -> dict[str, Any]:
         "seconds": max(answer["seconds"] for answer in answers),
         "loss": answers[-1]["loss"],
         "metered_bytes": answers[0]["metered_bytes"],
+        "connections": answers[0]["connections"],
         "changes": [answer["change"] for answer in answers[:-1]],  # behind the last is no cut
         "interfaces": interfaces,
     }
