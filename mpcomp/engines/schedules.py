@@ -197,7 +197,8 @@ def ring_order(count: int, in_flight: int, num_ranks: int) -> Iterator[tuple[str
 
     F and B are forward and backward of the first stage, L is both of the last. All others wait for
     it, so that L comes as soon as its activation may be there: a round behind F where links are
-    fast, and half of what is in flight behind it where these are slow.
+    fast, and half of what is in flight behind it where these are slow. B makes room for the next
+    F; when there is none, B comes a round behind L, as nobody waits for it.
 
     Args:
         count: microbatches.
@@ -206,11 +207,12 @@ def ring_order(count: int, in_flight: int, num_ranks: int) -> Iterator[tuple[str
     """
     ahead = min(in_flight, max(num_ranks, -(-in_flight // 2)), count)
     yield from (("F", i) for i in range(ahead))
+    behind = in_flight - ahead
     forward, back = ahead, 0
     for last in range(count):
         yield "L", last
         # As many of its gradients are on their way back as activations may not be on their way up.
-        if last - back == in_flight - ahead:
+        if last - back == (behind if forward < count else max(behind, num_ranks)):
             yield "B", back
             back += 1
         if forward < count:
