@@ -4,10 +4,14 @@
     leaves: one message after the other   ── latency of the ──>  arrives: one after the other
     at the host's rate                        link between       at the host's rate
 
-A host has one wire, which carries both directions of both of its cuts; ways out and in do not
+A host has one wire, which carries both directions of all of its cuts; ways out and in do not
 disturb each other. A message's last byte has arrived when it has passed both hosts' wires, which
 it does at once and not one after the other, and the latency. A link's own rate, where it is slower
 than its hosts', holds back the messages of that link alone.
+
+Where the first host has the last stage as well (`stages.split`, ``together``), there is one cut
+more, between the last host and the first. Its messages go over the same wires, on connections of
+their own; with two hosts their link is the one that there is.
 
 Long links have a second limit. After a pause TCP sends no more than a small window before the first
 acknowledgement, and doubles it with each round trip (slow start, RFC 5681, 3.1 and 4.1), so the
@@ -20,6 +24,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 __all__ = ["Network"]
@@ -36,8 +41,10 @@ class Network:
 
     Args:
         host_mbps: Mbit/s of every host, each way; infinite for no limit.
-        latency_s: of every link, one way; one fewer than hosts.
-        link_mbps: of every link, each way; None for those of its hosts.
+        latency_s: of every link, one way; one fewer than hosts. One more is of the way between the
+            last host and the first, which else has the largest of the others.
+        link_mbps: of every link, each way; None for those of its hosts. One more likewise, else
+            the smallest.
         message_s: for which each message occupies a wire beyond its bytes, such as a latency that
             a benchmark charges to the wire.
         window_bytes: of each connection at the beginning of a step, `FIRST_WINDOW` with Linux as it
@@ -60,7 +67,7 @@ class Network:
         num_links = len(self.host_mbps) - 1
         for name in ("latency_s", "link_mbps"):
             values = getattr(self, name)
-            if values is not None and len(values) != num_links:
+            if values is not None and len(values) not in (num_links, num_links + 1):
                 raise ValueError(
                     f"{name} has {len(values)} values for {num_links} links between "
                     f"{num_links + 1} hosts: pass one for each"
@@ -96,10 +103,15 @@ class Network:
             connections=connections,
         )
 
+    def latency_of(self, link: int) -> float:
+        """Seconds of a link, one way; the last one's number is that of the last host."""
+        known = self.latency_s
+        return known[link] if link < len(known) else max(known)
+
     def rate_of(self, host: int, link: int) -> float:
-        """Mbit/s at which a host can use one of its links."""
-        own = math.inf if self.link_mbps is None else self.link_mbps[link]
-        return min(self.host_mbps[host], own)
+        """Mbit/s at which a host can use one of its links; numbers as in `latency_of`."""
+        known = self.link_mbps or (math.inf,)
+        return min(self.host_mbps[host], known[link] if link < len(known) else min(known))
 
     def occupied_s(self, host: int, link: int, num_bytes: float) -> float:
         """Seconds for which a message of so many bytes over a link occupies a host's wire."""
@@ -110,19 +122,24 @@ class Network:
 class Wires:
     """The wires and connections of a network in use: what is on its way when.
 
-    A direction of a cut has connections of its own, so a sender and its neighbour name them.
+    A direction of a cut has connections of its own, so both of its stages name them.
+
+    Args:
+        network: of the hosts.
+        num_stages: one to a host; one more is on the first host.
     """
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: Network, num_stages: int) -> None:
         wires = [_Wire() for _ in network.host_mbps]
+        host_of = [stage % len(wires) for stage in range(num_stages)]
         self._connections = {
-            (source, target): _Connections(network, source, target, wires[source], wires[target])
-            for link in range(len(wires) - 1)
-            for source, target in ((link, link + 1), (link + 1, link))
+            (source, target): _Connections(network, cut, [host_of[source], host_of[target]], wires)
+            for cut in range(num_stages - 1)
+            for source, target in ((cut, cut + 1), (cut + 1, cut))
         }
 
     def arrival(self, source: int, target: int, num_bytes: float, now: float) -> float:
-        """The moment at which a message that is handed over now has arrived at a neighbour."""
+        """The moment at which a message between two stages that is handed over now has arrived."""
         return self._connections[source, target].arrival(num_bytes, now)
 
 
@@ -134,19 +151,17 @@ class _Wire:
 
 
 class _Connections:
-    """The way of messages from a host to a neighbour, over one connection or several."""
+    """The way of messages over a link from one host to another, on one connection or several."""
 
-    def __init__(self, network: Network, source: int, target: int, out: _Wire, into: _Wire) -> None:
-        link = min(source, target)
-        self._out, self._into = out, into
-        self._latency_s = network.latency_s[link]
-        rate = min(network.rate_of(source, link), network.rate_of(target, link))
-        self._bytes_per_s = rate * 1e6 / 8
+    def __init__(
+        self, network: Network, link: int, hosts: Sequence[int], wires: Sequence[_Wire]
+    ) -> None:
+        self._out, self._into = (wires[host] for host in hosts)
+        self._latency_s = network.latency_of(link)
+        self._bytes_per_s = min(network.rate_of(host, link) for host in hosts) * 1e6 / 8
         #: Of both wires. Kept, as the messages of a step are many and of few sizes.
         self._occupied_s = functools.cache(
-            lambda num_bytes: [
-                network.occupied_s(host, link, num_bytes) for host in (source, target)
-            ]
+            lambda num_bytes: [network.occupied_s(host, link, num_bytes) for host in hosts]
         )
         self._window = network.connections * network.window_bytes
         #: When the last message had left.

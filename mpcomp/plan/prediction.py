@@ -55,14 +55,14 @@ def predict(
     """Simulates a step, or a call with several.
 
     Args:
-        compute: of every stage, in order; one to a host.
+        compute: of every stage, in order; one to a host, and one more on the first.
         cuts: of every cut, for a microbatch.
         network: of the hosts.
         chunks: microbatches of a step.
         updates: steps between which the pipeline does not drain (`mpcomp.engines.updates`).
         in_flight: microbatches under way on the first stage, where there is one step; None for the
             engine's own choice.
-        num_cores: that all stages share; None gives each its own.
+        num_cores: that all hosts share; None gives each its own.
 
     Raises:
         ValueError: numbers of stages, cuts and hosts that do not fit, or a count below 1.
@@ -96,4 +96,4 @@ def predict(
     )
     # Once before the first microbatch and once after the last, between all ranks.
     longest = max(network.latency_s, default=0.0)
-    return Prediction(simulated, 2 * num_rounds(len(compute)) * longest, updates)
+    return Prediction(simulated, 2 * num_rounds(len(network.host_mbps)) * longest, updates)

@@ -1,10 +1,10 @@
 """A step of a pipeline, event by event: who computes, codes and waits when.
 
-Every stage goes through its forwards and backwards in the order of the engine's own schedule
-(`mpcomp.engines.schedules`), takes a message in before each, and hands one over after each. A rank
-computes and codes on one processor; where several ranks share a machine, ``num_cores`` of them at a
-time do. Messages then take the way that `Network` says. Nothing else is assumed: fill, drain,
-bubbles, and what is hidden behind what, come out of it.
+Every host goes through its forwards and backwards in the order of the engine's own schedule
+(`mpcomp.engines.schedules`), takes a message in before each, and hands one over after each. The
+first may have the last stage, too. A host computes and codes on one processor; where several share
+a machine, ``num_cores`` of them at a time do. Messages then take the way that `Network` says.
+Nothing else is assumed: fill, drain, bubbles, and what is hidden behind what, come out of it.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import functools
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, TypeAlias
 
-from mpcomp.engines.schedules import warmup_of
+from mpcomp.engines.schedules import ring_order, warmup_of
 from mpcomp.plan.network import Network, Wires
 
 __all__ = ["BACKWARD", "FORWARD", "Messages", "Span", "StageTimes", "Timeline", "timeline"]
@@ -75,10 +75,12 @@ class Timeline:
     Attributes:
         step_s: its seconds.
         num_stages: of the pipeline.
+        num_hosts: that have them.
     """
 
     step_s: float
     num_stages: int
+    num_hosts: int
     _work: tuple[_Work, ...] = field(repr=False)
 
     @functools.cached_property
@@ -96,8 +98,8 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The share of all stages' time in which they waited."""
-        return 1 - sum(self.busy_s) / (self.num_stages * self.step_s)
+        """The share of all hosts' time in which they waited."""
+        return 1 - sum(self.busy_s) / (self.num_hosts * self.step_s)
 
 
 def timeline(
@@ -112,12 +114,12 @@ def timeline(
     """Simulates a step.
 
     Args:
-        stages: one to a host, in order.
+        stages: one to a host, in order; one more is on the first host.
         messages: of every cut.
         network: of the hosts.
         chunks: microbatches of a step.
         in_flight: microbatches under way on the first stage; None for the engine's own choice.
-        num_cores: that all stages share; None gives each its own.
+        num_cores: that all hosts share; None gives each its own.
 
     Raises:
         ValueError: numbers of stages, cuts and hosts that do not fit, or a count below 1.
@@ -134,10 +136,13 @@ def _check(
     in_flight: int | None,
     num_cores: int | None,
 ) -> None:
-    if not len(stages) == len(messages) + 1 == len(network.host_mbps):
+    num_hosts = len(network.host_mbps)
+    # What a host alone gave itself would cross no link.
+    takes = (num_hosts, num_hosts + 1) if num_hosts > 1 else (1,)
+    if len(stages) not in takes or len(stages) != len(messages) + 1:
         raise ValueError(
-            f"{len(stages)} stages, {len(messages)} cuts and {len(network.host_mbps)} hosts: a "
-            "stage has a host of its own, and there is a cut between two"
+            f"{len(stages)} stages, {len(messages)} cuts and {num_hosts} hosts: a stage has a host "
+            "of its own, or is the last one and on the first host; and there is a cut between two"
         )
     for name, count in (("chunks", chunks), ("in_flight", in_flight), ("num_cores", num_cores)):
         if count is not None and count < 1:
@@ -149,6 +154,7 @@ class _Passes:
     """The forwards of a stage, or its backwards: one microbatch after the other.
 
     Attributes:
+        host: that has them.
         stage: of them.
         kind: of them.
         seconds: of each.
@@ -159,10 +165,11 @@ class _Passes:
             gradient after its forward.
         arrivals: of messages that have been sent to passes to come, in the order of microbatches:
             when, and the event's number.
-        awaited: whether the stage stands still for a message to these that has not been sent.
+        awaited: whether the host stands still for a message to these that has not been sent.
     """
 
-    stage: _Stage
+    host: _Host
+    stage: int
     kind: str
     seconds: float
     begun: int = 0
@@ -177,28 +184,43 @@ class _Passes:
         receiver.at_hand = False
 
 
-class _Stage:
-    """A stage with its order of passes, which is that of `InFlight1F1B`."""
+class _Host:
+    """A host: the passes of its stages, in the order of the schedule."""
 
-    def __init__(self, index: int, times: StageTimes, chunks: int, warmup: int) -> None:
-        self.index, self._chunks, self._warmup = index, chunks, warmup
+    order: Iterator[_Passes]
+
+
+class _Stage:
+    """A stage on a host."""
+
+    def __init__(self, index: int, times: StageTimes, host: _Host) -> None:
         forward_s = times.decode_act_s + times.forward_s + times.encode_act_s
         backward_s = times.decode_grad_s + times.backward_s + times.encode_grad_s
-        self.forward = _Passes(self, FORWARD, forward_s)
-        self.backward = _Passes(self, BACKWARD, backward_s)
+        self.forward = _Passes(host, index, FORWARD, forward_s)
+        self.backward = _Passes(host, index, BACKWARD, backward_s)
 
-    def next(self) -> _Passes | None:
-        """Passes of which the next one is the stage's next; None after the last."""
-        forwards, backwards = self.forward.begun, self.backward.begun
-        if forwards < self._chunks and forwards - backwards < self._warmup:
-            return self.forward
-        return self.backward if backwards < self._chunks else None
+    def order(self, chunks: int, warmup: int) -> Iterator[_Passes]:
+        """The order of `InFlight1F1B`, on a host which has this stage alone."""
+        for _ in range(warmup):
+            yield self.forward
+        for i in range(chunks):
+            yield self.backward
+            if warmup + i < chunks:
+                yield self.forward
+
+    def order_with(
+        self, last: _Stage, chunks: int, depth: int, num_hosts: int
+    ) -> Iterator[_Passes]:
+        """The order of `Ring1F1B`, on the host of the first stage, this one, and of the last."""
+        passes = {"F": [self.forward], "L": [last.forward, last.backward], "B": [self.backward]}
+        for what, _ in ring_order(chunks, depth, num_hosts):
+            yield from passes[what]
 
 
 class _Simulation:
-    """Events in the order of time: passes that end, and messages that a stage stands still for.
+    """Events in the order of time: passes that end, and messages that a host stands still for.
 
-    Other messages arrive without an event: the stage finds them when it comes to them. Each has a
+    Other messages arrive without an event: the host finds them when it comes to them. Each has a
     number from when it is sent all the same, as events of one time come in the order in which they
     became certain.
     """
@@ -212,17 +234,20 @@ class _Simulation:
         in_flight: int | None,
         num_cores: int | None,
     ) -> None:
-        num_stages = len(stages)
-        depth = min(chunks, in_flight or 2 * num_stages - 1)
-        self._stages = [
-            _Stage(i, times, chunks, warmup_of(i, num_stages, depth))
-            for i, times in enumerate(stages)
-        ]
-        for (one, other), sent in zip(itertools.pairwise(self._stages), messages, strict=True):
+        num_stages, num_hosts = len(stages), len(network.host_mbps)
+        self._num_stages = num_stages
+        self._hosts = [_Host() for _ in range(num_hosts)]
+        made = [_Stage(i, times, self._hosts[i % num_hosts]) for i, times in enumerate(stages)]
+        for (one, other), sent in zip(itertools.pairwise(made), messages, strict=True):
             one.forward.send_to(other.forward, sent.act_bytes)
             other.backward.send_to(one.backward, sent.grad_bytes)
-        self._wires = Wires(network)
-        self._free_cores = num_stages if num_cores is None else num_cores
+        depth = min(chunks, in_flight or 2 * num_stages - 1)
+        for i, (host, stage) in enumerate(zip(self._hosts, made, strict=False)):
+            host.order = stage.order(chunks, warmup_of(i, num_stages, depth))
+        if num_stages > num_hosts:
+            self._hosts[0].order = made[0].order_with(made[-1], chunks, depth, num_hosts)
+        self._wires = Wires(network, num_stages)
+        self._free_cores = num_hosts if num_cores is None else num_cores
         #: Passes of which one could begin, in the order in which they could.
         self._ready: deque[_Passes] = deque()
         #: (when, its number, passes of which one ends or may begin, whether it ends)
@@ -232,22 +257,22 @@ class _Simulation:
 
     def run(self) -> Timeline:
         now = 0.0
-        for stage in self._stages:
-            self._consider(stage, now)
+        for host in self._hosts:
+            self._consider(host, now)
         self._start(now)
         while self._events:
             now, _, passes, ended = heapq.heappop(self._events)
             if ended:
                 self._end(passes, now)
-                self._consider(passes.stage, now)
+                self._consider(passes.host, now)
             else:
                 self._ready.append(passes)
             self._start(now)
-        return Timeline(now, len(self._stages), tuple(self._work))
+        return Timeline(now, self._num_stages, len(self._hosts), tuple(self._work))
 
-    def _consider(self, stage: _Stage, now: float) -> None:
-        """Has an idle stage go on as soon as what its next work needs is there."""
-        passes = stage.next()
+    def _consider(self, host: _Host, now: float) -> None:
+        """Has an idle host go on as soon as what its next work needs is there."""
+        passes = next(host.order, None)
         if passes is None:
             return
         if passes.at_hand:
@@ -266,7 +291,7 @@ class _Simulation:
             passes = self._ready.popleft()
             self._free_cores -= 1
             end = now + passes.seconds
-            self._work.append((passes.stage.index, passes.kind, passes.begun, now, end))
+            self._work.append((passes.stage, passes.kind, passes.begun, now, end))
             passes.begun += 1
             heapq.heappush(self._events, (end, next(self._numbers), passes, True))
 
@@ -275,8 +300,7 @@ class _Simulation:
         receiver = passes.receiver
         if receiver is None:
             return
-        source, target = passes.stage.index, receiver.stage.index
-        there = self._wires.arrival(source, target, passes.num_bytes, now)
+        there = self._wires.arrival(passes.stage, receiver.stage, passes.num_bytes, now)
         number = next(self._numbers)
         if receiver.awaited:
             receiver.awaited = False

@@ -38,3 +38,14 @@ def test_a_pipeline_that_does_not_drain_waits_once_a_call() -> None:
     assert of_call[2].step_s == pytest.approx(2 * 3, rel=0.15)
     with pytest.raises(ValueError, match="updates is 0"):
         predict(compute, [cut] * 3, network, chunks=2, updates=0)
+
+
+def test_ranks_agree_and_not_stages() -> None:
+    """Sixteen have each other's records after one round; the seventeenth stage is on the first."""
+    latency_s, cut = 0.25, CutCost(Coding(), Messages(0, 0))
+    network = Network.alike(16, math.inf, latency_s)
+    plain, together = (
+        predict([Compute(1, 2)] * (n + 1), [cut] * n, network, chunks=4) for n in (15, 16)
+    )
+    assert plain.agreement_s == together.agreement_s == pytest.approx(2 * latency_s)
+    assert together.timeline.step_s > plain.timeline.step_s

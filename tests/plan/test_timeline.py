@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Sequence
 
 import pytest
 
-from mpcomp.engines.schedules import warmup_of
+from mpcomp.engines.schedules import ring_order, warmup_of
 from mpcomp.plan import Messages, Network, StageTimes, Timeline, timeline
 from mpcomp.plan.network import FIRST_WINDOW, PACKET_SHARE, Wires
 from mpcomp.plan.timeline import BACKWARD, FORWARD
@@ -230,13 +231,13 @@ def test_numbers_that_do_not_fit_are_refused() -> None:
 def test_a_window_is_doubled_with_each_round_trip(num_bytes: int, round_trips: int) -> None:
     """Of 14,480 bytes, 28,960 and so on, until all are sent; without a limit of the rate."""
     network = Network.alike(2, math.inf, 0.05, window_bytes=FIRST_WINDOW)
-    arrived = Wires(network).arrival(0, 1, num_bytes, 1.0)
+    arrived = Wires(network, 2).arrival(0, 1, num_bytes, 1.0)
     assert arrived == pytest.approx(1.05 + 0.1 * round_trips)
 
 
 def test_a_window_is_as_large_as_what_it_has_carried() -> None:
     network = Network.alike(2, math.inf, 0.05, window_bytes=10_000)
-    wires = Wires(network)
+    wires = Wires(network, 2)
     first, second, third = (wires.arrival(0, 1, 20_000, now) for now in (0.0, 10.0, 20.0))
     assert first == pytest.approx(0.15)
     assert second == pytest.approx(10.05)  # 30,000 by now
@@ -249,7 +250,7 @@ def test_a_window_is_as_large_as_what_it_has_carried() -> None:
 )
 def test_every_connection_has_a_window(num_bytes: int, round_trips: int) -> None:
     network = Network.alike(2, math.inf, 0.05, window_bytes=FIRST_WINDOW, connections=4)
-    arrived = Wires(network).arrival(0, 1, num_bytes, 1.0)
+    arrived = Wires(network, 2).arrival(0, 1, num_bytes, 1.0)
     assert arrived == pytest.approx(1.05 + 0.1 * round_trips)
     with pytest.raises(ValueError, match="connections=0: pass a whole number"):
         Network.alike(2, 1.0, connections=0)
@@ -257,7 +258,155 @@ def test_every_connection_has_a_window(num_bytes: int, round_trips: int) -> None
 
 def test_where_the_rate_is_the_limit_no_window_is() -> None:
     slow, free = (
-        Wires(Network.alike(2, 1.0, 0.01, window_bytes=window)).arrival(0, 1, 1e6, 0.0)
+        Wires(Network.alike(2, 1.0, 0.01, window_bytes=window), 2).arrival(0, 1, 1e6, 0.0)
         for window in (FIRST_WINDOW, math.inf)
     )
     assert slow == free  # a round trip's worth of 1 Mbit/s is 2,500 bytes
+
+
+ONE = StageTimes(1, 2)
+
+
+def ring(
+    num_hosts: int,
+    sent: Messages = NOTHING,
+    mbps: float = math.inf,
+    latency_s: float = 0.0,
+    *,
+    times: StageTimes = ONE,
+    chunks: int = 1,
+    in_flight: int | None = None,
+    num_cores: int | None = None,
+) -> Timeline:
+    """A step where the first host has the last stage as well."""
+    return timeline(
+        [times] * (num_hosts + 1),
+        [sent] * num_hosts,
+        Network.alike(num_hosts, mbps, latency_s),
+        chunks=chunks,
+        in_flight=in_flight,
+        num_cores=num_cores,
+    )
+
+
+@pytest.mark.parametrize("num_hosts", [2, 3, 5])
+def test_one_microbatch_goes_round_and_back(num_hosts: int) -> None:
+    """All stages compute in turn; each way it crosses as many links as there are hosts."""
+    assert ring(num_hosts).step_s == pytest.approx(3 * (num_hosts + 1))
+    assert ring(num_hosts, latency_s=0.25).step_s == pytest.approx(
+        3 * (num_hosts + 1) + 2 * num_hosts * 0.25
+    )
+    second = Messages(1e6 * PACKET_SHARE, 1e6 * PACKET_SHARE)
+    nothing = StageTimes(0, 0)
+    assert ring(num_hosts, second, 8, times=nothing).step_s == pytest.approx(2 * num_hosts)
+
+
+def test_a_ring_of_two_hosts_by_hand() -> None:
+    """Three microbatches, forward 1 s and backward 2 s everywhere, links that cost nothing."""
+    found = ring(2, chunks=3)
+    assert [tuple(span) for span in found.spans if span.stage != 1] == [
+        (0, FORWARD, 0, 0, 1),
+        (0, FORWARD, 1, 1, 2),
+        (2, FORWARD, 0, 2, 3),
+        (2, BACKWARD, 0, 3, 5),
+        (0, FORWARD, 2, 5, 6),
+        (2, FORWARD, 1, 6, 7),
+        (2, BACKWARD, 1, 7, 9),
+        (2, FORWARD, 2, 9, 10),
+        (2, BACKWARD, 2, 10, 12),
+        (0, BACKWARD, 0, 12, 14),
+        (0, BACKWARD, 1, 14, 16),
+        (0, BACKWARD, 2, 16, 18),
+    ]
+    assert [tuple(span) for span in found.spans if span.stage == 1] == [
+        (1, FORWARD, 0, 1, 2),
+        (1, FORWARD, 1, 2, 3),
+        (1, BACKWARD, 0, 5, 7),
+        (1, FORWARD, 2, 7, 8),
+        (1, BACKWARD, 1, 9, 11),
+        (1, BACKWARD, 2, 12, 14),
+    ]
+    assert found.busy_s == pytest.approx([9, 9, 9])
+    assert found.bubble == pytest.approx(1 - 27 / (2 * 18))
+
+
+def test_two_hosts_have_one_wire_each_for_both_cuts() -> None:
+    """Each sends two messages for a microbatch, and receives two."""
+    seconds = 0.5
+    sent = Messages(*[seconds * PACKET_SHARE * 1e6] * 2)
+    found = ring(2, sent, 8, times=StageTimes(0, 0), chunks=100)
+    assert 100 <= found.step_s <= 104
+
+
+@pytest.mark.parametrize(
+    ("latencies", "rates", "there_s"),
+    [
+        ((0.25, 0.5), (8.0, 4.0), 0.25 + 0.5 + 0.5 + 1 + 2 + 2),
+        ((0.5, 0.25), (4.0, 8.0), 0.5 + 0.25 + 0.5 + 2 + 1 + 2),
+        ((0.25, 0.5, 4.0), (8.0, 4.0, 16.0), 0.25 + 0.5 + 4.0 + 1 + 2 + 0.5),
+    ],
+)
+def test_the_way_back_is_the_slowest_link_unless_it_is_known(
+    latencies: tuple[float, ...], rates: tuple[float, ...], there_s: float
+) -> None:
+    network = Network((math.inf,) * 3, latencies, link_mbps=rates)
+    second = Messages(1e6 * PACKET_SHARE, 1e6 * PACKET_SHARE)
+    found = timeline([StageTimes(0, 0)] * 4, [second] * 3, network, chunks=1)
+    assert found.step_s == pytest.approx(2 * there_s)
+
+
+@pytest.mark.parametrize("in_flight", [None, 1, 2, 5, 20])
+@pytest.mark.parametrize("chunks", [1, 2, 3, 9])
+@pytest.mark.parametrize("num_hosts", [2, 3, 4, 8])
+def test_the_first_host_goes_in_the_order_of_the_ring(
+    num_hosts: int, chunks: int, in_flight: int | None
+) -> None:
+    """And the others in that of all pipelines, with a stage more behind them."""
+    times = StageTimes(1, 2, 0.1, 0.1, 0.1, 0.1)
+    found = ring(
+        num_hosts, Messages(1e5, 2e5), 5, 0.3, times=times, chunks=chunks, in_flight=in_flight
+    )
+    assert len(found.spans) == 2 * chunks * (num_hosts + 1)
+    depth = min(chunks, in_flight or 2 * num_hosts + 1)
+    names = {(0, FORWARD): "F", (0, BACKWARD): "B", (num_hosts, FORWARD): "L"}
+    own = [span for span in found.spans if span.stage in (0, num_hosts)]
+    done = [(names.get(span[:2], "loss"), span.microbatch) for span in own]
+    expected = list(ring_order(chunks, depth, num_hosts))
+    assert [each for each in done if each[0] != "loss"] == expected
+    for (what, i), after in itertools.pairwise(done):
+        assert (what == "L") == (after == ("loss", i))
+    for one, other in itertools.pairwise(own):
+        assert one.end_s <= other.start_s  # on one processor
+    for stage in range(1, num_hosts):
+        warmup = warmup_of(stage, num_hosts + 1, depth)
+        kinds = [FORWARD] * warmup + [BACKWARD, FORWARD] * (chunks - warmup) + [BACKWARD] * warmup
+        assert [span.kind for span in found.spans if span.stage == stage] == kinds
+    when = {(span.stage, span.kind, span.microbatch): span for span in found.spans}
+    for (stage, kind, microbatch), span in when.items():
+        if kind == FORWARD and stage > 0:
+            assert span.start_s >= when[stage - 1, FORWARD, microbatch].end_s + 0.3
+        if kind == BACKWARD and stage < num_hosts:
+            assert span.start_s >= when[stage + 1, BACKWARD, microbatch].end_s + 0.3
+
+
+@pytest.mark.parametrize("num_hosts", [2, 4, 8])
+@pytest.mark.parametrize("chunks", [2, 4, 8, 16])
+def test_on_free_links_the_first_host_waits_for_a_round_there_and_back(
+    num_hosts: int, chunks: int
+) -> None:
+    """And no longer, whether there are fewer microbatches than hosts or more."""
+    found = ring(num_hosts, chunks=chunks)
+    busiest = 3 * 2 * chunks
+    assert busiest <= found.step_s <= busiest + 2 * 3 * (num_hosts - 1) + 3
+
+
+def test_hosts_of_a_ring_share_cores() -> None:
+    assert ring(3, chunks=4, num_cores=1).step_s == pytest.approx(4 * 4 * 3)
+    assert ring(3, chunks=4, num_cores=3).step_s == ring(3, chunks=4).step_s
+
+
+def test_a_host_alone_has_one_stage() -> None:
+    with pytest.raises(ValueError, match="2 stages, 1 cuts and 1 hosts"):
+        ring(1)
+    with pytest.raises(ValueError, match="4 stages, 3 cuts and 2 hosts"):
+        timeline([StageTimes(1, 1)] * 4, [NOTHING] * 3, Network.alike(2, 1.0), chunks=1)
