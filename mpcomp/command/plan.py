@@ -97,10 +97,16 @@ def add_to(commands: Any) -> None:
         "(default: those that were studied for the task)",
     )
     add(
+        "--ties",
+        choices=("together", "apart"),
+        help="a weight that the first stage and the last share: both uses on the first machine, or "
+        "a copy on each (default: together where the model allows it)",
+    )
+    add(
         "--tie-comp",
-        default=TIE_COMP,
         metavar="SPEC",
-        help="of tied weights where cuts are compressed (default %(default)s)",
+        help="of tied weights that are apart, where cuts are compressed; sets --ties apart "
+        f"(default {TIE_COMP})",
     )
     add("--samples", type=int, metavar="N", help="of the training set, for methods with a memory")
     add("--json", action="store_true", help="print all figures as JSON")
@@ -188,7 +194,8 @@ def run(options: argparse.Namespace) -> None:
     )
     task = options.task or model.task
     timing = Undisturbed()
-    profile = _profile(model, options, timing)
+    together = _together(model, options)
+    profile = _profile(model, options, timing, together=together)
     computes = [[block.compute for block in profile.blocks]] * options.stages
     if group is not None:
         computes, links = group.measure(profile)
@@ -205,7 +212,7 @@ def run(options: argparse.Namespace) -> None:
         cuts=cuts,
         task=task,
         computes=computes,
-        tie_comp=options.tie_comp,
+        tie_comp=options.tie_comp or TIE_COMP,
         in_flight=options.in_flight,
         num_cores=options.cores,
         exchange_s=replicas[0].seconds if replicas else 0.0,
@@ -278,7 +285,7 @@ def _about(model: Candidate, profile: Profile, options: argparse.Namespace, chun
     connections = f", {options.connections} connections" if options.connections > 1 else ""
     return (
         f"{model.described}: {profile.num_parameters / 1e6:.1f} M parameters in "
-        f"{len(profile.blocks)} blocks; a microbatch takes {seconds:.2f} s of computing ({how}); "
+        f"{profile.num_blocks} blocks; a microbatch takes {seconds:.2f} s of computing ({how}); "
         f"steps of {options.batch} rows in {chunks} microbatches over {options.stages} stages, "
         f"{links} Mbit/s, {latency} ms{connections}"
         + (f", {options.replicas} replicas" if options.replicas > 1 else "")
@@ -326,11 +333,39 @@ def _pair(given: Sequence[str]) -> Pair:
     return given[0], given[-1]
 
 
-def _profile(model: Candidate, options: argparse.Namespace, timing: Undisturbed) -> Profile:
+def _together(model: Candidate, options: argparse.Namespace) -> bool:
+    """Whether both uses of a weight go to the first host.
+
+    Raises:
+        ValueError: they are to, and cannot; or there is no such cut.
+    """
+    if options.ties == "apart" or (options.tie_comp and options.ties is None):
+        return False
+    num_blocks = len(stages.blocks(model.model))
+    if options.split:
+        where = _counts(options.split)
+    elif options.stages <= num_blocks:  # as early as can be: other cuts are found from times
+        where = [1] * (options.stages - 1) + [num_blocks - options.stages + 1]
+    else:
+        return False  # what is too many is said where cuts are found
+    first = stages.split(model.model, where, together=True)[0]
+    together = first.together and not first.why_apart
+    if options.ties == "together" and not together:
+        why = first.why_apart or "no weight of the first stage is used in the last one again"
+        raise ValueError(f"--ties together, but {why}; leave --ties out")
+    return together
+
+
+def _profile(
+    model: Candidate, options: argparse.Namespace, timing: Undisturbed, *, together: bool
+) -> Profile:
     if options.tflops is not None:
-        return count_profile(model.model, model.sample, flops_per_s=1e12 * options.tflops)
+        speed = 1e12 * options.tflops
+        return count_profile(model.model, model.sample, flops_per_s=speed, together=together)
     dtype = compute_dtype(options.precision, torch.device("cpu"))
-    return measure_profile(model.model, model.sample, model.loss, autocast=dtype, settle=timing)
+    return measure_profile(
+        model.model, model.sample, model.loss, autocast=dtype, settle=timing, together=together
+    )
 
 
 def _network(options: argparse.Namespace) -> Network:
@@ -362,21 +397,26 @@ def _cuts(
     """Ways to cut the model: as asked, or balanced, evenly and with the fewest bytes."""
     if options.split == "paper":
         cut = stages.split(model.model, "paper")
-        names = [block.name for block in profile.blocks]
+        names = [block.name for block in profile.blocks[: profile.num_blocks]]
         ends = [0, *(1 + names.index(stage.block_names[-1]) for stage in cut[:-1]), len(names)]
         return [[end - start for start, end in itertools.pairwise(ends)]]
     if options.split:
-        try:
-            return [[int(count) for count in options.split.split(",")]]
-        except ValueError:
-            raise ValueError(
-                f"--split {options.split}: pass paper, or block counts as in 3,3,3,3"
-            ) from None
+        return [_counts(options.split)]
     seconds = [[sum(compute) for compute in of_host] for of_host in computes]
     sizes = [block.output.numel * block.output.dtype.itemsize for block in profile.blocks]
-    found = [stages.partition(seconds, options.stages)]
-    cheaper = stages.partition(seconds, options.stages, slack=SLACK, prices=sizes)
+    found = [profile.balanced(options.stages, seconds)]
+    cheaper = profile.balanced(options.stages, seconds, slack=SLACK, prices=sizes)
     return found if cheaper in found else [*found, cheaper]
+
+
+def _counts(split: str) -> Any:
+    """A split as `stages.split` takes it."""
+    if split == "paper":
+        return split
+    try:
+        return [int(count) for count in split.split(",")]
+    except ValueError:
+        raise ValueError(f"--split {split}: pass paper, or block counts as in 3,3,3,3") from None
 
 
 def _replicas(
@@ -385,12 +425,11 @@ def _replicas(
     """Costs between replicas of the stage that has most to send; all exchange at once."""
     if options.replicas == 1:
         return []
-    largest = max(
-        profile.stages(counts), key=lambda own: sum(block.num_parameters for block in own)
-    )
-    parameters: dict[str, TensorMeta] = {}
-    for block in largest:
-        parameters |= block.parameters
+    of_hosts: list[dict[str, TensorMeta]] = [{} for _ in counts]
+    for stage, own in enumerate(profile.stages(counts)):
+        for block in profile.blocks[own]:
+            of_hosts[stage % len(counts)] |= block.parameters
+    parameters = max(of_hosts, key=lambda own: sum(meta.numel for meta in own.values()))
     rate = options.replica_mbps or min(options.mbps)
     latency = options.replica_latency_ms
     network = ReplicaNetwork(

@@ -76,6 +76,7 @@ class Outcome:
                 "grad": self.best.pair[1],
                 "split": list(self.best.counts),
                 "compress": self.compresses,
+                "ties": self.best.uses,
                 "connections": None if self.striped_s is None else CONNECTIONS,
                 "step_s_over_connections": self.striped_s,
                 "updates": None if self.asynchronous_s is None else UPDATES,
@@ -206,6 +207,16 @@ class Outcome:
                 f"it cost {_loss(best)} {UNITS[self.task]} in the project's own study "
                 f"({known.study}, n = {known.n}); look at both evaluations of your own run",
             ]
+        if best.uses == "together":
+            lines.append(
+                "ties='together', as by default: the first machine has the last stage as well, and "
+                "the tied weight once; nothing is exchanged, and one cut more leads back to it"
+            )
+        elif best.uses == "apart":
+            lines.append(
+                "ties='apart': two machines have copies of the tied weight, and exchange "
+                f"{best.tie_bytes / 1e6:.2f} MB of its gradients a step"
+            )
         if self.striped_s is not None:
             lines.append(
                 f"with connections={CONNECTIONS} it takes {time_text(self.striped_s)}, "

@@ -3,14 +3,14 @@
 A `Planner` has a model's profile, the pipeline's hosts and its schedule; it measures what each pair
 of methods takes at each cut (once a shape), tries the cuts it is given, and keeps the fastest.
 
-A step ends with what comes after the last backward: the gradients of tied weights, which both
-copies' hosts send each other, and the exchange with replicas.
+Where a profile says so, the first host has the last stage as well, and both uses of a weight. A
+step ends with what comes after the last backward: the gradients of tied weights that two hosts have
+copies of, which these send each other, and the exchange with replicas.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -53,14 +53,14 @@ class PlannedStep:
 
     Attributes:
         pair: of methods.
-        counts: blocks of each stage.
+        counts: blocks of each stage, as `stages.split` takes them.
         cuts: what each cut takes for a microbatch.
         dense_bytes: of a step at all cuts, both ways, uncompressed.
         num_elements: of a step at all cuts, both ways.
         wire_bytes: what is sent.
         tie_comp: method of tied weights' gradients.
-        ties: what each tied weight takes that two stages have: its first stage, its last one, and
-            the cost of its messages, one each way.
+        ties: what each tied weight takes that two hosts have: the first, the last, and the cost of
+            its messages, one each way.
         prediction: of the microbatches.
         tie_s: seconds for tied weights.
         exchange_s: what replicas add.
@@ -94,6 +94,13 @@ class PlannedStep:
         return below_bf16(self.wire_bytes, self.num_elements)
 
     @property
+    def uses(self) -> str | None:
+        """The place of a weight of the first stage and the last: "together", "apart", or None."""
+        if len(self.cuts) == len(self.counts):
+            return "together"
+        return "apart" if self.ties else None
+
+    @property
     def tie_bytes(self) -> float:
         """Bytes of tied weights' messages in a step, both ways."""
         return sum(sum(cost.messages) for *_, cost in self.ties)
@@ -104,7 +111,7 @@ class Planner:
 
     Args:
         profile: of the model, for a microbatch.
-        network: of the hosts, one for each stage.
+        network: of the hosts, one for each stage but a last one that is on the first host.
         chunks: microbatches of a step.
         cuts: ways to cut the model, block counts each; the fastest is taken.
         task: in `known_quality.TASKS`.
@@ -142,7 +149,7 @@ class Planner:
         for counts in cuts:
             if len(counts) != num_hosts:
                 raise ValueError(f"{len(counts)} stages for {num_hosts} hosts: each has one stage")
-            list(profile.stages(counts))
+            profile.stages(counts)
         self.profile, self.network, self.chunks = profile, network, chunks
         alike = [[block.compute for block in profile.blocks]] * num_hosts
         self._computes = alike if computes is None else computes
@@ -171,14 +178,15 @@ class Planner:
     def asynchronous_s(self, step: PlannedStep, updates: int) -> float | None:
         """Seconds that a planned step takes where the pipeline does not drain between so many.
 
-        None where it must, for tied weights or replicas.
+        None where it must, for weights that are used twice or replicas.
         """
-        if step.ties or step.exchange_s:
+        if step.ties or step.exchange_s or self.profile.again is not None:
             return None
         return self._predict(step.counts, step.cuts, self.network, updates).step_s
 
     def _step(self, pair: Pair, counts: tuple[int, ...]) -> PlannedStep:
-        metas = [stage[-1].output for stage in self.profile.stages(counts)][:-1]
+        blocks = self.profile.blocks
+        metas = [blocks[own][-1].output for own in self.profile.stages(counts)][:-1]
         cuts = tuple(self._cost(pair, meta) for meta in metas)
         tie_comp = pair[0] if pair in (DENSE, BASELINE) else self._tie_comp
         ties = tuple(self._tied(tie_comp, counts))
@@ -212,10 +220,9 @@ class Planner:
         )
 
     def _stage_compute(self, counts: Sequence[int]) -> list[Compute]:
-        ends = [0, *itertools.accumulate(counts)]
         return [
-            Compute(*(sum(times) for times in zip(*own[start:end], strict=True)))
-            for own, (start, end) in zip(self._computes, itertools.pairwise(ends), strict=True)
+            Compute(*map(sum, zip(*self._computes[i % len(counts)][own], strict=True)))
+            for i, own in enumerate(self.profile.stages(counts))
         ]
 
     def _cost(self, pair: Pair, meta: TensorMeta) -> CutCost:
@@ -229,10 +236,14 @@ class Planner:
         return self._costs[pair, meta]
 
     def _tied(self, method: str, counts: Sequence[int]) -> Iterator[tuple[int, int, CutCost]]:
-        """The stages of each tied weight that have copies of it, and its messages' cost."""
-        stage_of = [stage for stage, count in enumerate(counts) for _ in range(count)]
+        """The hosts of each tied weight that have copies of it, and its messages' cost."""
+        host_of = [
+            stage % len(counts)
+            for stage, own in enumerate(self.profile.stages(counts))
+            for _ in self.profile.blocks[own]
+        ]
         for tie in self.profile.ties:
-            first, last = stage_of[tie.first], stage_of[tie.last]
+            first, last = host_of[tie.first], host_of[tie.last]
             if first == last:
                 continue
             key = ((method, method), tie.meta)
@@ -247,9 +258,10 @@ class Planner:
 
     def _state_bytes(self, pair: Pair, metas: Sequence[TensorMeta]) -> int | None:
         """Bytes that the host between two cuts keeps at most, or that at the only one."""
+        num_hosts = len(self.network.host_mbps)
         names = [str(i) for i in range(len(metas))]
         boundaries = boundaries_of(*pair, names, seed=0, replica=0, warmup_steps=0)
-        kept = [0] * (len(metas) + 1)
+        kept = [0] * num_hosts
         for boundary, meta in zip(boundaries, metas, strict=True):
             batch = meta.with_rows(self.chunks * meta.shape[0])
             for link in boundary.links:
@@ -257,7 +269,7 @@ class Planner:
                     return None
                 for stage in (link.sender_stage, link.receiver_stage):
                     entries = state_of_link(link, batch, self._num_samples, (stage,))
-                    kept[stage] += sum(entry["bytes"] for entry in entries)
+                    kept[stage % num_hosts] += sum(entry["bytes"] for entry in entries)
         return max(kept)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -23,9 +24,19 @@ from mpcomp.core.side_effects import attributes_kept
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.plan.prediction import Compute
 from mpcomp.plan.timing import Run, Settle, timed, typical
-from stages.blocks import Block, arguments, blocks, one_tensor, random_state_kept, side_inputs
+from stages.balance import partition
+from stages.blocks import (
+    Block,
+    arguments,
+    line_of,
+    one_tensor,
+    random_state_kept,
+    side_inputs,
+    units_of,
+)
 from stages.sharing import shared_parameters
 from stages.stage import Stage
+from stages.together import second_use
 
 __all__ = ["BlockProfile", "CutTensors", "Profile", "count_profile", "measure_profile"]
 
@@ -80,12 +91,18 @@ class Profile:
     Attributes:
         blocks: in order.
         samples: of every shape that can cross a cut, tensors that do.
-        ties: the parameters that two blocks share.
+        ties: the parameters that two blocks share, each with one of its own.
+        again: the block from which on they are a last stage on the first host, where a weight of
+            the first is used again (`stages.split`, ``together``) and not held; None where none is.
+        num_counted: blocks that block counts add up to: not the head that a last block was cut
+            from for ``again``; None for all.
     """
 
     blocks: tuple[BlockProfile, ...]
     samples: Mapping[TensorMeta, CutTensors]
     ties: tuple[Tie, ...] = ()
+    again: int | None = None
+    num_counted: int | None = None
 
     @property
     def num_parameters(self) -> int:
@@ -93,21 +110,58 @@ class Profile:
         shared = sum(tie.meta.numel for tie in self.ties)
         return sum(block.num_parameters for block in self.blocks) - shared
 
-    def stages(self, counts: Sequence[int]) -> Iterator[tuple[BlockProfile, ...]]:
-        """The blocks of each stage.
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that block counts add up to, as of `stages.blocks`."""
+        return len(self.blocks) if self.num_counted is None else self.num_counted
+
+    def stages(self, counts: Sequence[int]) -> list[slice]:
+        """The blocks of each stage; of one more at the end, if there is ``again``.
+
+        Args:
+            counts: of blocks, as `stages.split` takes them.
 
         Raises:
-            ValueError: the counts do not add up to the blocks.
+            ValueError: the counts do not add up to the blocks, or leave a stage none.
         """
-        if sum(counts) != len(self.blocks):
+        if sum(counts) != self.num_blocks:
             raise ValueError(
                 f"block counts {list(counts)} add up to {sum(counts)}, but the model has "
-                f"{len(self.blocks)} blocks"
+                f"{self.num_blocks} blocks"
             )
-        start = 0
-        for count in counts:
-            yield self.blocks[start : start + count]
-            start += count
+        ends = [0, *itertools.accumulate(counts)]
+        if self.again is not None:
+            if ends[-2] >= self.again:
+                raise ValueError(
+                    f"block counts {list(counts)} leave no block between the last cut and the "
+                    f"second use of the first one's weight, in {self.blocks[self.again].name!r}; "
+                    "cut earlier"
+                )
+            ends[-1:] = [self.again, len(self.blocks)]
+        return [slice(*pair) for pair in itertools.pairwise(ends)]
+
+    def balanced(
+        self,
+        num_hosts: int,
+        seconds: Sequence[Sequence[float]],
+        *,
+        slack: float = 0.0,
+        prices: Sequence[float] | None = None,
+    ) -> list[int]:
+        """Block counts for so many hosts, as `stages.partition` finds them.
+
+        Args:
+            num_hosts: each has one stage, and the first what is from ``again`` on.
+            seconds: of each host for each block.
+            slack: as there.
+            prices: of a cut after each block.
+        """
+        if self.again is None:
+            return partition(seconds, num_hosts, slack=slack, prices=prices)
+        own = [[each[0] + sum(each[self.again :]), *each[1 : self.again]] for each in seconds]
+        prices = None if prices is None else prices[: self.again]
+        *others, last = partition(own, num_hosts, slack=slack, prices=prices)
+        return [*others, last + self.num_blocks - self.again]
 
 
 def measure_profile(
@@ -118,6 +172,7 @@ def measure_profile(
     autocast: torch.dtype | None = None,
     repeats: int = 3,
     settle: Settle = typical,
+    together: bool = False,
 ) -> Profile:
     """Runs every kind of block here, forward and backward.
 
@@ -131,6 +186,7 @@ def measure_profile(
         autocast: the dtype that is computed in; None for that of the weights.
         repeats: that are measured.
         settle: what repeats of one kind of block stand for; by default their median.
+        together: whether both uses of a weight are to be on one host, as of `stages.split`.
 
     Raises:
         ValueError: the model cannot be cut, or repeats is below 1.
@@ -139,12 +195,44 @@ def measure_profile(
     if repeats < 1:
         raise ValueError(f"repeats is {repeats}: pass at least 1")
     with random_state_kept(), torch.enable_grad():
-        units = blocks(model)
-        walk = _Walk(units, sample, loss, autocast)
+        laid_out = _LaidOut.of(model, together)
+        walk = _Walk(laid_out.units, sample, loss, autocast)
         for _ in range(_WARMUPS + repeats):
             walk.forward()
             walk.backward()
-        return replace(walk.profile(settle, skip=_WARMUPS), ties=_ties(model, units))
+        return laid_out.profile(model, *walk.measured(settle, skip=_WARMUPS))
+
+
+class _LaidOut(NamedTuple):
+    """A model's blocks, and what a profile says of them; attributes as there."""
+
+    units: list[Block]
+    again: int | None
+    num_counted: int
+
+    @classmethod
+    def of(cls, model: nn.Module, together: bool) -> _LaidOut:
+        line = line_of(model)
+        place = second_use(model, line) if together else None
+        again = None if place is None else 1 + sum(own < place for own in line.places)
+        units = units_of(model, line, with_head=place is not None)
+        return cls(units, again, len(line.units))
+
+    def profile(
+        self,
+        model: nn.Module,
+        found: list[BlockProfile],
+        samples: Mapping[TensorMeta, CutTensors],
+    ) -> Profile:
+        ties = []
+        for tie, names in _ties(model, self.units):
+            if self.again is None:
+                ties.append(tie)
+                continue
+            user = found[tie.last]
+            own = {name: meta for name, meta in user.parameters.items() if name not in names}
+            found[tie.last] = replace(user, parameters=own)
+        return Profile(tuple(found), samples, tuple(ties), self.again, self.num_counted)
 
 
 class _Walk:
@@ -194,16 +282,18 @@ class _Walk:
             self._times[i][1].append(run)
             gradient = None if x is None else x.grad
 
-    def profile(self, settle: Settle, skip: int) -> Profile:
+    def measured(
+        self, settle: Settle, skip: int
+    ) -> tuple[list[BlockProfile], dict[TensorMeta, CutTensors]]:
         measured = {
             i: Compute(*(settle(times[skip:]) for times in both)) for i, both in self._times.items()
         }
-        found = tuple(
+        found = [
             BlockProfile(
                 unit.name, measured[self._kinds[i]], _parameters(unit), TensorMeta.of(output)
             )
             for i, (unit, output) in enumerate(zip(self._units, self._outputs, strict=True))
-        )
+        ]
         # Of the middle of the model rather than of its beginning, where there are several.
         samples: dict[TensorMeta, CutTensors] = {}
         middle = len(found) / 2
@@ -211,7 +301,7 @@ class _Walk:
             gradient = self._gradients[i]
             if gradient is not None:
                 samples.setdefault(found[i].output, CutTensors(self._outputs[i], gradient))
-        return Profile(found, samples)
+        return found, samples
 
     def _inputs(self, i: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if i == 0:
@@ -256,7 +346,9 @@ class _Walk:
         return torch.autocast(device, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
 
 
-def count_profile(model: nn.Module, sample: Any, *, flops_per_s: float) -> Profile:
+def count_profile(
+    model: nn.Module, sample: Any, *, flops_per_s: float, together: bool = False
+) -> Profile:
     """Counts every block's operations, for a machine of a given speed that is not here.
 
     Nothing is computed, and the model may be on the meta device. What crosses the cuts is Gaussian.
@@ -265,6 +357,7 @@ def count_profile(model: nn.Module, sample: Any, *, flops_per_s: float) -> Profi
         model: any that `stages.split` can cut.
         sample: a microbatch; only its shapes matter.
         flops_per_s: floating-point operations a second that the machine reaches in training.
+        together: whether both uses of a weight are to be on one host, as of `stages.split`.
 
     Raises:
         ValueError: the model cannot be cut, or a speed that is not above 0.
@@ -272,7 +365,8 @@ def count_profile(model: nn.Module, sample: Any, *, flops_per_s: float) -> Profi
     """
     if not flops_per_s > 0:
         raise ValueError(f"flops_per_s is {flops_per_s}: pass a number above 0")
-    units = blocks(model)
+    laid_out = _LaidOut.of(model, together)
+    units = laid_out.units
     found: list[BlockProfile] = []
     seen: dict[Any, tuple[Compute, Tensor]] = {}
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
@@ -299,11 +393,11 @@ def count_profile(model: nn.Module, sample: Any, *, flops_per_s: float) -> Profi
         meta: CutTensors(*(_gaussian(meta, generator) for _ in range(2)))
         for meta in dict.fromkeys(block.output for block in found[:-1])
     }
-    return Profile(tuple(found), samples, _ties(model, units))
+    return laid_out.profile(model, found, samples)
 
 
-def _ties(model: nn.Module, units: Sequence[Block]) -> tuple[Tie, ...]:
-    found = []
+def _ties(model: nn.Module, units: Sequence[Block]) -> Iterator[tuple[Tie, tuple[str, ...]]]:
+    """The parameters that several blocks share, with their names."""
     for names in shared_parameters(model):
         users = [
             i
@@ -312,10 +406,8 @@ def _ties(model: nn.Module, units: Sequence[Block]) -> tuple[Tie, ...]:
         ]
         if len(users) > 1:
             parameter = model.get_parameter(names[0])
-            found.append(
-                Tie(users[0], users[-1], TensorMeta((1, parameter.numel()), parameter.dtype))
-            )
-    return tuple(found)
+            meta = TensorMeta((1, parameter.numel()), parameter.dtype)
+            yield Tie(users[0], users[-1], meta), names
 
 
 def _named(unit: Block, *, remove_duplicate: bool) -> Iterator[tuple[str, nn.Parameter]]:

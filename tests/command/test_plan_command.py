@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import models
 import pytest
+import torch
 
+import stages
 from mpcomp.command import main
 
 #: What coding takes is asserted nowhere here.
@@ -29,9 +32,52 @@ def test_a_table_and_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     assert "4 stages, 0.1 Mbit/s, 5 ms" in out
     assert "measured here" in out and "% above them" in out
     # At this rate nothing but bytes matters: the fewest of what keeps quality.
-    assert "start with act_comp='auto:scratch', grad_comp='auto:scratch', tie_comp='quant:8'" in out
+    assert "start with act_comp='auto:scratch', grad_comp='auto:scratch': " in out
+    assert "ties='together', as by default" in out
     assert "split=[1,1,1,1]" in out
     assert "* auto:scratch" in out
+
+
+@pytest.mark.parametrize("option", [["--ties", "apart"], ["--tie-comp", "quant:8"]])
+def test_a_weight_may_be_exchanged(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    run(*SMALL, "--stages", "4", "--mbps", "0.1", "--tflops", "1", *option)
+    out = capsys.readouterr().out
+    assert "start with act_comp='auto:scratch', grad_comp='auto:scratch', tie_comp='quant:8'" in out
+    assert "ties='apart': two machines have copies" in out
+
+
+def test_a_recommended_split_cuts_a_chain_with_a_tied_weight(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is printed is what a pipeline takes: one stage more than machines."""
+    (tmp_path / "tied_models.py").write_text(
+        "import torch\n"
+        "def make(rows):\n"
+        "    embedding, head = torch.nn.Embedding(64, 8), torch.nn.Linear(8, 64, bias=False)\n"
+        "    head.weight = embedding.weight\n"
+        "    blocks = [torch.nn.Linear(8, 8) for _ in range(5)]\n"
+        "    model = torch.nn.Sequential(embedding, *blocks, torch.nn.LayerNorm(8), head)\n"
+        "    return model, torch.zeros(rows, 3, dtype=torch.long)\n"
+    )
+    name = f"{tmp_path / 'tied_models.py'}:make"
+    for given in ([], ["--split", "1,3,4"], ["--split", "5,2,1"]):
+        options = ["--stages", "3", "--tflops", "1", "--task", "scratch", "--method", "bf16"]
+        run(name, *options, *given, "--json")
+        found = json.loads(capsys.readouterr().out)["recommended"]
+        cut = stages.split(models_at(tmp_path), found["split"], together=True)
+        together = given != ["--split", "5,2,1"]  # where the head is a stage of its own
+        assert found["ties"] == ("together" if together else "apart")
+        assert len(cut) == 3 + together
+    with pytest.raises(SystemExit, match="--ties together, but no block is left"):
+        run(name, "--stages", "3", "--split", "5,2,1", "--ties", "together")
+    with pytest.raises(SystemExit, match="--ties together, but no weight of the first stage"):
+        run("resnet18", "--stages", "2", "--batch", "2", "--ties", "together")
+
+
+def models_at(folder: Path) -> torch.nn.Module:
+    model, _ = runpy.run_path(str(folder / "tied_models.py"))["make"](1)
+    assert isinstance(model, torch.nn.Module)
+    return model
 
 
 def test_figures_for_programs(capsys: pytest.CaptureFixture[str]) -> None:

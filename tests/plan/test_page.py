@@ -77,6 +77,7 @@ def plan_data(mbps: float = MBPS) -> dict[str, Any]:
             "grad": "auto:scratch",
             "split": [1, 1, 1],
             "compress": True,
+            "ties": None,
             "says": ["start with act_comp='auto:scratch'", "split=[1,1,1]"],
         },
         "task": "scratch",
@@ -284,6 +285,15 @@ def test_a_step_is_drawn_beside_that_with_bf16(tmp_path: Path) -> None:
     assert "bf16" in labels
     assert both == 2 * one == 2 * 2 * len(COMPUTE) * CHUNKS
     assert tails == 2 * ["tied weights’ gradients: 50.0 ms", "exchange between replicas: 50.0 ms"]
+
+
+def test_a_last_stage_beside_the_first_is_said(tmp_path: Path) -> None:
+    data = plan_data()
+    commands = 'tell(at("spans-note").textContent);'
+    for ties, said in ((None, False), ("apart", False), ("together", True)):
+        data["recommended"]["ties"] = ties
+        (note,) = shown(written(tmp_path, data), commands)
+        assert ("The last stage is on the first machine" in note) == said
 
 
 MODEL = """

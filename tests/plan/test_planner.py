@@ -185,6 +185,55 @@ def test_what_a_pipeline_that_does_not_drain_takes_is_said(profile: Profile) -> 
     assert of_tied.asynchronous_s is None and of_tied.to_dict()["recommended"]["updates"] is None
 
 
+def tied_profile() -> Profile:
+    """As `model`, with an embedding before and a head with its weight behind: a third of it all."""
+    embedding, head = nn.Embedding(1024, 256), nn.Linear(256, 1024, bias=False)
+    head.weight = embedding.weight
+    tokens = torch.randint(1024, (4, 16), generator=torch.Generator().manual_seed(0))
+    whole = nn.Sequential(embedding, *model(), head)
+    return count_profile(whole, tokens, flops_per_s=1e9, together=True)
+
+
+def test_both_uses_of_a_weight_on_the_first_host_exchange_nothing() -> None:
+    tied, counts = tied_profile(), [1, 3, 3, 3]
+    made = planner(tied, 100.0, 0.02, cuts=[counts])
+    step = made.step(BASELINE)
+    assert step.uses == "together" and (step.ties, step.tie_s, step.tie_bytes) == ((), 0, 0)
+    block, head = tied.blocks[1].compute, tied.blocks[-1].compute
+    two, three = (Compute(*(n * seconds for seconds in block)) for n in (2, 3))
+    computes = [tied.blocks[0].compute, three, three, two, head]
+    expected = predict(computes, step.cuts, Network.alike(4, 100.0, 0.02), chunks=4)
+    assert step.step_s == expected.step_s
+    assert len(step.cuts) == 4 and step.num_elements == 2 * 4 * 4 * X.numel()
+    assert made.asynchronous_s(step, 16) is None
+    # A first machine that is twice as fast runs the head as fast.
+    own = [each.compute for each in tied.blocks]
+    fast = [Compute(*(seconds / 2 for seconds in each)) for each in own]
+    step = planner(tied, 1e5, cuts=[counts], computes=[fast, own, own, own]).step(DENSE)
+    spans = [span for span in step.prediction.timeline.spans if span.stage == 4]
+    assert sum(span.end_s - span.start_s for span in spans) == pytest.approx(
+        4 * (sum(head) / 2 + sum(step.cuts[3].coding[1:3])) + step.cuts[3].coding.decode_grad_s
+    )
+
+
+def test_what_is_recommended_says_where_both_uses_are() -> None:
+    found = plan(
+        planner(tied_profile(), 5.0, cuts=[[1, 3, 3, 3]]), [QUANT], task="images", floor=2.0
+    )
+    first, *others = found.sentences()
+    assert found.compresses and "tie_comp" not in first
+    assert sum("ties='together'" in line for line in others) == 1
+    assert found.to_dict()["recommended"]["ties"] == "together"
+
+
+def test_state_of_a_ring_is_kept_by_host() -> None:
+    """The first host keeps ends of the first cut and of the last."""
+    pair, tied = ("ef21+topk:0.1", "ef+topk:0.1"), tied_profile()
+    of_ring = planner(tied, 10.0, cuts=[[1, 3, 3, 3]]).step(pair).state_bytes
+    plain = planner(dataclasses.replace(tied, again=None), 10.0, cuts=[[1, 3, 3, 3]]).step(pair)
+    assert of_ring == plain.state_bytes != 0  # two cuts' ends, on every host
+
+
 def test_figures_are_json(profile: Profile) -> None:
     found = outcome(profile, 5.0).to_dict()
     assert json.loads(json.dumps(found, allow_nan=False)) == found

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import stages
 from mpcomp.core.loss import CausalLMLoss
 from mpcomp.plan.profile import BACKWARD_OVER_FORWARD, count_profile, measure_profile
 
@@ -128,9 +129,9 @@ def test_autocast_is_what_crosses() -> None:
 
 def test_stages_are_blocks_in_order() -> None:
     found = measure_profile(chain(), X, loss, repeats=1)
-    assert [len(own) for own in found.stages([2, 3])] == [2, 3]
+    assert found.stages([2, 3]) == [slice(0, 2), slice(2, 5)]
     with pytest.raises(ValueError, match=r"\[2, 2\] add up to 4, but the model has 5"):
-        list(found.stages([2, 2]))
+        found.stages([2, 2])
 
 
 def test_bad_input() -> None:
@@ -139,3 +140,68 @@ def test_bad_input() -> None:
     for speed in (0.0, -1.0, math.nan):
         with pytest.raises(ValueError, match="flops_per_s is"):
             count_profile(chain(), X, flops_per_s=speed)
+
+
+def tied_chain(num_blocks: int = 4) -> nn.Sequential:
+    """Embedding, blocks, a norm, and a head with the embedding's weight: 64 x 16."""
+    torch.manual_seed(0)
+    embedding, head = nn.Embedding(64, 16), nn.Linear(16, 64, bias=False)
+    head.weight = embedding.weight
+    middle = [nn.Linear(16, 16, bias=False) for _ in range(num_blocks)]
+    return nn.Sequential(embedding, *middle, nn.LayerNorm(16), head)
+
+
+TOKENS = torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("how", ["counted", "measured"])
+@pytest.mark.parametrize("kind", ["chain", "gpt2", "gpt2 on meta"])
+def test_both_uses_of_a_weight_on_the_first_host(kind: str, how: str) -> None:
+    """Blocks as `stages.split` counts them; what comes from the second use on is a stage more."""
+    model = tied_chain() if kind == "chain" else gpt2("meta" if "meta" in kind else "cpu")
+    sample: object = TOKENS if kind == "chain" else {"input_ids": TOKENS}
+    if how == "counted":
+        found = count_profile(model, sample, flops_per_s=1e9, together=True)
+    else:
+        found = measure_profile(model, sample, loss, repeats=1, together=True)
+    plain = count_profile(model, sample, flops_per_s=1e9)
+    assert plain.again is None and len(plain.ties) == 1
+    assert found.ties == ()
+    assert found.num_blocks == plain.num_blocks == len(stages.blocks(model))
+    assert found.num_parameters == plain.num_parameters
+    assert found.num_parameters == sum(p.numel() for p in model.parameters())
+    assert found.again is not None
+    for num_hosts in (2, 3):
+        times = [[sum(block.compute) for block in found.blocks]] * num_hosts
+        sizes = [block.output.dense_bytes for block in found.blocks]
+        for counts in (
+            found.balanced(num_hosts, times),
+            found.balanced(num_hosts, times, slack=0.5, prices=sizes),
+        ):
+            cut = stages.split(model, counts, together=True)
+            assert cut[0].together and len(cut) == num_hosts + 1
+            own = found.stages(counts)
+            assert len(own) == num_hosts + 1 and own[-1] == slice(found.again, len(found.blocks))
+            names = [{n for b in found.blocks[part] for n in b.parameters} for part in own]
+            assert names == [{name for name, _ in stage.named_parameters()} for stage in cut]
+
+
+def test_what_is_used_again_weighs_on_the_first_host() -> None:
+    """The head has as many operations as four blocks: the first host has nothing else."""
+    found = count_profile(tied_chain(), TOKENS, flops_per_s=1e9, together=True)
+    times = [[sum(block.compute) for block in found.blocks]] * 2
+    assert times[0][-1] == pytest.approx(4 * times[0][1])
+    counts = found.balanced(2, times)
+    first, second, last = found.stages(counts)
+    loads = [sum(times[0][own]) for own in (first, second, last)]
+    assert loads[0] + loads[2] == loads[1] == pytest.approx(4 * times[0][1])
+    plain = count_profile(tied_chain(), TOKENS, flops_per_s=1e9)
+    assert plain.balanced(2, times) == stages.partition(times, 2) != counts
+
+
+def test_cuts_behind_the_second_use_are_refused() -> None:
+    found = count_profile(tied_chain(), TOKENS, flops_per_s=1e9, together=True)
+    with pytest.raises(ValueError, match=r"\[6, 1\] leave no block .* second use .* in '6'"):
+        found.stages([6, 1])
+    with pytest.raises(ValueError, match=r"\[2, 4\] add up to 6, but the model has 7"):
+        found.stages([2, 4])
