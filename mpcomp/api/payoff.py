@@ -35,11 +35,13 @@ class RankTimes:
         step_s: from call to return.
         waited_s: of these, waiting for messages.
         coding_s: of these, encoding and decoding.
+        last_share: of its computing, the last stage's, if it has that beside the first.
     """
 
     step_s: float
     waited_s: float
     coding_s: float
+    last_share: float = 0.0
 
     @property
     def computed_s(self) -> float:
@@ -109,7 +111,7 @@ class PayOff:
 
         Args:
             ranks: in order, a stage on each.
-            cuts: between them.
+            cuts: between them; as many as ranks where the first has the last stage, too.
             chunks: microbatches of a step.
             in_flight: microbatches under way on the first stage.
             connections: of each link, each way.
@@ -192,9 +194,12 @@ class Simulation:
         connections: int = 1,
     ) -> None:
         self._chunks, self._in_flight = chunks, in_flight
+        seconds = [(1 - times.last_share) * times.computed_s for times in ranks]
+        if len(cuts) == len(ranks):
+            seconds.append(ranks[0].last_share * ranks[0].computed_s)
         self._compute = [
-            Compute(_FORWARD_SHARE * each, (1 - _FORWARD_SHARE) * each)
-            for each in (times.computed_s / chunks for times in ranks)
+            Compute(_FORWARD_SHARE * each / chunks, (1 - _FORWARD_SHARE) * each / chunks)
+            for each in seconds
         ]
         self.compressed = [CutCost(cut.coding, cut.wire) for cut in cuts]
         self.dense = [CutCost(Coding(), cut.dense) for cut in cuts]
@@ -204,7 +209,8 @@ class Simulation:
         links = [cut.link or (math.inf, 0.0) for cut in cuts]
         rates = [rate for rate, _ in links]
         # A host can do what its faster link can; both share that.
-        ways = zip([0.0, *rates], [*rates, 0.0], strict=True)
+        between, around = rates[: len(ranks) - 1], max(rates[len(ranks) - 1 :], default=0.0)
+        ways = zip([around, *between], [*between, around], strict=True)
         self.network = Network(
             host_mbps=tuple(max(both) for both in ways),
             latency_s=tuple(round_trip / 2 for _, round_trip in links),

@@ -117,7 +117,7 @@ def compare(
     network = None
     if mbps is not None:
         network = Network.alike(
-            len(pilot.boundaries) + 1,
+            len(pilot.boundaries) + 1 - engine.together,
             mbps,
             latency_ms / 1e3,
             window_bytes=FIRST_WINDOW,
@@ -323,11 +323,10 @@ def _step(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None)
 
 def _stages(engine: Engine, run: _Run) -> list[RankTimes]:
     """Times of the stages of an uncompressed run; none where they are not known."""
-    shares = engine.stage_shares()
-    known = run.cuts is not None and all(engine.mesh.all_gather_object(bool(shares), "stages"))
-    if not known or run.cuts is None:
+    shares = engine.mesh.all_gather_object(engine.stage_shares(), "shares of stages")
+    if run.cuts is None or not all(shares):
         return []
-    return stage_times(run.ranks, shares, run.cuts, run.chunks)
+    return stage_times(run.ranks, shares, run.cuts, run.chunks, together=engine.together)
 
 
 def _trial(

@@ -162,13 +162,14 @@ def _payoff(
 ) -> dict[str, Any] | None:
     """Whether compression pays; None where there is nothing to say.
 
-    That is without a cut, before anything has been sent, on accelerators in one process, whose
-    clocks are not its own, and with several stages a rank, as such steps are not simulated.
+    That is without a cut, before anything has been sent, on accelerators with several stages in a
+    process, whose clocks are not its own, and with several stages a rank, as such steps are not
+    simulated: but for the first and the last stage on the first rank.
     """
-    num_ranks, shares = engine.mesh.num_in_pipeline, engine.stage_shares()
+    num_ranks = engine.mesh.num_in_pipeline
     directions = [i for i, entry in enumerate(boundaries) if entry["direction"] in ("act", "grad")]
-    num_stages = len(shares) if num_ranks == 1 else num_ranks
-    # Every rank must probe, if one does: they tell each other that they have one stage.
+    num_stages = sum(len(rank["shares"]) for rank in found[:num_ranks])
+    # Every rank must probe, if one does: they tell each other what stages they have.
     if not all(rank["shares"] for rank in found) or len(directions) != 2 * (num_stages - 1):
         return None
     if not directions:
@@ -184,9 +185,12 @@ def _payoff(
     assert cuts is not None
     chunks = chunks_of(links, num_steps)
     # Of replicas the one whose step takes longest.
-    times = [max(rank["times"] for rank in found[place::num_ranks]) for place in range(num_ranks)]
+    slowest = [
+        max(found[place::num_ranks], key=lambda rank: rank["times"]) for place in range(num_ranks)
+    ]
+    times, shares = ([rank[name] for rank in slowest] for name in ("times", "shares"))
     model = PayOff.of(
-        stage_times(times, shares, cuts, chunks),
+        stage_times(times, shares, cuts, chunks, together=engine.together),
         cuts,
         chunks=chunks,
         in_flight=engine.in_flight,

@@ -7,6 +7,7 @@ coding of a link is shared out evenly between its two ends.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from mpcomp.api.payoff import CutTimes, RankTimes
@@ -80,27 +81,37 @@ def chunks_of(links: Sequence[Sequence[Mapping[str, Any]]], num_steps: int) -> i
 
 def stage_times(
     ranks: Sequence[Sequence[float]],
-    shares: Sequence[float],
+    shares: Sequence[Sequence[float]],
     cuts: Sequence[CutTimes],
     chunks: int,
+    *,
+    together: bool = False,
 ) -> list[RankTimes]:
-    """Times of each stage in a step, as if each had a machine.
+    """Times in a step of each machine, as if each stage had one.
 
     Args:
         ranks: of each seconds of a step, of these waiting and coding.
-        shares: of each stage in one process's computing; [1] where each rank has one stage.
+        shares: of each rank's stages in its computing.
         cuts: between stages.
         chunks: microbatches of a step.
+        together: whether the last stage is on the machine of the first.
     """
-    if len(shares) == 1:
-        return [RankTimes(*times) for times in ranks]
-    (own,) = ranks
-    computed = RankTimes(*own).computed_s
-    coding = [0.0] * len(shares)
+    if len(ranks) > 1 or len(shares[0]) == 1:
+        lasts = [own[-1] if len(own) > 1 else 0.0 for own in shares]
+        return [
+            RankTimes(step_s, waited_s, coding_s, last)
+            for (step_s, waited_s, coding_s), last in zip(ranks, lasts, strict=True)
+        ]
+    (times,), (own,) = ranks, shares
+    num_machines = len(own) - together
+    computed, coding = [0.0] * num_machines, [0.0] * num_machines
+    for i, share in enumerate(own):
+        computed[i % num_machines] += share * RankTimes(*times).computed_s
     for i, cut in enumerate(cuts):
         coding[i] += chunks * (cut.coding.encode_act_s + cut.coding.decode_grad_s)
-        coding[i + 1] += chunks * (cut.coding.decode_act_s + cut.coding.encode_grad_s)
-    return [
-        RankTimes(share * computed + coded, 0.0, coded)
-        for share, coded in zip(shares, coding, strict=True)
-    ]
+        later = (i + 1) % num_machines
+        coding[later] += chunks * (cut.coding.decode_act_s + cut.coding.encode_grad_s)
+    found = [RankTimes(a + b, 0.0, b) for a, b in zip(computed, coding, strict=True)]
+    if together:
+        found[0] = replace(found[0], last_share=own[-1] / ((own[0] + own[-1]) or 1.0))
+    return found

@@ -26,6 +26,7 @@ class Engine(ABC):
         output_place: the rank of a pipeline that has the last stage.
         waited_s: seconds of training that this rank has waited for messages.
         in_flight: microbatches that the first stage has under way, where that can be chosen.
+        together: whether the last stage is where the first one is.
     """
 
     name: ClassVar[str]
@@ -34,6 +35,7 @@ class Engine(ABC):
     waited_s: float = 0.0
     in_flight: int | None = None
     connections: int = 1
+    together: bool = False
 
     @property
     def device(self) -> torch.device:

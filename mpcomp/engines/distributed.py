@@ -90,6 +90,7 @@ class DistributedEngine(Engine):
     ) -> None:
         self.mesh = mesh
         self.connections = connections
+        self.together = cut[0].together
         self._bounded = in_flight_bytes is not None
         self._places = [schedule.place_of(i, mesh.num_in_pipeline) for i in range(len(cut))]
         self.output_place = self._places[-1]
@@ -382,7 +383,13 @@ class DistributedEngine(Engine):
         return slowest
 
     def stage_shares(self) -> list[float]:
-        return [1.0] if len(self._stages) == 1 else []
+        if len(self._stages) == 1:
+            return [1.0]
+        # Other steps with several stages on a rank are not simulated.
+        seconds = [stage.forward_s for stage in self._stages]
+        if not self.together or self.device.type != "cpu" or not sum(seconds):
+            return []
+        return [each / sum(seconds) for each in seconds]
 
     def device_of(self, stage: int) -> torch.device:
         return self.device

@@ -76,6 +76,7 @@ class LocalEngine(Engine):
         assert len(stages) == len(devices) == len(boundaries) + 1
         self.devices = list(devices)
         self.mesh = LocalMesh(self.devices[-1])
+        self.together = stages[0].together
         self.boundaries = list(boundaries)
         self._connected = [
             ConnectedBoundary(boundary, LocalChannel(later), LocalChannel(earlier))

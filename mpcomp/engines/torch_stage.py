@@ -91,6 +91,11 @@ class CutStage(PipelineStage):
         """Whether any of its parameters requires a gradient at the moment."""
         return self._runner.has_trainable
 
+    @property
+    def forward_s(self) -> float:
+        """Seconds of its forward passes with gradients so far."""
+        return self._runner.forward_s
+
     def begin(
         self,
         step: Step,

@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from mpcomp.api.payoff import CutTimes, PayOff, RankTimes
+from mpcomp.api.payoff import CutTimes, PayOff, RankTimes, Simulation
 from mpcomp.api.report import _times_of
+from mpcomp.api.step_costs import stage_times
 from mpcomp.plan import Coding, Messages
 from mpcomp.plan.curve import WORTHWHILE
 from mpcomp.plan.network import PACKET_SHARE
@@ -110,3 +111,43 @@ def test_one_stall_leaves_a_rank_some_work():
     found = payoff(10.0, ranks=[times, times])
     assert found.busy_s == pytest.approx(0.08)
     assert found.break_even_mbps > 0
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("round_trip", [0.0, 0.2])
+def test_a_last_stage_on_the_first_rank_computes_there(num_ranks, round_trip):
+    """One microbatch goes through all stages in turn, and over as many links as there are ranks."""
+    ranks = [RankTimes(0.9, 0.3, 0.0, last_share=0.25)]
+    ranks += [RankTimes(0.9, 0.5, 0.0)] * (num_ranks - 1)
+    cuts = [CutTimes(Coding(), DENSE, DENSE, (1e6, round_trip))] * num_ranks
+    simulation = Simulation(ranks, cuts, chunks=1, in_flight=None)
+    assert len(simulation.network.host_mbps) == num_ranks
+    computed = 0.6 + 0.4 * (num_ranks - 1)
+    agreed = round_trip  # twice one way
+    step_s = simulation.seconds(simulation.network, simulation.dense)
+    windows = 2 * num_ranks * 4 * round_trip  # from 14,480 bytes on, doubled for 250,000
+    assert step_s == pytest.approx(computed + num_ranks * round_trip + agreed + windows, abs=2e-2)
+
+
+@pytest.mark.parametrize("slow", [0, 1, 2])
+def test_the_way_back_is_a_link_of_its_own(slow):
+    """Whichever of three links is slow, a step without compression takes as long as its bytes."""
+    links = [(1.0 if cut == slow else 1e5, 0.0) for cut in range(3)]
+    cuts = [CutTimes(Coding(), WIRE, DENSE, link) for link in links]
+    found = PayOff.of([RankTimes(0.4, 0.1, 0.02)] * 3, cuts, chunks=CHUNKS)
+    assert found.bandwidth_mbps == 1.0
+    assert found.uncompressed_step_s / found.step_s == pytest.approx(10, rel=0.15)
+
+
+def test_a_process_alone_has_as_many_machines_as_would_have_its_stages():
+    """Of three stages the last is where the first is: its computing, and coding, count there."""
+    cuts = [CutTimes(CODING, WIRE, DENSE, None)] * 2
+    coded = CHUNKS * sum(CODING)
+    own = (1.0 + 2 * coded, 0.0, 2 * coded)
+    apart = stage_times([own], [(0.25, 0.5, 0.25)], cuts, CHUNKS)
+    first, second = stage_times([own], [(0.25, 0.5, 0.25)], cuts, CHUNKS, together=True)
+    assert [times.computed_s for times in apart] == pytest.approx([0.25, 0.5, 0.25])
+    assert [first.computed_s, second.computed_s] == pytest.approx([0.5, 0.5])
+    assert first.last_share == 0.5 and second.last_share == 0.0
+    assert first.coding_s + second.coding_s == pytest.approx(2 * coded)
+    assert first.coding_s == pytest.approx(apart[0].coding_s + apart[2].coding_s)
