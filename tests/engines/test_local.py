@@ -245,8 +245,8 @@ def test_inference_builds_no_graph():
 def test_where_ends_live():
     """Activations are sent by the earlier stage, gradients by the later one."""
     devices = [torch.device("cpu"), torch.device("meta"), torch.device("cpu", 0)]
-    boundaries = mpcomp.pipeline(mlp(), 2, split=MLP_SPLIT).boundaries
-    engine = local.LocalEngine([nn.Identity()] * 3, boundaries, devices, recompute=False, seed=0)
+    pipe = mpcomp.pipeline(mlp(), 2, split=MLP_SPLIT)
+    engine = local.LocalEngine(list(pipe.stages), pipe.boundaries, devices, recompute=False, seed=0)
     assert [engine.device_of(stage) for stage in range(len(devices))] == devices
 
 
