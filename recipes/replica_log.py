@@ -27,7 +27,6 @@ class ReplicaLog:
     """
 
     def __init__(self, pipe: mpcomp.Pipeline) -> None:
-        self._pipe = pipe
         self._exchange = pipe.exchange
         self._data_s = 0.0
         self._steps = NewSteps(() if self._exchange is None else self._exchange.history)
@@ -36,13 +35,6 @@ class ReplicaLog:
     def active(self) -> bool:
         """Whether gradients between replicas are compressed by mpcomp."""
         return self._exchange is not None
-
-    def sent(self) -> Sent:
-        """All that replicas have sent each other so far; of all ranks."""
-        if self._exchange is None:
-            return Sent()
-        said = self._pipe.collect(self._exchange.totals.sent.to_dict())
-        return sum(map(Sent.from_dict, said), Sent())
 
     def timed(self, batches: Iterable[T]) -> Iterator[T]:
         """The batches; the time that they take to come is counted."""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 import mpcomp
+from mpcomp.core.account import Account
 from mpcomp.core.sent import Sent
 from recipes import adaptive_log, plots, replica_log
 from recipes.adaptive_log import AdaptiveLog
@@ -324,7 +325,18 @@ class Trainer(ABC, Generic[AnyConfig]):
         begun = within["step"] if within is not None else 0
         start = time.perf_counter() - (within["seconds"] if within is not None else 0.0)
         # Counted since the first epoch, also where the meters begin anew after a resumption.
-        sent_before = (Sent.from_dict(previous) if previous else Sent()) - self._sent()
+        now = self.pipe.account()
+        sent_before = (Sent.from_dict(previous) if previous else Sent()) - now.whole
+        account_before = (
+            Account.from_dict(previous.get("account")) if previous else Account()
+        ) - now
+
+        def sent() -> dict[str, Any]:
+            """All bytes since the first epoch, and by what they were for; every rank calls it."""
+            now = self.pipe.account()
+            parts = (account_before + now).to_dict()["parts"]
+            return {**(sent_before + now.whole).to_dict(), "account": parts}
+
         wire_shown = previous.get("wire_bytes", 0) - self.pipe.wire_bytes
         lr, skipped_steps = self.scheduler.get_last_lr()[0], 0
         loss_sum = torch.zeros((), device=self.device)
@@ -349,7 +361,7 @@ class Trainer(ABC, Generic[AnyConfig]):
                     "lr": lr,
                     "loss_sum": loss_sum.item(),
                     "skipped_steps": skipped_steps,
-                    **(sent_before + self._sent()).to_dict(),
+                    **sent(),
                     "seconds": self.pipe.collect(time.perf_counter() - start)[0],
                     "counted": self.counted(),
                 },
@@ -384,7 +396,7 @@ class Trainer(ABC, Generic[AnyConfig]):
                 }
                 bar.set_postfix({**shown, **self.shown()}, refresh=False)
         more = {**self.end_epoch(), **self.replica_log.end_epoch()}
-        sent = sent_before + self._sent()
+        more |= sent()
         on: float | None = None
         off: float | None = None
         if evaluate_after or (epoch + 1) % self.config.eval_every == 0:
@@ -398,15 +410,10 @@ class Trainer(ABC, Generic[AnyConfig]):
                 **more,
                 self.metric.on: on,
                 self.metric.off: off,
-                **sent.to_dict(),
                 "skipped_steps": skipped_steps,
                 "seconds": before.get("seconds", 0.0) + seconds,
             }
         )
-
-    def _sent(self) -> Sent:
-        """All that this process has counted, at cuts and between replicas; every rank calls it."""
-        return self.pipe.sent + self.replica_log.sent()
 
     def evaluate(self) -> tuple[float, float]:
         """The metric on all evaluation data with compression on, and off."""

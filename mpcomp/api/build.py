@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+import stages as staging
 from mpcomp.api.advice import advise_on_cut, advise_on_threads, advise_on_ties
 from mpcomp.api.config import PipelineConfig
 from mpcomp.api.embedding_checks import check_embeddings
@@ -26,7 +27,7 @@ from mpcomp.compressors import Compressor
 from mpcomp.core.loss import LossFn
 from mpcomp.data_parallel.network import ReplicaNetwork
 from mpcomp.links.boundary import Boundary
-from mpcomp.links.build import MethodLike, Methods, boundaries_of, method_of
+from mpcomp.links.build import MethodLike, Methods, boundaries_of, tie_method_of
 from mpcomp.links.tied_weights import TiedWeights, ties_of
 from stages.split import Where
 
@@ -85,7 +86,8 @@ def pipeline(
             compressor, `ErrorFeedback`, `EF21` or `ConEF` round one, or a spec string; or
             `LocalSGD`, which exchanges what parameters have moved by, once a period.
         tie_comp: method for the gradient of a parameter that two stages share (a language model's
-            embedding and head), which they exchange once a step.
+            embedding and head), which they exchange once a step; None for none, or beside one of
+            the words for cuts for theirs ("ef+quant:4:scale=128"). "none" is none in any case.
         ties: what becomes of a weight that the first stage and the last one share. "together"
             puts what follows its second use (final norm, head and loss) beside the first stage,
             as one stage more, so that nothing is exchanged and nobody has a copy: what the last
@@ -180,7 +182,10 @@ def build(model: nn.Module, config: PipelineConfig) -> Pipeline:
             [stage.block_names[-1] for stage in cut[:-1]],
             **of_run,
         )
-        ties = ties_of(cut, method_of("tie_comp", config.tie_comp), **of_run)
+        of_ties = tie_method_of(
+            config.tie_comp, config.act_comp, config.grad_comp, tied=bool(staging.ties(cut))
+        )
+        ties = ties_of(cut, of_ties, **of_run)
         launch.check(cut, ties)
         check_embeddings(model, cut, chunks=config.chunks, replicas=config.replicas)
         loss_fn = config.loss_for(cut)

@@ -10,7 +10,8 @@ from typing import Any, Final
 
 from tabulate import tabulate
 
-from mpcomp.core.sent import below_bf16, below_bf16_text
+from mpcomp.core.account import Account
+from mpcomp.core.sent import below_bf16_text
 from mpcomp.plan.curve import rate_text, time_text
 from mpcomp.plan.outcome import RECOMMENDED
 from mpcomp.plan.planner import BASELINE, DENSE, Pair
@@ -35,8 +36,7 @@ class Trial:
         losses: of each batch, in order; fewer than of others where it diverged.
         gradient_error: of the parameters' gradients of all batches, against those without
             compression, as a share of their norm; None where an optimizer has moved the weights.
-        wire_bytes: of a step at all cuts, both ways.
-        num_elements: of the tensors that cross them in a step.
+        account: of a step; ties go by the pipeline's own method in all trials.
         coding_s: of a step, all that encodes and decodes.
         step_s: of a step on links as asked for, predicted; None if none were.
         failure: in words, if it was not finite.
@@ -47,16 +47,15 @@ class Trial:
     grad_error: float
     losses: tuple[float, ...]
     gradient_error: float | None
-    wire_bytes: float
-    num_elements: float
+    account: Account
     coding_s: float
     step_s: float | None
     failure: str = ""
 
     @property
-    def below_bf16(self) -> float | None:
-        """Times fewer bytes than bf16 has."""
-        return below_bf16(self.wire_bytes, self.num_elements)
+    def wire_bytes(self) -> float:
+        """Bytes of a step at all cuts, both ways."""
+        return self.account.cuts.wire_bytes
 
     @property
     def name(self) -> str:
@@ -124,12 +123,17 @@ class Comparison:
         rows = []
         for trial in self.trials:
             change, half = self.loss_change(trial)
+            of_step = trial.account.to_dict()
+            figures = {k: v for k, v in asdict(trial).items() if k != "account"}
             row = {
-                **asdict(trial),
+                **figures,
+                "wire_bytes": trial.wire_bytes,
+                "num_elements": trial.account.cuts.num_elements,
+                "step_bytes": of_step["wire_bytes"],
                 "pair": list(trial.pair),
                 "loss_change_percent": change,
                 "loss_change_half_width": half,
-                "below_bf16": trial.below_bf16,
+                **{k: of_step[k] for k in ("below_bf16", "cuts_below_bf16", "parts", "largest")},
                 "good": self.is_good(trial),
             }
             rows.append({name: _json(value) for name, value in row.items()})
@@ -148,7 +152,7 @@ class Comparison:
         """The table of all methods."""
         headers = ["activations / gradients", "error act", "error grad"]
         headers += [] if self.trained else ["error of weights' gradient"]
-        headers += ["loss, change in %", "MB a step", "below bf16", "coding a step"]
+        headers += ["loss, change in %", "MB a step", "below bf16", "cuts alone", "coding a step"]
         headers += [] if self.mbps is None else [f"a step at {rate_text(self.mbps)}"]
         best, rows = self.best, []
         for trial in self.trials:
@@ -162,7 +166,9 @@ class Comparison:
             elif not self.trained:
                 row.append("")
             row.append(trial.failure or f"{change:+.2f} ± {half:.2f}")
-            row += [f"{trial.wire_bytes / 1e6:.3f}", below_bf16_text(trial.below_bf16)]
+            account = trial.account
+            row += [f"{account.whole.wire_bytes / 1e6:.3f}"]
+            row += [below_bf16_text(each.below_bf16) for each in (account, account.cuts)]
             row.append(time_text(trial.coding_s))
             if self.mbps is not None:
                 row.append("" if trial.step_s is None else time_text(trial.step_s))
@@ -181,7 +187,9 @@ class Comparison:
                 f"errors within {MOST_WRONG:g} of their norm, nothing {what} than to send {name}"
             ]
         change, half = self.loss_change(best)
-        gain = f"{below_bf16_text(best.below_bf16)} times fewer bytes than bf16"
+        cuts = below_bf16_text(best.account.cuts.below_bf16)
+        whole = below_bf16_text(best.account.below_bf16)
+        gain = f"{whole} times fewer bytes than bf16 in a step, {cuts} at the cuts alone"
         if best.step_s is not None and baseline.step_s is not None and self.mbps is not None:
             gain += (
                 f"; at {rate_text(self.mbps)} a step takes {time_text(best.step_s)}, "
@@ -194,6 +202,7 @@ class Comparison:
             f"start with act_comp={best.pair[0]!r}, grad_comp={best.pair[1]!r}: {gain}",
             f"over {batches} it changed the loss by {change:+.2f} ± {half:.2f} %{wrong}; a pilot "
             "is no long run: look at both evaluations of your own, compressed and uncompressed",
+            *best.account.sentences()[1:],
         ]
 
 

@@ -26,6 +26,7 @@ from mpcomp.api.evaluation import pair_of
 from mpcomp.api.payoff import CutTimes, RankTimes, Simulation
 from mpcomp.api.step_costs import cut_times, stage_times
 from mpcomp.api.undoing import Start, undone
+from mpcomp.core.account import Account
 from mpcomp.core.traffic import Traffic
 from mpcomp.engines.base import Engine
 from mpcomp.links.boundary import Boundary
@@ -53,6 +54,7 @@ class Pilot:
         forward_backward: as of the pipeline.
         crossed_by: gives a context in which other boundaries' links carry what crosses the cuts.
         step_times: of the last steps on this rank: seconds, and of these waiting.
+        account: of all that the links which are there now have sent.
     """
 
     model: nn.Module
@@ -63,6 +65,7 @@ class Pilot:
     forward_backward: Callable[..., Tensor]
     crossed_by: Callable[[Sequence[Boundary]], AbstractContextManager[None]]
     step_times: Callable[[], Iterable[tuple[float, float]]]
+    account: Callable[[], Account]
 
     def new_boundaries(self, pair: Pair) -> list[Boundary]:
         """Boundaries with these methods that have sent nothing.
@@ -82,6 +85,7 @@ class _Run:
         losses: of each batch.
         failure: in words, if it was not finite.
         traffic: of each link of the cuts, activations and gradients by turns, all ranks together.
+        account: of all batches.
         cuts: costs of a microbatch; None if nothing was sent.
         ranks: of each, seconds of a step, of these waiting and coding.
         chunks: microbatches of a step.
@@ -90,6 +94,7 @@ class _Run:
     losses: tuple[float, ...]
     failure: str
     traffic: list[Traffic]
+    account: Account
     cuts: list[CutTimes] | None
     ranks: list[list[float]]
     chunks: int
@@ -251,6 +256,7 @@ def _run(
     failure = ""
     with pilot.crossed_by(boundaries):
         links = [link for boundary in pilot.boundaries for link in boundary.links]
+        begun = pilot.account()
         coded = [[link.meter.train.seconds for link in links]]
         for number, item in enumerate(data):
             batch, target = pair_of(item, "compare")
@@ -274,6 +280,7 @@ def _run(
                 break
         times = list(pilot.step_times())
         states = [link.meter.train.to_state() for link in links]
+        account = pilot.account() - begun
     own = _own_figures(states, coded, times)
     found = mesh.all_gather_object(own, "figures of a pilot")
     by_link = [[rank["links"][i] for rank in found] for i in range(len(links))]
@@ -282,6 +289,7 @@ def _run(
         tuple(losses),
         failure,
         [Traffic.merged(states) for states in by_link],
+        account,
         cut_times(by_link, [None] * len(boundaries)),
         [rank["times"] for rank in found],
         max(1, round(max(state["messages"] for state in by_link[0]) / steps)),
@@ -348,8 +356,7 @@ def _trial(
         grad_error=_error(run.traffic[1::2]),
         losses=run.losses,
         gradient_error=gradient_error,
-        wire_bytes=sum(traffic.wire_bytes for traffic in run.traffic) / steps,
-        num_elements=sum(traffic.num_elements for traffic in run.traffic) / steps,
+        account=(1 / steps) * run.account,
         coding_s=sum(traffic.seconds for traffic in run.traffic) / steps,
         step_s=step_s,
         failure=run.failure,

@@ -43,6 +43,7 @@ from mpcomp.api.tracing import Tracing
 from mpcomp.api.updating import updates_within
 from mpcomp.api.weights import whole_again
 from mpcomp.api.wrapping import WRAPPED, refuse_within_ddp
+from mpcomp.core.account import Account, agreed_in_step
 from mpcomp.core.loss import LossFn, StepLoss, num_terms, with_target
 from mpcomp.core.loss_check import LossCheck
 from mpcomp.core.microbatch import (
@@ -139,6 +140,8 @@ class Pipeline(OriginalNames):
         self.replica_sync = replica_sync
         self._plain_model = (plain_model,)
         self._sent_by_all = Sent()
+        #: Training steps, and what this rank had sent its replicas, when a checkpoint was loaded.
+        self._loaded = 0, Sent()
         self.chunks = chunks
         self.num_steps = 0
         self.step_skipped = False
@@ -233,9 +236,10 @@ class Pipeline(OriginalNames):
     def log_to(self, writer: ScalarWriter | Callable[..., Any] | None, *, every: int = 1) -> None:
         """Writes figures of `forward_backward`'s steps from now on; every rank calls it.
 
-        They are the loss, seconds (without evaluation) and bytes of a step, and per cut and
-        direction the bytes, how many times below bf16 they are, their ratio to dense ones, and the
-        fidelity. The first rank writes; that of the others may be None.
+        They are the loss, seconds (without evaluation) and bytes of a step, all of them, with how
+        many times below bf16 they and those of cuts are; and per cut and direction the bytes, that
+        factor, their ratio to dense ones, and the fidelity. The first rank writes; that of the
+        others may be None.
 
         Args:
             writer: has ``add_scalar(tag, value, step)``, as TensorBoard's SummaryWriter, or is
@@ -257,7 +261,7 @@ class Pipeline(OriginalNames):
             seconds = time.perf_counter() - self.evaluated_s
             return Clock(seconds, self.trained_s, self.engine.waited_s)
 
-        return StepWindow(self.mesh, self.links, self.exchange, clock)
+        return StepWindow(self.mesh, self.links, self.replica_sync, clock)
 
     # -- messages -----------------------------------------------------------------------------
 
@@ -281,9 +285,29 @@ class Pipeline(OriginalNames):
         """Bytes that training so far would have sent uncompressed, in the tensors' own dtypes."""
         return int(self.sent.dense_bytes)
 
+    def account(self) -> Account:
+        """All that training so far has sent, of all ranks, by what it was for; every rank calls it.
+
+        Replicas that average by DDP or share parameters count from the last checkpoint that was
+        loaded; for the steps before it they count as much.
+        """
+        links = ((link.direction, link.meter.train.sent) for link in self.links)
+        own = Account.of_links(links, replicas=self._sent_to_replicas()).to_dict()["parts"]
+        total = sum(map(Account.from_dict, self.mesh.all_gather_object(own)), Account())
+        agreed = agreed_in_step(self.mesh.num_ranks, len(self.links))
+        return replace(total, agreements=self.num_steps * agreed)
+
+    def _sent_to_replicas(self) -> Sent:
+        sync, (steps, before) = self.replica_sync, self._loaded
+        if sync is None or sync.counts_on or not steps:
+            return Sent() if sync is None else sync.sent
+        if self.num_steps == steps:
+            return Sent(math.nan, math.nan, math.nan)  # nothing has been counted yet
+        return (self.num_steps / (self.num_steps - steps)) * (sync.sent - before)
+
     @property
     def sent(self) -> Sent:
-        """All that training so far has sent, of all ranks: bytes, elements, times below bf16."""
+        """All that training so far has sent over cuts and ties, of all ranks; see `account`."""
         return self._sent_by_all if self.mesh.num_ranks > 1 else sent_by(self.links)
 
     def gather_scalars(self, values: Mapping[str, Tensor]) -> Tensor:
@@ -796,6 +820,7 @@ class Pipeline(OriginalNames):
             forward_backward=self.forward_backward,
             crossed_by=self._crossed_by,
             step_times=lambda: self.step_times,
+            account=self.account,
         )
         return compare(
             pilot,
@@ -838,7 +863,10 @@ class Pipeline(OriginalNames):
     # -- figures of the run ------------------------------------------------------------------------
 
     def report(self, *, show: bool = True) -> dict[str, Any]:
-        """Bytes, times below bf16, fidelity, time, non-finite counts, per boundary and direction.
+        """Bytes of a step, and of each boundary and direction, with fidelity and time.
+
+        First comes all that a step sends, below bf16, and what most of it is for
+        (`mpcomp.core.account`); then what crosses each cut and tie.
 
         With several processes every rank calls it; the figures are those of all ranks together,
         links are measured, and it says whether compression pays (`mpcomp.api.cost_model`).
@@ -863,7 +891,7 @@ class Pipeline(OriginalNames):
             exchange=self.exchange,
             step_times=self.step_times,
             num_steps=self.num_steps,
-            sent=self.sent,
+            account=self.account(),
         )
         if show and self.rank == 0:
             print_report(report)
@@ -1017,6 +1045,10 @@ class Pipeline(OriginalNames):
         for link in self.links:
             link.found_nonfinite(train=True)  # counts and clears
         self._sent_by_all = Sent.of(self.mesh.all_reduce_sum([*sent_by(self.links)]))
+        self._loaded = (
+            self.num_steps,
+            Sent() if self.replica_sync is None else self.replica_sync.sent,
+        )
         return extra
 
     # -- inside -------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from tabulate import tabulate
 
 from mpcomp.api.payoff import PayOff
 from mpcomp.api.step_costs import chunks_of, cut_times, stage_times
+from mpcomp.core.account import Account
 from mpcomp.core.sent import Sent, below_bf16_text
 from mpcomp.core.traffic import AMOUNTS, SECONDS, Traffic
 from mpcomp.data_parallel.exchange import Exchange
@@ -42,7 +43,7 @@ def report_of(
     exchange: Exchange | None,
     step_times: Sequence[tuple[float, float]],
     num_steps: int,
-    sent: Sent,
+    account: Account,
 ) -> dict[str, Any]:
     """All figures under their names; training and evaluation apart. Every rank calls it.
 
@@ -54,7 +55,7 @@ def report_of(
         exchange: of the replicas' gradients, if they are compressed.
         step_times: of the last steps on this rank: seconds, and of these waiting for messages.
         num_steps: training steps so far.
-        sent: in training so far, by all ranks.
+        account: of all training so far, of all ranks.
     """
     mesh = engine.mesh
     own = {
@@ -79,6 +80,7 @@ def report_of(
                 **{phase: traffic.to_dict() for phase, traffic in merged.items()},
             }
         )
+    sent, of_step = account.whole, (1 / max(1, num_steps)) * account
     return {
         "engine": engine.name,
         "ranks": mesh.num_ranks,
@@ -87,6 +89,7 @@ def report_of(
         **sent.to_dict(),
         "wire_ratio": sent.wire_ratio if sent.dense_bytes else None,
         "below_bf16": sent.below_bf16,
+        "step": {**of_step.to_dict(), "says": of_step.sentences()},
         "boundaries": boundaries,
         "replicas": _replicas([rank["replicas"] for rank in found]),
         "payoff": _payoff(engine, boundaries, found, num_steps),
@@ -237,6 +240,8 @@ def print_report(report: dict[str, Any]) -> None:
                         traffic["nonfinite"],
                     ]
                 )
+    for sentence in report["step"]["says"]:
+        print(sentence)
     if report["boundaries"]:
         print(tabulate(rows, headers, disable_numparse=True))
     if report["wire_ratio"] is not None:

@@ -192,8 +192,8 @@ def _about(pipe: Pipeline, total_steps: int | None, samples: str) -> dict[str, A
         }
         for link in pipe.links
     ]
-    if pipe.exchange is not None:
-        method = str(pipe.exchange.method)
+    if pipe.replica_sync is not None:
+        method = "none" if pipe.exchange is None else str(pipe.exchange.method)
         links.append({"boundary": None, "after": "", "direction": "replicas", "method": method})
     return {
         "total_steps": total_steps,

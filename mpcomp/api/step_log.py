@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from mpcomp.api.step_window import StepWindow
+from mpcomp.core.sent import Sent
 from mpcomp.core.traffic import Traffic
 from mpcomp.links.link import Link
 
@@ -76,19 +77,18 @@ class StepLog:
             return
         found = self._window.gathered(self._steps)
         figures = {"loss": float(loss), "seconds": found.ranks[0]["seconds"]}
-        total = Traffic()
         for name, traffic in zip(self._names, found.links, strict=True):
-            total.add(traffic)
             if traffic.messages:
                 figures[f"{name}/bytes"] = traffic.wire_bytes / self._steps
                 figures[f"{name}/ratio"] = traffic.ratio
                 figures |= _below(f"{name}/", traffic)
                 figures[f"{name}/relative error"] = traffic.relative_error
                 figures[f"{name}/cosine"] = traffic.cosine
-        if total.messages:
-            figures["bytes"] = total.wire_bytes / self._steps
-            figures["ratio"] = total.ratio
-            figures |= _below("", total)
+        whole = found.account.whole
+        if whole.dense_bytes:
+            figures["bytes"] = whole.wire_bytes / self._steps
+            figures["ratio"] = whole.wire_ratio
+            figures |= _below("", whole) | _below("cuts/", found.account.cuts)
         self._steps = 0
         self._window.begin()
         if self._writes:
@@ -106,7 +106,7 @@ class StepLog:
             add_scalar(tag, value, number)
 
 
-def _below(name: str, traffic: Traffic) -> dict[str, float]:
+def _below(name: str, traffic: Traffic | Sent) -> dict[str, float]:
     """The factor below bf16 under its tag, where it is known."""
     factor = traffic.below_bf16
     return {} if factor is None else {f"{name}below bf16": factor}

@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 from mpcomp.comm.mesh import Mesh
+from mpcomp.core.account import Account, agreed_in_step
 from mpcomp.core.sent import Sent
 from mpcomp.core.traffic import ReplicaTraffic, Traffic
-from mpcomp.data_parallel.exchange import Exchange
+from mpcomp.data_parallel.replica_sync import ReplicaSync
 from mpcomp.links.link import Link
 
 __all__ = ["Clock", "StepFigures", "StepWindow"]
@@ -39,7 +40,8 @@ class StepFigures:
     Attributes:
         num_steps: how many these are.
         links: of each link the traffic of both ends, summed over the steps.
-        exchange: what replicas sent each other, likewise; None where mpcomp does not exchange.
+        exchange: what replicas sent each other, likewise; None for one replica.
+        account: all that was sent, by what it was for, likewise.
         ranks: of each rank the mean seconds of a step, whole and by part.
         gathering_s: the most seconds that the last gathering took on a rank.
     """
@@ -47,6 +49,7 @@ class StepFigures:
     num_steps: int
     links: list[Traffic]
     exchange: Sent | None
+    account: Account
     ranks: list[dict[str, float]]
     gathering_s: float
 
@@ -57,7 +60,7 @@ class StepWindow:
     Args:
         mesh: the ranks.
         links: all links.
-        exchange: of the replicas' gradients, if mpcomp exchanges them.
+        replica_sync: of this rank's stages; None for one replica.
         clock: of this rank.
     """
 
@@ -65,12 +68,12 @@ class StepWindow:
         self,
         mesh: Mesh,
         links: Sequence[Link],
-        exchange: Exchange | None,
+        replica_sync: ReplicaSync | None,
         clock: Callable[[], Clock],
     ) -> None:
         self._mesh = mesh
         self._links = list(links)
-        self._exchange = exchange
+        self._sync = replica_sync
         self._clock = clock
         self._asked: float | None = None  # when it was last gathered
         self._gathering_s = 0.0
@@ -88,10 +91,18 @@ class StepWindow:
         found = self._mesh.all_gather_object(self._own(num_steps), "figures of steps")
         by_link = zip(*(rank["links"] for rank in found), strict=True)
         between = [Sent.from_dict(rank["exchange"]) for rank in found if rank["exchange"]]
+        links = [Traffic.merged(states) for states in by_link]
+        exchange = sum(between, Sent()) if between else None
+        account = Account.of_links(
+            ((link.direction, own.sent) for link, own in zip(self._links, links, strict=True)),
+            replicas=exchange or Sent(),
+            agreements=num_steps * agreed_in_step(self._mesh.num_ranks, len(links)),
+        )
         return StepFigures(
             num_steps=num_steps,
-            links=[Traffic.merged(states) for states in by_link],
-            exchange=sum(between, Sent()) if between else None,
+            links=links,
+            exchange=exchange,
+            account=account,
             ranks=[dict(zip(_SECONDS, rank["seconds"], strict=True)) for rank in found],
             gathering_s=max(rank["gathering_s"] for rank in found),
         )
@@ -108,15 +119,19 @@ class StepWindow:
         whole = (seconds, compute, coding, wait, between, max(0.0, seconds - training))
         return {
             "links": [each.to_state() for each in links],
-            "exchange": None if self._exchange is None else exchange.sent.to_dict(),
+            "exchange": None if self._sync is None else _since(now.sent, before.sent).to_dict(),
             "seconds": [each / num_steps for each in whole],
             "gathering_s": self._gathering_s,
         }
 
     def _counts(self) -> _Counts:
-        totals = ReplicaTraffic() if self._exchange is None else self._exchange.totals
+        sync = self._sync
+        exchange = None if sync is None else sync.exchange
         return _Counts(
-            self._clock(), [replace(link.meter.train) for link in self._links], replace(totals)
+            self._clock(),
+            [replace(link.meter.train) for link in self._links],
+            replace(ReplicaTraffic() if exchange is None else exchange.totals),
+            Sent() if sync is None else sync.sent,
         )
 
 
@@ -126,3 +141,9 @@ class _Counts(NamedTuple):
     clock: Clock
     links: list[Traffic]
     exchange: ReplicaTraffic
+    sent: Sent
+
+
+def _since(now: Sent, before: Sent) -> Sent:
+    """The difference; all of it where counting began anew, as where a checkpoint was loaded."""
+    return now if now.wire_bytes < before.wire_bytes else now - before

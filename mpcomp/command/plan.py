@@ -21,14 +21,17 @@ from mpcomp.comm.handshake import show_secret
 from mpcomp.comm.mesh import ProcessMesh, join
 from mpcomp.comm.probe import measure_chain
 from mpcomp.command.models import Candidate, candidate
+from mpcomp.core.account import NOTHING
 from mpcomp.core.precision import PRECISIONS, compute_dtype
+from mpcomp.core.sent import Sent
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.data_parallel.network import ReplicaNetwork
+from mpcomp.links.auto import TIE_COMP
 from mpcomp.page import write_page
 from mpcomp.plan.known_quality import TASKS, methods_of
 from mpcomp.plan.network import FIRST_WINDOW, Network
 from mpcomp.plan.outcome import Outcome, plan
-from mpcomp.plan.planner import TIE_COMP, Pair, Planner
+from mpcomp.plan.planner import Pair, Planner
 from mpcomp.plan.prediction import Compute
 from mpcomp.plan.profile import Profile, count_profile, measure_profile
 from mpcomp.plan.replica_cost import ReplicaCost, replica_cost
@@ -216,6 +219,7 @@ def run(options: argparse.Namespace) -> None:
         in_flight=options.in_flight,
         num_cores=options.cores,
         exchange_s=replicas[0].seconds if replicas else 0.0,
+        replicas=_of_all_stages(replicas[0], profile) if replicas else NOTHING,
         num_samples=options.samples,
         settle=timing,
     )
@@ -268,7 +272,8 @@ def _print(outcome: Outcome, about: str, options: argparse.Namespace) -> None:
     print(
         f"\n* recommended; x: times less time than with bf16 or no compression; costs: in the "
         f"project's studies of {TASKS[outcome.task]};\npays below: the rate under which it is "
-        "faster than bf16, all else equal"
+        "faster than bf16, all else equal;\nbelow bf16: of MB a step, which has tied weights and "
+        "agreements; cuts alone: of MB at cuts"
     )
     if outcome.times is None:
         print("(steps of so many stages and microbatches are not simulated for every rate)")
@@ -417,6 +422,12 @@ def _counts(split: str) -> Any:
         return [int(count) for count in split.split(",")]
     except ValueError:
         raise ValueError(f"--split {split}: pass paper, or block counts as in 3,3,3,3") from None
+
+
+def _of_all_stages(cost: ReplicaCost, profile: Profile) -> Sent:
+    """All that a pipeline sends its replicas, by what its largest stage does."""
+    own = Sent(cost.wire_bytes, cost.dense_bytes, cost.num_elements)
+    return (profile.num_parameters / cost.num_elements) * own
 
 
 def _replicas(

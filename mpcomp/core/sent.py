@@ -58,12 +58,8 @@ class Sent:
     @classmethod
     def from_dict(cls, figures: Mapping[str, Any]) -> Sent:
         """From the figures of `to_dict`, among others; old ones have no number of elements."""
-        elements = figures.get("num_elements")
-        return cls(
-            figures["wire_bytes"],
-            figures["dense_bytes"],
-            math.nan if elements is None else elements,
-        )
+        counts = (figures[n] for n in ("wire_bytes", "dense_bytes"))
+        return cls(*(math.nan if n is None else n for n in (*counts, figures.get("num_elements"))))
 
     def to_dict(self) -> dict[str, float | None]:
         """All counts under their names, as JSON can hold them: what is not known is None."""

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from torch import nn
 
 from mpcomp.comm.mesh import ProcessMesh
+from mpcomp.core.sent import Sent
 from mpcomp.core.step import Step
 from mpcomp.data_parallel.exchange import Exchange
 from mpcomp.data_parallel.groups import in_groups
@@ -33,6 +34,8 @@ class CompressedAverage(ReplicaSync):
         tied: names of parameters that another rank may have a copy of.
     """
 
+    counts_on = True
+
     def __init__(
         self,
         stages: Sequence[nn.Module],
@@ -44,6 +47,10 @@ class CompressedAverage(ReplicaSync):
         self._known = [parameter_ids(stage) for stage in stages]
         self._tied = frozenset(tied)
         self.exchange: Exchange | None = exchange
+
+    @property
+    def sent(self) -> Sent:
+        return Sent() if self.exchange is None else self.exchange.totals.sent
 
     def reduce(self, step: Step) -> None:
         self._mesh.where = f"step {step.index}, exchanging gradients with other replicas"

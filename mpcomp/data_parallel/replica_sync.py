@@ -17,12 +17,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from mpcomp.comm.mesh import ProcessMesh
+from mpcomp.core.sent import Sent
 from mpcomp.core.step import Step
 from mpcomp.data_parallel.exchange import Exchange
 
@@ -40,15 +42,22 @@ class ReplicaSync(ABC):
         exchange: what compresses gradients; None where nothing does.
         enabled: whether steps are exchanged, or gradients added up for a later one.
         gathers: whether a forward needs other replicas, which have its parameters.
+        counts_on: whether `sent` goes on from a checkpoint, and does not begin anew.
     """
 
     exchange: Exchange | None = None
     gathers = False
+    counts_on: ClassVar[bool] = False
 
     def __init__(self, stages: Sequence[nn.Module], mesh: ProcessMesh) -> None:
         self._stages = list(stages)
         self._mesh = mesh
         self.enabled = True
+
+    @property
+    @abstractmethod
+    def sent(self) -> Sent:
+        """All that this rank has sent its replicas; each message counts once."""
 
     @abstractmethod
     def reduce(self, step: Step) -> None:

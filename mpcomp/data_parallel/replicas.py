@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import stages as staging
 from mpcomp.comm.mesh import ProcessMesh
+from mpcomp.core.sent import Sent
 from mpcomp.core.step import Step
 from mpcomp.data_parallel.replica_sync import (
     ReplicaSync,
@@ -52,6 +53,11 @@ class GradientAverage(ReplicaSync):
             DistributedDataParallel(stage, process_group=mesh.replica_group) if known else None
             for stage, known in zip(stages, self._known, strict=True)
         ]
+        self._sent = Sent()
+
+    @property
+    def sent(self) -> Sent:
+        return self._sent
 
     def reduce(self, step: Step) -> None:
         """Replaces ``.grad`` by its mean over the replicas."""
@@ -71,6 +77,8 @@ class GradientAverage(ReplicaSync):
             ):
                 ddp.reducer.prepare_for_backward([])
                 torch.autograd.backward(parameters, [torch.zeros_like(p) for p in parameters])
+            num_bytes = sum(p.nbytes for p in parameters)
+            self._sent += Sent(num_bytes, num_bytes, sum(p.numel() for p in parameters))
 
     def close(self) -> None:
         super().close()

@@ -19,6 +19,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 import stages as staging
 from mpcomp.comm.mesh import ProcessMesh
 from mpcomp.compressors import Compressor
+from mpcomp.core.dtensor import local
+from mpcomp.core.sent import Sent
 from mpcomp.core.step import Step
 from mpcomp.data_parallel.base import ReplicaMethod
 from mpcomp.data_parallel.fsdp import Shards, reduce_now
@@ -82,7 +84,20 @@ class ShardedAverage(ReplicaSync):
             shards.parts, method, group, device=device, param_comp=param_comp, **connections
         )
         self._compress = True
+        #: What torch itself gathers in a step, and has so far: this rank's pieces.
+        pieces = [local(p) for stage in self._stages for p in stage.parameters()]
+        num_bytes = 0 if param_comp is not None else sum(p.nbytes for p in pieces)
+        self._pieces = Sent(
+            num_bytes, num_bytes, sum(p.numel() for p in pieces) if num_bytes else 0
+        )
+        self._gathered = Sent()
         shards.connect(self, gathers=param_comp is not None)
+
+    @property
+    def sent(self) -> Sent:
+        if self.exchange is None:
+            return Sent()
+        return self.exchange.totals.sent + self.exchange.gathered.sent + self._gathered
 
     def begin(self, step: Step) -> None:
         self._compress = step.compress_dp
@@ -103,6 +118,7 @@ class ShardedAverage(ReplicaSync):
             for stage in self._stages:
                 reduce_now(stage)
             exchange.finish()
+        self._gathered += self._pieces
         for name in unused - self._kept:
             shards[name][0].grad = None
         exchange.leave_alone(unused)

@@ -9,6 +9,10 @@ again while the model changes little, as in fine-tuning over several epochs: eac
 a sample's activations and gradients were, and what changes is sent. It needs ``sample_ids=`` with
 every batch, and memory for both (see `mpcomp.AQSGD`).
 
+The gradient of a weight that two stages have copies of is sent once a step: of a released model it
+is many times as large as what crosses compressed cuts. So each word stands for a method with error
+feedback there, too, wherever ``tie_comp`` is not given.
+
 They were chosen by what they cost and send on the models of docs/results; a later version of mpcomp
 may have better ones, so a run that is to be repeated names its method.
 """
@@ -18,8 +22,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-__all__ = ["AUTO"]
+__all__ = ["AUTO", "TIE_COMP"]
 
+#: Method of tied weights' gradients beside any of the words.
+TIE_COMP: Final = "ef+quant:4:scale=128"
 AUTO: Final[Mapping[str, Mapping[str, str]]] = {
     # Gradients with a step for each token: from scratch, one for all loses those of most tokens.
     "auto": {"act_comp": "step:0.3:centre=true:spikes=16", "grad_comp": "step:0.5"},

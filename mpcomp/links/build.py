@@ -9,11 +9,11 @@ from mpcomp.compressors import Identity
 from mpcomp.core.spec import SpecValue, closest, parse
 from mpcomp.feedback import Feedback
 from mpcomp.links.adaptation import state_of
-from mpcomp.links.auto import AUTO
+from mpcomp.links.auto import AUTO, TIE_COMP
 from mpcomp.links.boundary import Boundary
 from mpcomp.links.link import ACT, GRAD, Link
 
-__all__ = ["MethodLike", "Methods", "boundaries_of", "method_of"]
+__all__ = ["MethodLike", "Methods", "boundaries_of", "method_of", "tie_method_of"]
 
 #: What may be given for one boundary.
 MethodLike = SpecValue | str | None
@@ -98,6 +98,32 @@ def _boundary_of(argument: str, key: Any, names: Sequence[str]) -> int:
         f"{argument} has no boundary {key!r}{hint}: expected 0 to {len(names) - 1} "
         f"or the block before a cut ({', '.join(names)})"
     )
+
+
+def tie_method_of(given: MethodLike, *of_cuts: Methods, tied: bool) -> SpecValue:
+    """The method of tied weights' gradients: as given, or what a word at the cuts stands for.
+
+    Args:
+        given: by the user; None if nothing was.
+        of_cuts: methods of activations and of gradients.
+        tied: whether stages share a weight.
+
+    Raises:
+        ValueError: as `method_of`.
+        TypeError: likewise.
+    """
+    if given is None and tied and any(_has_word(methods) for methods in of_cuts):
+        given = TIE_COMP
+    return method_of("tie_comp", given)
+
+
+def _has_word(methods: Methods) -> bool:
+    """Whether one of them is a word in place of a spec."""
+    if isinstance(methods, Mapping):
+        methods = list(methods.values())
+    if isinstance(methods, Sequence) and not isinstance(methods, str):
+        return any(isinstance(each, str) and each in AUTO for each in methods)
+    return isinstance(methods, str) and methods in AUTO
 
 
 def method_of(argument: str, value: MethodLike) -> SpecValue:

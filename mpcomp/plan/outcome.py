@@ -108,8 +108,10 @@ class Outcome:
             "tie_comp": step.tie_comp,
             "tie_bytes": step.tie_bytes,
             "tie_s": step.tie_s,
-            "dense_bytes": step.dense_bytes,
-            "below_bf16": step.below_bf16,
+            "dense_bytes": step.account.cuts.dense_bytes,
+            "step_bytes": step.account.whole.wire_bytes,
+            "below_bf16": step.account.below_bf16,
+            "cuts_below_bf16": step.account.cuts.below_bf16,
             "times_faster_than_bf16": self.baseline.step_s / step.step_s,
             "coding_s": [sum(cut.coding) for cut in step.cuts],
             "state_bytes": step.state_bytes,
@@ -137,10 +139,18 @@ class Outcome:
                 "s a step",
                 "x bf16",
                 "x none",
-                "MB at cuts",
+                "MB a step",
                 "below bf16",
             ),
-            *("MB tied", "bubble", "state MB", f"costs, {UNITS[self.task]}", "pays below"),
+            *(
+                "MB at cuts",
+                "cuts alone",
+                "MB tied",
+                "bubble",
+                "state MB",
+                f"costs, {UNITS[self.task]}",
+                "pays below",
+            ),
         )
         dense = next((step for step in self.steps if step.pair == DENSE), self.baseline)
         rows = []
@@ -151,8 +161,10 @@ class Outcome:
                     time_text(step.step_s),
                     f"{self.baseline.step_s / step.step_s:.2f}",
                     f"{dense.step_s / step.step_s:.2f}",
+                    f"{step.account.whole.wire_bytes / 1e6:.2f}",
+                    below_bf16_text(step.account.below_bf16),
                     f"{step.wire_bytes / 1e6:.2f}",
-                    below_bf16_text(step.below_bf16),
+                    below_bf16_text(step.account.cuts.below_bf16),
                     f"{step.tie_bytes / 1e6:.2f}",
                     f"{step.prediction.timeline.bubble:.0%}",
                     "by samples" if step.state_bytes is None else f"{step.state_bytes / 1e6:.1f}",
@@ -230,6 +242,7 @@ class Outcome:
                 "less: no rank waits for the last gradient, but weights lack some updates, which "
                 "takes another optimizer (docs/guide/asynchronous.md)"
             )
+        lines += best.account.sentences()
         return [*lines, f"split=[{split}]" if len(best.counts) <= 16 else f"split: {split}"]
 
 

@@ -13,13 +13,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
 
-from mpcomp.core.sent import below_bf16
+from mpcomp.core.account import NOTHING, Account, agreed_in_step
+from mpcomp.core.sent import Sent
 from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.links.auto import TIE_COMP
 from mpcomp.links.build import boundaries_of
 from mpcomp.links.state_size import state_of_link
 from mpcomp.plan.coding import CutCost, measure_coding
@@ -29,15 +31,13 @@ from mpcomp.plan.prediction import Compute, Prediction, predict
 from mpcomp.plan.profile import Profile
 from mpcomp.plan.timing import Settle, typical
 
-__all__ = ["BASELINE", "DENSE", "TIE_COMP", "Pair", "PlannedStep", "Planner", "at_rate"]
+__all__ = ["BASELINE", "DENSE", "Pair", "PlannedStep", "Planner", "at_rate"]
 
 #: Methods of activations and gradients.
 Pair = tuple[str, str]
 #: What compression has to beat: nobody need send more than bf16.
 BASELINE: Final[Pair] = ("bf16", "bf16")
 DENSE: Final[Pair] = ("none", "none")
-#: Method of tied weights' gradients, within the noise of runs in the project's own study.
-TIE_COMP: Final = "quant:8"
 #: Numbers of a microbatch that are coded to see what coding takes; of more, fewer rows.
 _LARGEST = 1 << 20
 #: Channels from which on a message stands for a wider one: bases take their cube to be found.
@@ -55,9 +55,7 @@ class PlannedStep:
         pair: of methods.
         counts: blocks of each stage, as `stages.split` takes them.
         cuts: what each cut takes for a microbatch.
-        dense_bytes: of a step at all cuts, both ways, uncompressed.
-        num_elements: of a step at all cuts, both ways.
-        wire_bytes: what is sent.
+        account: of all that one pipeline sends in a step.
         tie_comp: method of tied weights' gradients.
         ties: what each tied weight takes that two hosts have: the first, the last, and the cost of
             its messages, one each way.
@@ -72,9 +70,7 @@ class PlannedStep:
     pair: Pair
     counts: tuple[int, ...]
     cuts: tuple[CutCost, ...]
-    dense_bytes: float
-    num_elements: int
-    wire_bytes: float
+    account: Account
     tie_comp: str
     ties: tuple[tuple[int, int, CutCost], ...]
     prediction: Prediction
@@ -89,9 +85,9 @@ class PlannedStep:
         return self.prediction.step_s + self.tie_s + self.exchange_s
 
     @property
-    def below_bf16(self) -> float | None:
-        """Times fewer bytes than bf16 has at the cuts."""
-        return below_bf16(self.wire_bytes, self.num_elements)
+    def wire_bytes(self) -> float:
+        """Bytes of a step at all cuts, both ways."""
+        return self.account.cuts.wire_bytes
 
     @property
     def uses(self) -> str | None:
@@ -103,7 +99,7 @@ class PlannedStep:
     @property
     def tie_bytes(self) -> float:
         """Bytes of tied weights' messages in a step, both ways."""
-        return sum(sum(cost.messages) for *_, cost in self.ties)
+        return self.account.ties.wire_bytes
 
 
 class Planner:
@@ -122,6 +118,7 @@ class Planner:
         in_flight: microbatches under way on the first stage; None for the engine's own choice.
         num_cores: that all stages share; None where each host has its own.
         exchange_s: what replicas add to a step.
+        replicas: what this pipeline sends others in a step.
         num_samples: of the training set, for methods that keep a row for each.
         settle: what repeats of one message stand for when coding is measured.
 
@@ -142,6 +139,7 @@ class Planner:
         in_flight: int | None = None,
         num_cores: int | None = None,
         exchange_s: float = 0.0,
+        replicas: Sent = NOTHING,
         num_samples: int | None = None,
         settle: Settle = typical,
     ) -> None:
@@ -156,7 +154,8 @@ class Planner:
         self._cuts, self._task = [tuple(counts) for counts in cuts], task
         self._tie_comp = tie_comp
         self._in_flight, self._num_cores = in_flight, num_cores
-        self._exchange_s, self._num_samples = exchange_s, num_samples
+        self._exchange_s, self._replicas = exchange_s, replicas
+        self._num_samples = num_samples
         self._settle = settle
         self._costs: dict[tuple[Pair, TensorMeta], CutCost] = {}
 
@@ -189,14 +188,26 @@ class Planner:
         metas = [blocks[own][-1].output for own in self.profile.stages(counts)][:-1]
         cuts = tuple(self._cost(pair, meta) for meta in metas)
         tie_comp = pair[0] if pair in (DENSE, BASELINE) else self._tie_comp
-        ties = tuple(self._tied(tie_comp, counts))
+        apart = list(self._apart(counts))
+        ties = tuple((first, last, self._tie_cost(tie_comp, meta)) for first, last, meta in apart)
+        account = Account(
+            cuts=2 * self.chunks * _dense(metas),
+            ties=2 * _dense([meta for *_, meta in apart]),
+            replicas=self._replicas,
+            agreements=agreed_in_step(len(counts), 2 * (len(metas) + len(ties))),
+        )
+        account = replace(
+            account,
+            cuts=replace(
+                account.cuts, wire_bytes=self.chunks * sum(sum(cut.messages) for cut in cuts)
+            ),
+            ties=replace(account.ties, wire_bytes=sum(sum(cost.messages) for *_, cost in ties)),
+        )
         return PlannedStep(
             pair=pair,
             counts=counts,
             cuts=cuts,
-            dense_bytes=2 * self.chunks * sum(meta.dense_bytes for meta in metas),
-            num_elements=2 * self.chunks * sum(meta.numel for meta in metas),
-            wire_bytes=self.chunks * sum(sum(cut.messages) for cut in cuts),
+            account=account,
             tie_comp=tie_comp,
             ties=ties,
             prediction=self._predict(counts, cuts, self.network),
@@ -235,8 +246,8 @@ class Planner:
             self._costs[pair, meta] = measured.times(meta.numel / activation.numel())
         return self._costs[pair, meta]
 
-    def _tied(self, method: str, counts: Sequence[int]) -> Iterator[tuple[int, int, CutCost]]:
-        """The hosts of each tied weight that have copies of it, and its messages' cost."""
+    def _apart(self, counts: Sequence[int]) -> Iterator[tuple[int, int, TensorMeta]]:
+        """The hosts of each tied weight that have copies of it, and its gradient."""
         host_of = [
             stage % len(counts)
             for stage, own in enumerate(self.profile.stages(counts))
@@ -244,17 +255,17 @@ class Planner:
         ]
         for tie in self.profile.ties:
             first, last = host_of[tie.first], host_of[tie.last]
-            if first == last:
-                continue
-            key = ((method, method), tie.meta)
-            if key not in self._costs:
-                numel = min(tie.meta.numel, _LARGEST)
-                rows = torch.randn(1, numel, generator=torch.Generator().manual_seed(0))
-                measured = measure_coding(
-                    method, method, rows, rows, repeats=4, settle=self._settle
-                )
-                self._costs[key] = measured.times(tie.meta.numel / numel)
-            yield first, last, self._costs[key]
+            if first != last:
+                yield first, last, tie.meta
+
+    def _tie_cost(self, method: str, meta: TensorMeta) -> CutCost:
+        key = ((method, method), meta)
+        if key not in self._costs:
+            numel = min(meta.numel, _LARGEST)
+            rows = torch.randn(1, numel, generator=torch.Generator().manual_seed(0))
+            measured = measure_coding(method, method, rows, rows, repeats=4, settle=self._settle)
+            self._costs[key] = measured.times(meta.numel / numel)
+        return self._costs[key]
 
     def _state_bytes(self, pair: Pair, metas: Sequence[TensorMeta]) -> int | None:
         """Bytes that the host between two cuts keeps at most, or that at the only one."""
@@ -271,6 +282,12 @@ class Planner:
                     entries = state_of_link(link, batch, self._num_samples, (stage,))
                     kept[stage % num_hosts] += sum(entry["bytes"] for entry in entries)
         return max(kept)
+
+
+def _dense(metas: Sequence[TensorMeta]) -> Sent:
+    """Tensors that go as they are, without what messages have besides."""
+    num_bytes = sum(meta.dense_bytes for meta in metas)
+    return Sent(num_bytes, num_bytes, sum(meta.numel for meta in metas))
 
 
 def _part(meta: TensorMeta) -> tuple[slice, ...]:

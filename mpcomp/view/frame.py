@@ -88,12 +88,11 @@ def _progress(run: Run) -> RenderableType:
         pace.append(f"{rate:,.4g} {run.about['samples']}/s")
     sent = run.sent()[-1]
     pace.append(f"{_bytes(sent.wire_bytes)} sent")
-    if sent.below_bf16 is not None:
-        pace.append(f"{below_bf16_text(sent.below_bf16)} times below bf16")
     known = [row["loss"] for row in run.steps if row["loss"] is not None]
     loss = Text("loss " + (f"{known[-1]:.4f}" if known else "not finite") + "  ")
     loss.append(_spark(known), style="cyan")
-    return Group(bar, Text(", ".join(pace)), loss)
+    account = [Text(sentence) for sentence in run.account().sentences()]
+    return Group(bar, Text(", ".join(pace)), *account, loss)
 
 
 def _spark(values: list[float]) -> str:

@@ -28,6 +28,7 @@ def table(runs: Sequence[Run]) -> str:
     rows = []
     for run in runs:
         sent = run.sent()[-1] if run.steps else Sent()
+        cuts = run.account().cuts
         last = run.epochs[-1] if run.epochs else {}
         rate = run.samples_per_second()
         rows.append(
@@ -39,13 +40,14 @@ def table(runs: Sequence[Run]) -> str:
                 *(_number(last.get(name + end), ".4g") for name in metrics for end in (ON, OFF)),
                 _number(sent.wire_bytes / 1e6 if run.steps else None, ".2f"),
                 below_bf16_text(sent.below_bf16),
+                below_bf16_text(cuts.below_bf16),
                 _number(run.steps[-1]["time"] if run.steps else None, ".1f"),
                 "" if rate is None else f"{rate:.4g} {run.about['samples']}",
             ]
         )
     headers = ["run", "compression", "steps", "loss"]
     headers += [f"{name} {word}" for name in metrics for word in ("on", "off")]
-    headers += ["MB sent", "below bf16", "seconds", "a second"]
+    headers += ["MB sent", "below bf16", "cuts alone", "seconds", "a second"]
     return tabulate(rows, headers, disable_numparse=True)
 
 
@@ -96,6 +98,7 @@ def _of_run(run: Run, name: str) -> dict[str, Any]:
     ]
     figures = [window for _, window in run.windows]
     whole = sent[-1] if sent else Sent()
+    account = run.account()
     return {
         "name": name,
         "folder": str(run.files.path),
@@ -107,6 +110,8 @@ def _of_run(run: Run, name: str) -> dict[str, Any]:
         "last_loss": last_loss(run),
         "wire_bytes": whole.wire_bytes,
         "below_bf16": whole.below_bf16,
+        "cuts_below_bf16": account.cuts.below_bf16,
+        "says": account.sentences(),
         "seconds": run.steps[-1]["time"] if run.steps else 0.0,
         "steps": len(run.steps),
         "losses": _thinned(losses),

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from mpcomp.core.account import Account, agreed_in_step
 from mpcomp.core.sent import Sent
 from mpcomp.view.files import RunFiles
 from mpcomp.view.json_files import JsonLinesTail, read_json, read_json_lines
@@ -119,16 +120,40 @@ class Run:
         """The steps that have figures, and these."""
         return [(row, row["figures"]) for row in self.steps if "figures" in row]
 
+    @property
+    def _agreed(self) -> Sent:
+        """The agreements of a step."""
+        num_links = sum(link["direction"] != "replicas" for link in self.about["links"])
+        return agreed_in_step(self.about["ranks"], num_links)
+
+    def account(self) -> Account:
+        """The mean of what all steps have sent, by what it was for."""
+        found = Account()
+        for _, window in self.windows:
+            replicas = Sent()
+            links = []
+            for link, sent in zip(self.about["links"], sent_by_link(window), strict=True):
+                if link["direction"] == "replicas":
+                    replicas = sent
+                else:
+                    links.append((link["direction"], sent))
+            found += window["steps"] * Account.of_links(
+                links, replicas=replicas, agreements=self._agreed
+            )
+        num_steps = sum(int(window["steps"]) for _, window in self.windows)
+        return (1 / max(1, num_steps)) * found
+
     def sent(self) -> list[Sent]:
         """Totals of what was sent up to each step."""
         links = [link["direction"] for link in self.about["links"]]
         between = links.index("replicas") if "replicas" in links else None
+        agreed = self._agreed
         found: list[Sent] = []
         begun = 0
         for i, row in enumerate(self.steps):
-            found.append(Sent.from_dict(row))
+            found.append(Sent.from_dict(row) + agreed)
             if "figures" in row:
-                # Steps know what crosses cuts; what replicas exchange is a window's.
+                # Steps know what crosses cuts and ties; what replicas exchange is a window's.
                 if between is not None:
                     own = sent_by_link(row["figures"])[between]
                     found[begun:] = [each + own for each in found[begun:]]

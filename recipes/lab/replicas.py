@@ -66,12 +66,19 @@ class _Shares(ReplicaSync):
         together: as given.
     """
 
+    counts_on = True
+
     def __init__(self, stage: nn.Module, engine: LocalEngine, together: InOneProcess) -> None:
         super().__init__([stage], engine.mesh)  # type: ignore[arg-type]  # of one process
         self.exchange = together.first
         self.together = together
         self._parameters = trained_in([stage])
         self._kept: list[dict[str, Tensor]] = [{} for _ in together.exchanges]
+
+    @property
+    def sent(self) -> Sent:
+        """By all replicas, as they are here."""
+        return sum((each.totals.sent for each in self.together.exchanges), Sent())
 
     def take(self, replica: int) -> None:
         """Adds the gradients that there are to a replica's, and leaves none."""
@@ -167,17 +174,6 @@ class _Pipeline(Pipeline):
         return extra
 
 
-class _SentByAll(ReplicaLog):
-    """A log of the first replica, and of the bytes that all have sent."""
-
-    def __init__(self, pipe: Pipeline, together: InOneProcess) -> None:
-        super().__init__(pipe)
-        self._together = together
-
-    def sent(self) -> Sent:
-        return sum((each.totals.sent for each in self._together.exchanges), Sent())
-
-
 #: Options of a run whose replicas can be in one process.
 _REQUIRED: Final[Mapping[str, Any]] = {
     **{"split": "1", "chunks": 1, "updates": 1, "act": ("none",), "grad": ("none",)},
@@ -236,7 +232,7 @@ class Together(Trainer[AnyConfig]):
             or config.warmup_epochs * num_batches,
             replica_sync=engine.shares,
         )
-        self.replica_log = _SentByAll(self.pipe, self.together)
+        self.replica_log = ReplicaLog(self.pipe)
         self.adaptive_log = AdaptiveLog(self.pipe)
 
     def shares(self, epoch: int) -> Iterator[tuple[Any, ...]]:

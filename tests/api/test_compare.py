@@ -14,6 +14,8 @@ from torch import nn
 
 import mpcomp
 from mpcomp.api.comparison import Comparison, Trial
+from mpcomp.core.account import Account
+from mpcomp.core.sent import Sent
 
 
 def images(number):
@@ -144,9 +146,11 @@ def test_rows_are_what_the_methods_do(capsys):
     out = capsys.readouterr().out
     assert "a step at 5 Mbit/s" in out and "topk:0.2 / none" in out
     figures = json.loads(json.dumps(found.to_dict(), allow_nan=False))
-    assert bf16.below_bf16 == pytest.approx(1, rel=0.1)  # and headers, of small messages
+    below = bf16.account.below_bf16
+    assert below == pytest.approx(1, rel=0.1)  # and headers, of small messages
     fewer = bf16.wire_bytes / quant.wire_bytes
-    assert figures["trials"][2]["below_bf16"] == pytest.approx(fewer * bf16.below_bf16)
+    assert figures["trials"][2]["below_bf16"] == pytest.approx(fewer * below)
+    assert figures["trials"][2]["cuts_below_bf16"] == figures["trials"][2]["below_bf16"]
     assert figures["batches"] == 4
 
 
@@ -164,6 +168,28 @@ def test_the_methods_of_the_advice_are_the_default():
     pipe = mpcomp.pipeline(mlp(), 2, split=MLP_SPLIT, loss_fn=F.cross_entropy)
     found = pipe.compare(data=[rows(8, 1)], show=False)
     assert ("auto:relu", "auto:relu") in [trial.pair for trial in found.trials]
+
+
+def test_ties_are_in_the_bytes_of_a_step():
+    """Of a pipeline that has trained before: only the pilot's steps count."""
+    lms = pytest.importorskip("lms")
+    torch.manual_seed(0)
+    pipe = mpcomp.pipeline(lms.gpt2(), 2, split=2, tie_comp="quant:8").train()
+    batch = {"input_ids": torch.randint(3, lms.VOCABULARY, (4, 8))}
+    batch["labels"] = batch["input_ids"]
+    pipe.forward_backward(batch)
+    found = pipe.compare(["topk:0.1"], data=[batch] * 2, seconds=1e3, show=False)
+    numel = lms.VOCABULARY * 32
+    for trial in found.trials:
+        account = trial.account
+        assert account.ties.num_elements == 2 * numel
+        assert account.ties.wire_bytes == pytest.approx(2 * numel, rel=0.1)
+        whole = 2 * (account.cuts.num_elements + 2 * numel)
+        sent = account.cuts.wire_bytes + account.ties.wire_bytes
+        assert account.below_bf16 == pytest.approx(whole / sent)
+    row = found.to_dict()["trials"][2]
+    assert row["largest"] == "ties" and row["below_bf16"] < row["cuts_below_bf16"]
+    assert "cuts alone" in found.table()
 
 
 def test_time_bounds_the_batches():
@@ -196,7 +222,8 @@ def test_a_method_that_diverges_is_named_and_not_recommended():
 
 
 def trial(pair, losses, wire, error=0.0, act_error=0.0, step_s=None):
-    return Trial((pair, pair), act_error, 0.0, tuple(losses), error, wire, 100.0, 0.0, step_s)
+    account = Account(Sent(wire, 400.0, 100.0))
+    return Trial((pair, pair), act_error, 0.0, tuple(losses), error, account, 0.0, step_s)
 
 
 def test_the_recommendation_is_the_cheapest_good_one():

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from models import MLP_SPLIT, mlp, rows
 
 import mpcomp
-from mpcomp.links.auto import AUTO
+from mpcomp.links.auto import AUTO, TIE_COMP
 from mpcomp.links.build import method_of
 
 
@@ -33,6 +33,55 @@ def test_only_one_remembers():
 def test_for_one_cut_of_several():
     _, found = methods(act_comp=[None, "auto"])
     assert found == ["none", "none", AUTO["auto"]["act_comp"].replace("true", "True"), "none"]
+
+
+CHOICES = {
+    "a word": ({"act_comp": "auto", "grad_comp": "auto"}, TIE_COMP),
+    "a word one way": ({"grad_comp": "auto:scratch"}, TIE_COMP),
+    "a word at one cut": ({"act_comp": [None, "auto"]}, TIE_COMP),
+    "a word by a cut's number": ({"act_comp": {1: "auto:relu"}}, TIE_COMP),
+    "memory": ({"act_comp": "auto:memory", "grad_comp": "auto:memory"}, TIE_COMP),
+    "no word": ({"act_comp": "topk:0.1", "grad_comp": "quant:4"}, "none"),
+    "nothing": ({}, "none"),
+    "a method is given": ({"act_comp": "auto", "tie_comp": "quant:8"}, "quant:8"),
+    "none is given": ({"act_comp": "auto", "tie_comp": "none"}, "none"),
+}
+
+
+@pytest.mark.parametrize("case", CHOICES)
+def test_a_word_at_the_cuts_chooses_for_ties_too(case):
+    lms = pytest.importorskip("lms")
+    given, expected = CHOICES[case]
+    pipe = mpcomp.pipeline(lms.gpt2(), 2, split=3, **given)
+    assert {str(link.method) for tie in pipe.ties for link in tie.links} == {expected}
+
+
+def test_what_a_tie_does_not_send_at_once_it_sends_later():
+    """Over the steps that a gradient does not change in, its mean arrives."""
+    lms = pytest.importorskip("lms")
+    torch.manual_seed(0)
+    pipe = mpcomp.pipeline(lms.gpt2(), 1, split=2, act_comp={0: "auto"}).train()
+    plain = mpcomp.pipeline(lms.gpt2(), 1, split=2).train()
+    plain.load_state_dict(pipe.state_dict())
+    ids = torch.randint(3, lms.VOCABULARY, (4, 8))
+    batch = {"input_ids": ids, "labels": ids}
+    name = "transformer.wte.weight"
+    errors = []
+    for num_steps in (1, 16):
+        means = []
+        for each in (pipe, plain):
+            each.zero_grad()
+            for _ in range(num_steps):
+                with each.compressed(act=False, grad=True):
+                    each.forward_backward(batch)
+            means.append(dict(each.named_parameters())[name].grad / num_steps)
+        errors.append(float((means[0] - means[1]).norm() / means[1].norm()))
+    assert 0 < errors[1] < errors[0] / 4
+
+
+def test_no_tie_needs_no_method():
+    pipe, _ = methods(act_comp="auto", grad_comp="auto")
+    assert not pipe.ties
 
 
 def test_a_tie_has_none():

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 import mpcomp
+from mpcomp.core.account import agreed_in_step
+from mpcomp.links.auto import TIE_COMP
 from mpcomp.plan import Compute, Network, predict
 from mpcomp.plan.coding import Coding, CutCost, measure_coding
 from mpcomp.plan.curve import LONGEST, RATES, WORTHWHILE, break_even_mbps
@@ -65,7 +67,7 @@ def test_a_step_is_the_simulations(profile: Profile) -> None:
     assert step.prediction.step_s == expected.step_s == step.step_s
     header = step.cuts[0].messages.act_bytes - X.nbytes
     assert 0 < header < 64
-    assert step.dense_bytes == 2 * 4 * 3 * X.nbytes
+    assert step.account.cuts.dense_bytes == 2 * 4 * 3 * X.nbytes
     assert step.wire_bytes == 2 * 4 * 3 * (X.nbytes + header)
 
 
@@ -88,7 +90,21 @@ def test_what_comes_after_the_last_backward_is_added(profile: Profile) -> None:
     steps = {pair: planner(tied, 100.0).step(pair) for pair in (DENSE, BASELINE, QUANT)}
     assert steps[DENSE].tie_bytes == pytest.approx(2 * 4 * numel, rel=1e-3)
     assert steps[BASELINE].tie_bytes == pytest.approx(2 * 2 * numel, rel=1e-3)
-    assert steps[QUANT].tie_bytes == pytest.approx(2 * numel, rel=1e-3)
+    assert steps[QUANT].tie_comp == TIE_COMP == "ef+quant:4:scale=128"
+    assert steps[QUANT].tie_bytes == pytest.approx(2 * numel * 4.125 / 8, rel=1e-3)
+    for step in steps.values():  # all of a step, and its cuts alone
+        account = step.account
+        assert account.ties.num_elements == 2 * numel
+        assert account.agreements == agreed_in_step(4, 8) and not account.replicas.wire_bytes
+        whole = step.wire_bytes + step.tie_bytes + account.agreements.wire_bytes
+        elements = account.cuts.num_elements + 2 * numel
+        assert account.below_bf16 == pytest.approx(2 * elements / whole)
+    assert steps[BASELINE].account.below_bf16 == pytest.approx(1, rel=0.01)
+    of_all = plan(planner(tied, 100.0), [QUANT], task="images", floor=2.0)
+    (row,) = [one for one in of_all.to_dict()["steps"] if (one["act"], one["grad"]) == QUANT]
+    assert row["below_bf16"] == pytest.approx(steps[QUANT].account.below_bf16)
+    assert row["below_bf16"] != row["cuts_below_bf16"] and "cuts alone" in of_all.table()
+    assert any("in all" in sentence for sentence in of_all.sentences())
     on_link = 4 * numel * 8e-6 / 100 / PACKET_SHARE
     ((_, _, (coding, _)),) = steps[DENSE].ties
     coded = coding.encode_act_s + coding.decode_act_s
