@@ -4,10 +4,11 @@
     python -m recipes.adaptive_study --groups text --text FOLDER --seeds 3
     python -m recipes.adaptive_study --table
 
-All rows but the last few send the same share of the dense bytes: Top-k (``--budget``) or numbers
-with few bits, the same everywhere, more for activations or for gradients, for the first cuts or for
-the last; and `mpcomp.Adaptive` with that budget, by its two energies and by the loss. GraVAC's rule
-has no budget: its rows are to be held against the uniform ones of half and of twice the bytes.
+All rows but the first, bf16, and the last few send the same share of the dense bytes: Top-k
+(``--budget``) or numbers with few bits, the same everywhere, more for activations or for gradients,
+for the first cuts or for the last; and `mpcomp.Adaptive` with that budget, by its two energies and
+by the loss. GraVAC's rule has no budget: its rows are to be held against the uniform ones of half
+and of twice the bytes.
 `recipes.study` runs it.
 """
 
@@ -21,6 +22,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from tabulate import tabulate
 
 import mpcomp
+from recipes.account import REFERENCE
 from recipes.config import RunConfig
 from recipes.image_config import ImageConfig
 from recipes.metric import ACCURACY, PERPLEXITY, Metric
@@ -37,7 +39,6 @@ from recipes.study_runs import own_settings, reached, trainer_of
 from recipes.study_table import PAIRED, Results, Run, spread
 from recipes.text_config import TextConfig
 
-DENSE: Final = "dense"
 UNIFORM: Final = "uniform"
 _CF: Final = "cf=2-400:window=20"
 
@@ -103,7 +104,7 @@ def _rows_of_topk(group: Group, budget: float) -> Rows:
         )
 
     return {
-        DENSE: (("none",), ("none",)),
+        REFERENCE: ((REFERENCE,), (REFERENCE,)),
         UNIFORM: static(budget, budget),
         "more for activations": static(1.5 * budget, 0.5 * budget),
         "more for gradients": static(0.5 * budget, 1.5 * budget),
@@ -130,7 +131,7 @@ def _rows_in_bits(bits: int) -> Rows:
     # A little above what the uniform row sends, which else would not fit for its headers.
     budget = 1.005 * uniform.wire_ratio(mpcomp.TensorMeta((4, 32_768)))
     return {
-        DENSE: (("none",), ("none",)),
+        REFERENCE: ((REFERENCE,), (REFERENCE,)),
         UNIFORM: static(same, same),
         "more for activations": static(more, less),
         "more for gradients": static(less, more),
@@ -263,7 +264,7 @@ def _group_table(group: str, results: Results) -> str:
     shown = f"{metric.name} {metric.unit}".rstrip()
     headers = (
         *("row", "n", shown, "less uniform", f"{shown}, off", "bytes ÷ fp32"),
-        "x below bf16",
+        "cuts below bf16",
     )
     text = tabulate(results.table(names, cells), headers, disable_numparse=[2, 3, 4, 5, 6])
     return f"{group}\n{text}\n{PAIRED}"

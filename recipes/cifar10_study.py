@@ -12,6 +12,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Final
 
+from recipes.account import REFERENCE
 from recipes.cifar10 import load_data, run
 from recipes.cut_grid import Row, chosen_options, grid_parser, run_grid
 from recipes.image_config import MODELS, ImageConfig
@@ -24,7 +25,7 @@ from recipes.study_table import Claim, Column, Results, Table, render
 # from an uncompressed warm-up (there 10 to 20 of 100 epochs), and AQ-SGD remembers activations
 # while gradients go as plain Top-K; "after warm-up" is what they are to be compared with.
 ROWS: Final[dict[str, Row]] = {
-    "none": Row("none", "none"),
+    REFERENCE: Row(REFERENCE, REFERENCE),
     "quant fw4-bw8": Row("quant:4", "quant:8"),
     "quant fw4-bw4": Row("quant:4", "quant:4"),
     "quant fw2-bw8": Row("quant:2", "quant:8"),
@@ -121,7 +122,7 @@ def train(config: ImageConfig, settings: Line, ranks: Ranks) -> Line:
 
 def _harm(number: int, row: str, *, severe: bool) -> Claim:
     text = f"{row}: {'' if severe else 'no '}severe harm"
-    return Claim(number, text, "none", row, above=severe, bound=SEVERE_POINTS)
+    return Claim(number, text, REFERENCE, row, above=severe, bound=SEVERE_POINTS)
 
 
 def _needs_compression(row: str) -> Claim:

@@ -5,9 +5,8 @@
 
 All weights, in three stages, over epochs in which the same blocks of text come again in another
 order: what methods with a memory are made for. Seeds vary the order. Published methods stand in
-their own settings beside the project's own; the tied embedding is parted and goes uncompressed, so
-that the rows differ in nothing but the cuts. `recipes.study` runs it; `recipes.rate_quality` draws
-it.
+their own settings beside the project's own; the tied embedding goes in bf16, so that the rows
+differ in nothing but the cuts. `recipes.study` runs it; `recipes.rate_quality` draws it.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Final
 
+from recipes.account import REFERENCE
 from recipes.cut_grid import (
     Row,
     chosen_options,
@@ -26,14 +26,14 @@ from recipes.cut_grid import (
     shared_settings,
 )
 from recipes.ranks import Ranks
-from recipes.rate_quality import BF16_BITS, UNCOMPRESSED, table_of_epochs
+from recipes.rate_quality import BF16_BITS, table_of_epochs
 from recipes.study import Line, data_of
 from recipes.text_config import TextConfig
-from recipes.wikitext import load_data
-from recipes.wikitext_study import StudyTrainer, identity, outcome_of
+from recipes.wikitext import TextTrainer, load_data
+from recipes.wikitext_study import identity, outcome_of
 
 ROWS: Final[dict[str, Row]] = {
-    UNCOMPRESSED: Row("none", "none"),
+    REFERENCE: Row(REFERENCE, REFERENCE),
     "auto:memory": Row("auto:memory", "auto:memory"),
     "auto": Row("auto", "auto"),
     "fw4-bw8": Row("quant:4:scale=128", "quant:8:scale=128"),
@@ -71,7 +71,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--train-limit", type=int, default=4, metavar="ARTICLES", help="(default %(default)s)")
     add("--eval-limit", type=int, default=16, metavar="BLOCKS", help="(default %(default)s)")
     options = parser.parse_args(argv)
-    need_row(parser, options, UNCOMPRESSED)
+    need_row(parser, options, REFERENCE)
     if options.model is None and not options.table:
         parser.error("--model is missing: pass the file or folder of a released model")
     if options.precision == "auto":
@@ -82,7 +82,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def configuration(options: argparse.Namespace, row: str, seed: int) -> TextConfig:
     """The run of one row and seed."""
     chosen = chosen_options(options, TextConfig, ROWS[row], seed)
-    return TextConfig.for_model(**{"tie": "none", **chosen, "optimizer": "adamw"})
+    return TextConfig.for_model(**{**chosen, "optimizer": "adamw", "tie": REFERENCE})
 
 
 def settings(config: TextConfig, options: argparse.Namespace) -> Line:
@@ -92,14 +92,11 @@ def settings(config: TextConfig, options: argparse.Namespace) -> Line:
 
 def train(config: TextConfig, settings: Line, ranks: Ranks) -> Line:
     """Trains one run; its line has the bytes of each epoch."""
-    trainer = StudyTrainer(config, data_of(config, load_data, ranks))
+    trainer = TextTrainer(config, data_of(config, load_data, ranks))
     outcome = outcome_of(trainer)  # trains
-    sums = [0, *(epoch["cut_bytes"] for epoch in trainer.history)]
-    elements = sum(
-        link.meter.train.num_elements
-        for link in trainer.pipe.links
-        if link.direction in ("act", "grad")
-    )
+    cuts = [epoch["account"]["cuts"] for epoch in trainer.history]
+    sums = [0, *(each["wire_bytes"] for each in cuts)]
+    elements = cuts[-1]["num_elements"]
     return {
         **outcome,
         "act": config.act[0],

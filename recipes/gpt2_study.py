@@ -4,8 +4,8 @@
     python -m recipes.gpt2_study --table
 
 The tiny GPT-2 of `recipes.wikitext`, one stage a block, on Python's documentation. Seeds vary the
-weights and the order of the blocks. The tied embedding goes uncompressed, so that the rows differ
-in nothing but the cuts. Published methods stand in their own settings and, as near as they come,
+weights and the order of the blocks. The tied embedding goes in bf16, so that the rows differ in
+nothing but the cuts. Published methods stand in their own settings and, as near as they come,
 at the bytes of the project's own. `recipes.study` runs it; `recipes.rate_quality` draws it.
 """
 
@@ -16,18 +16,18 @@ import statistics
 from collections.abc import Sequence
 from typing import Final
 
+from recipes.account import REFERENCE, reference_among, reference_note
 from recipes.cut_grid import Row, chosen_options, grid_parser, need_row, run_grid
 from recipes.metric import PERPLEXITY
 from recipes.ranks import Ranks
-from recipes.rate_quality import UNCOMPRESSED, points_of, table
+from recipes.rate_quality import points_of, table
 from recipes.study import Line, data_of
 from recipes.text_config import TextConfig
-from recipes.wikitext import load_data
-from recipes.wikitext_study import StudyTrainer, outcome_of
+from recipes.wikitext import TextTrainer, load_data
+from recipes.wikitext_study import outcome_of
 
 ROWS: Final[dict[str, Row]] = {
-    UNCOMPRESSED: Row("none", "none"),
-    "bf16": Row("bf16", "bf16"),
+    REFERENCE: Row(REFERENCE, REFERENCE),
     "fw4-bw8": Row("quant:4", "quant:8"),
     "fw4-bw8, AQ-SGD": Row("aqsgd+quant:4", "quant:8", warmup=True),
     # Tiles of 64 elements with a scale each, as TAH-Quant has them.
@@ -59,27 +59,31 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.set_defaults(epochs=3, batch_size=8, chunks=4, lr=1e-3, workers=2)
     parser.add_argument("--data", default="python-docs", help="folder, text file or python-docs")
     options = parser.parse_args(argv)
-    need_row(parser, options, UNCOMPRESSED)
+    need_row(parser, options, REFERENCE)
     return options
 
 
 def configuration(options: argparse.Namespace, row: str, seed: int) -> TextConfig:
     """The run of one row and seed."""
     chosen = chosen_options(options, TextConfig, ROWS[row], seed)
-    return TextConfig.for_model(**{**chosen, "model": "tiny", "tie": "none"})
+    return TextConfig.for_model(**{**chosen, "model": "tiny", "tie": REFERENCE})
 
 
 def train(config: TextConfig, settings: Line, ranks: Ranks) -> Line:
     """Trains one run."""
-    return outcome_of(StudyTrainer(config, data_of(config, load_data, ranks)))
+    return outcome_of(TextTrainer(config, data_of(config, load_data, ranks)))
 
 
 def render(lines: Sequence[Line]) -> str:
-    """The uncompressed perplexity, and what each method costs and sends (of all epochs)."""
-    plain = [line[PERPLEXITY.on] for line in lines if line["row"] == UNCOMPRESSED]
+    """The perplexity of the reference, and what each method costs and sends (of all epochs)."""
+    reference = reference_among({line["row"] for line in lines})
+    plain = [line[PERPLEXITY.on] for line in lines if line["row"] == reference]
     metric, points = points_of(lines)
     spread = f"{statistics.mean(plain):.1f}, {min(plain):.1f} to {max(plain):.1f}"
-    return f"{table(points, metric)}\n\nuncompressed perplexity {spread} (n = {len(plain)})"
+    return (
+        f"{table(points, metric)}\n\nperplexity of `{reference}`: {spread} (n = {len(plain)}). "
+        f"{reference_note(reference)}"
+    )
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ Reads the results file of `recipes.lm_inference`, `recipes.cifar10_study`, `reci
 `recipes.wikitext_study`, and those of `recipes.finetune_study` that have the bytes of each epoch,
 with LoRA or without. The rate is the mean over all cuts, epochs and both directions that were used,
 an element of bf16 has 16 bits. The cost is what the method's runs lose, seed by seed, against the
-uncompressed ones with compression on (LoRA's against LoRA's): per cent of perplexity, or points of
+runs in bf16 with compression on (LoRA's against LoRA's; at inference, and in results that have
+a row `none`, uncompressed in their own dtype, against that): per cent of perplexity, or points of
 accuracy. A method is on the *front* if none other held to the same runs has fewer bits at a smaller
 or equal cost. With --divergence the cost at inference is not of the text but of the uncompressed
 model's predictions: exp(KL) - 1, per cent of the perplexity of what that model itself would write.
@@ -22,7 +23,7 @@ import argparse
 import math
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -30,14 +31,16 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from tabulate import tabulate
 
+from mpcomp.core.sent import below_bf16_text
 from mpcomp.links.auto import AUTO
+from recipes.account import FORMER, account_of, reference_among, reference_note
 from recipes.metric import ACCURACY, OWN_TEXT, PERPLEXITY, Metric
 from recipes.plots import COLOURS
 from recipes.run_folder import read_json_lines
 from recipes.study_table import PERCENT, half_interval
 
 BF16_BITS: Final = 16
-UNCOMPRESSED: Final = "none"
+UNCOMPRESSED: Final = FORMER
 #: Costs below are drawn here: noise of the data decides about smaller ones.
 SMALLEST_COST: Final = 0.1
 MARKERS: Final = "os^Dv<>Ph*X"
@@ -58,6 +61,7 @@ class Run(NamedTuple):
         half_width: of the interval of its own cost, over the batches of the text; None where the
             file does not tell.
         num_batches: of the text, where it does.
+        whole: times below bf16 of all that a step sends; None where the file does not tell.
     """
 
     method: str
@@ -70,6 +74,7 @@ class Run(NamedTuple):
     base: str = UNCOMPRESSED
     half_width: float | None = None
     num_batches: int = 1
+    whole: float | None = None
 
 
 @dataclass(frozen=True)
@@ -86,6 +91,7 @@ class Point:
             text, each held to the same one uncompressed.
         last_bits: an element of the last epoch; None where that is not known.
         base: the uncompressed method that it is held to.
+        whole: times below bf16 of all that a step sends; None where that is not known.
     """
 
     method: str
@@ -96,6 +102,7 @@ class Point:
     num_runs: int
     last_bits: float | None = None
     base: str = UNCOMPRESSED
+    whole: float | None = None
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -161,12 +168,19 @@ def points_of(
         found = " and ".join(metrics) or "no run that ended"
         raise ValueError(f"pass results of one metric; here is {found}")
     pairs: dict[str, list[tuple[Run, Run]]] = {}
+    names = {run.method for run in runs.values()}
     for run in runs.values():
+        run = _held_to_reference(run, names)
         if not any(method == run.base for method, _ in runs):
             raise ValueError(f"there is no row {run.base}, which is what the others are held to")
         if run.method != run.base and (run.base, run.seed) in runs:
             pairs.setdefault(run.method, []).append((run, runs[run.base, run.seed]))
     return metrics.popitem()[1], sorted(map(_point, pairs.values()), key=lambda point: point.bits)
+
+
+def _held_to_reference(run: Run, names: Collection[str]) -> Run:
+    """The run, held to the row that the results have for that."""
+    return run._replace(base=reference_among(names, run.base.removesuffix(UNCOMPRESSED)))
 
 
 def _read(row: Mapping[str, Any], dense_bits: int) -> Run:
@@ -210,6 +224,7 @@ def _of_study(row: Mapping[str, Any], dense_bits: int) -> Run:
         bits=dense_bits * row.get("cut_ratio_overall", row["wire_ratio"]),
         seed=row["seed"],
         base=trained + UNCOMPRESSED,
+        whole=account_of(row, dense_bits).below_bf16,
     )
 
 
@@ -228,6 +243,7 @@ def _of_fine_tuning(row: Mapping[str, Any], dense_bits: int) -> Run:
         last_bits=epochs[-1],
         seed=row["seed"],
         base=trained + UNCOMPRESSED,
+        whole=account_of(row).below_bf16,
     )
 
 
@@ -257,7 +273,14 @@ def _point(pairs: Sequence[tuple[Run, Run]]) -> Point:
         max(len(costs), first.num_batches),
         statistics.mean(last_bits) if last_bits else None,
         first.base,
+        _mean_known(run.whole for run, _ in pairs),
     )
+
+
+def _mean_known(values: Iterable[float | None]) -> float | None:
+    """The mean, if all are known."""
+    found = list(values)
+    return None if None in found else statistics.mean(one for one in found if one is not None)
 
 
 def family_of(name: str) -> str:
@@ -289,8 +312,13 @@ def table(points: Sequence[Point], metric: Metric) -> str:
     columns: dict[str, list[Any]] = {
         "method": [point.method for point in points],
         "bits": [f"{point.bits:.2f}" for point in points],
-        "times below bf16": [f"{BF16_BITS / point.bits:.1f}" for point in points],
     }
+    cuts = [f"{BF16_BITS / point.bits:.1f}" for point in points]
+    if any(point.whole is not None for point in points):
+        columns["below bf16, whole step"] = [below_bf16_text(point.whole) for point in points]
+        columns["cuts alone"] = cuts
+    else:
+        columns["below bf16, cuts alone"] = cuts
     if any(point.last_bits for point in points):
         columns["bits, last epoch"] = [
             f"{point.last_bits:.2f}" if point.last_bits else "" for point in points
@@ -318,9 +346,12 @@ def table_of_epochs(rows: Sequence[Mapping[str, Any]]) -> str:
     for row in rows:
         run = _of_fine_tuning(row, BF16_BITS)
         of.setdefault(run.method, []).append(row)
+        plain[run.method, run.seed] = row
         base_of[run.method] = run.base
-        if run.method == run.base:
-            plain[run.base, run.seed] = row
+    base_of = {
+        method: reference_among(of, base.removesuffix(UNCOMPRESSED))
+        for method, base in base_of.items()
+    }
     qualities: Mapping[str, Callable[[Mapping[str, Any]], float]] = {
         "training loss, last epoch": lambda row: row["losses"][-1],
         "perplexity on": lambda row: row[PERPLEXITY.on],
@@ -344,10 +375,13 @@ def table_of_epochs(rows: Sequence[Mapping[str, Any]]) -> str:
             else _per_cent([100 * (read(r) / read(plain[base, r["seed"]]) - 1) for r in own])
             for name, read in qualities.items()
         ]
-        lines.append([method, *(f"{one:.1f}" for one in sent), *costs, len(own)])
-    epochs = [f"below bf16 in epoch {i + 1}" for i in range(num_epochs)]
-    headers = ["method", *epochs, *qualities, "n"]
-    return tabulate(lines, headers, tablefmt="pipe", disable_numparse=True)
+        whole = below_bf16_text(_mean_known(account_of(one).below_bf16 for one in own))
+        lines.append([method, whole, *(f"{one:.1f}" for one in sent), *costs, len(own)])
+    epochs = [f"cuts alone, epoch {i + 1}" for i in range(num_epochs)]
+    headers = ["method", "below bf16, whole steps", *epochs, *qualities, "n"]
+    text = tabulate(lines, headers, tablefmt="pipe", disable_numparse=True)
+    notes = dict.fromkeys(map(reference_note, base_of.values()))
+    return "\n\n".join([text, *notes])
 
 
 def _per_cent(values: Sequence[float]) -> str:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from tabulate import tabulate
 
+from recipes.account import REFERENCE, account_of
 from recipes.config import seeded
 from recipes.cut_grid import Row, chosen_options, grid_parser, run_grid, shared_settings
 from recipes.metric import Metric
@@ -30,8 +31,8 @@ from recipes.study_runs import reached
 from recipes.study_table import Results, Run, spread
 from recipes.text_config import TextConfig
 from recipes.tokens import END_OF_TEXT, IGNORED, Blocks, tokenizer_of
-from recipes.wikitext import TextData
-from recipes.wikitext_study import StudyTrainer, identity, traffic_of
+from recipes.wikitext import TextData, TextTrainer
+from recipes.wikitext_study import identity, traffic_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,7 +47,7 @@ EXACT: Final = Metric(
 )
 
 ROWS: Final[dict[str, Row]] = {
-    "none": Row("none", "none"),
+    REFERENCE: Row(REFERENCE, REFERENCE),
     "auto": Row("auto", "auto"),
     "auto:scratch": Row("auto:scratch", "auto:scratch"),
     "auto:memory": Row("auto:memory", "auto:memory"),
@@ -86,7 +87,7 @@ def configuration(options: argparse.Namespace, row: str, seed: int) -> TextConfi
     """The run of one row and seed."""
     chosen = chosen_options(options, TextConfig, ROWS[row], seed)
     return TextConfig.for_model(
-        **{**chosen, "data": "sorting", "seq_len": 2 * NUM_DIGITS + 1, "tie": "none"}
+        **{**chosen, "data": "sorting", "seq_len": 2 * NUM_DIGITS + 1, "tie": REFERENCE}
     )
 
 
@@ -113,7 +114,7 @@ def train(config: TextConfig, settings: Line, ranks: Ranks) -> Line:
     }
 
 
-class SortingTrainer(StudyTrainer):
+class SortingTrainer(TextTrainer):
     """The trainer of a model that sorts, judged by what it generates."""
 
     metric = EXACT
@@ -179,24 +180,26 @@ def render(lines: Sequence[Line]) -> str:
     results = Results.of(lines, order=list(ROWS))
 
     def cells(row: str, found: Sequence[Run]) -> list[Any]:
+        accounts = [account_of(run) for run in found]
         return [
             *(
                 spread([100 * run[key] for run in found], between="+-")
                 for key in (EXACT.on, EXACT.off)
             ),
-            0.5 / statistics.mean(run["cut_ratio"] for run in found),
+            statistics.mean(account.below_bf16 or 0 for account in accounts),
+            statistics.mean(account.cuts.below_bf16 or 0 for account in accounts),
             statistics.mean(run["loss"] for run in found),
             f"{found[0]['act']} / {found[0]['grad']}",
         ]
 
     headers = (
-        *("row", "n", "exact on %", "exact off %", "x below bf16", "loss"),
+        *("row", "n", "exact on %", "exact off %", "x below bf16", "cuts alone", "loss"),
         "activations / gradients",
     )
     table = results.table({row: row for row in results.runs}, cells)
-    formats = ("", "d", "", "", ".1f", ".3f", "")
+    formats = ("", "d", "", "", ".1f", ".1f", ".3f", "")
     text = tabulate(table, headers, floatfmt=formats, disable_numparse=[2, 3])
-    return f"{text}\nMean +- standard deviation of n seeds; bytes are those of the cuts."
+    return f"{text}\nMean +- standard deviation of n seeds."
 
 
 if __name__ == "__main__":

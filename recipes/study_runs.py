@@ -36,6 +36,7 @@ def reached(summary: Summary) -> Line:
         "steps": summary.steps,
         "wire_bytes": summary.wire_bytes,
         "dense_bytes": summary.dense_bytes,
+        "account": summary.account,
     }
 
 

@@ -5,6 +5,7 @@ Runs are compared in pairs of one seed, which share initial weights and the orde
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import Any, Final
 
 import scipy.stats
 
+from recipes.account import FORMER, REFERENCE, reference_among, reference_note
 from recipes.metric import Metric
 
 #: Of the intervals that are shown, and that verdicts go by: a mean is beyond a bound if its whole
@@ -43,12 +45,23 @@ class Results:
         for line in lines:
             found.setdefault(line["row"], {})[line["seed"]] = line
         rank = {row: position for position, row in enumerate(order)}
+        # What others were held to in results from before stands where that does now.
+        rank |= {
+            row.removesuffix(REFERENCE) + FORMER: position
+            for row, position in rank.items()
+            if row.endswith(REFERENCE)
+        }
         rows = sorted(found, key=lambda row: rank.get(row, len(rank)))
         runs = {
             row: {seed: run for seed, run in found[row].items() if "diverged" not in run}
             for row in rows
         }
         return cls(runs, {row: len(found[row]) - len(runs[row]) for row in rows})
+
+    @property
+    def reference(self) -> str:
+        """The row that others are held to."""
+        return reference_among(self.runs)
 
     def of_row(self, row: str) -> list[Run]:
         """Its runs that did not diverge."""
@@ -133,6 +146,13 @@ class Claim:
         first = f"({self.first}{AT[self.first_at]})"
         second = f"({self.second}{AT[self.second_at]})"
         return f"{first} − {second} {'>' if self.above else '<'} {self.bound:g}"
+
+    def held_to(self, reference: str) -> Claim:
+        """The claim with the reference that the results have."""
+        first, second = (
+            reference if row == REFERENCE else row for row in (self.first, self.second)
+        )
+        return dataclasses.replace(self, first=first, second=second)
 
     def differences(self, results: Results, table: Table) -> list[float]:
         """One number for each seed that both rows have."""
@@ -233,15 +253,14 @@ def render_rows(results: Results, table: Table) -> str:
             for one in table.columns
         ]
         lines.append(_cells([row_name, on, off, str(len(runs)), *means]))
-    notes = table.notes(results)
-    return "\n".join([*lines, "", *notes] if notes else lines)
+    return "\n".join([*lines, "", *table.notes(results), reference_note(results.reference)])
 
 
 def render_claims(results: Results, table: Table) -> str:
     """A line for each claim that the results can speak to, and the rule."""
     measured = f"measured, {table.short_unit}"
     lines = [_cells(["direction", "claim", measured, "effect", "verdict"]), "|---|---|---|---|---|"]
-    for claim in table.claims:
+    for claim in (claim.held_to(results.reference) for claim in table.claims):
         if differences := claim.differences(results, table):
             found = verdict(differences, above=claim.above, bound=claim.bound)
             effect = f"{interval(differences)} ({len(differences)})"

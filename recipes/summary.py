@@ -9,6 +9,7 @@ from typing import Any
 
 from tabulate import tabulate
 
+from mpcomp.core.account import Account
 from mpcomp.core.sent import Sent, below_bf16_text
 from recipes.config import RunConfig
 from recipes.metric import Metric
@@ -31,6 +32,7 @@ class Summary:
     num_elements: float | None  # of those; not known of runs that began before they were counted
     wire_ratio: float  # wire / dense: lower is better
     below_bf16: float | None  # times fewer bytes than 2 for each element: higher is better
+    account: dict[str, Any] | None  # of these, by what they were for (`mpcomp.core.account`)
     skipped_steps: int
     steps: int  # of the optimizer
     epochs: int
@@ -70,6 +72,7 @@ class Summary:
             num_elements=sent.to_dict()["num_elements"],
             wire_ratio=sent.wire_ratio if sent.dense_bytes else 1.0,
             below_bf16=sent.below_bf16,
+            account=last.get("account"),
             skipped_steps=sum(row["skipped_steps"] for row in history),
             steps=steps,
             epochs=last["epoch"],
@@ -96,6 +99,7 @@ def table(runs: Mapping[str, Summary], *, per_step: bool = False) -> str:
             metric.scale * one.off,
             one.wire_bytes / 1e6,
             below_bf16_text(one.below_bf16),
+            below_bf16_text(Account.from_dict(one.account).cuts.below_bf16),
             *((one.wire_bytes / 1e6 / one.steps,) if per_step else ()),
             one.epochs,
             one.seconds,
@@ -104,8 +108,8 @@ def table(runs: Mapping[str, Summary], *, per_step: bool = False) -> str:
     ]
     headers = (
         *("compression", metric.title("on"), metric.title("off")),
-        *("MB sent", "below bf16", *(("MB a step",) if per_step else ())),
+        *("MB sent", "below bf16", "cuts alone", *(("MB a step",) if per_step else ())),
         *("epochs", "seconds"),
     )
-    formats = ("", ".2f", ".2f", ".1f", ".1f", *((".3f",) if per_step else ()), "d", ".0f")
+    formats = ("", ".2f", ".2f", ".1f", ".1f", ".1f", *((".3f",) if per_step else ()), "d", ".0f")
     return tabulate(rows, headers, floatfmt=formats)

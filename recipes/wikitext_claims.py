@@ -14,8 +14,10 @@ import math
 import statistics
 from typing import Final
 
+from mpcomp.core.sent import Sent
+from recipes.account import REFERENCE, account_of
 from recipes.metric import PERPLEXITY
-from recipes.study_table import Claim, Column, Results, Run, Table
+from recipes.study_table import Claim, Column, Results, Table
 
 SEVERE: Final = 10.0
 NEAR: Final = 2.0
@@ -42,12 +44,14 @@ def _is_above(number: int | str, text: str, first: str, second: str, at: str = "
 
 def _harm(number: int, row: str, *, severe: bool, at: str = "on") -> Claim:
     text = f"{row}: {'' if severe else 'no '}severe harm"
-    return Claim(number, text, row, "none", above=severe, bound=SEVERE, first_at=at, second_at=at)
+    return Claim(
+        number, text, row, REFERENCE, above=severe, bound=SEVERE, first_at=at, second_at=at
+    )
 
 
 def _rise(row: str, *, rises: bool) -> Claim:
     text = f"{row}: the loss {'has risen' if rises else 'has not risen yet'}"
-    return Claim(6, text, row, "none", above=rises, bound=NEAR)
+    return Claim(6, text, row, REFERENCE, above=rises, bound=NEAR)
 
 
 def _needs_compression(row: str) -> Claim:
@@ -74,7 +78,7 @@ def _feedback(name: str) -> tuple[Claim, Claim]:
 def _no_loss(of: str, name: str, row: str) -> tuple[Claim, ...]:
     text = f"{name}: no loss of quality"
     return tuple(
-        Claim(of, text, row, "none", above=False, bound=NEAR, first_at=at, second_at=at)
+        Claim(of, text, row, REFERENCE, above=False, bound=NEAR, first_at=at, second_at=at)
         for at in ("off", "training")
     )
 
@@ -126,12 +130,13 @@ def notes(results: Results) -> list[str]:
     """The meaning of the columns, and what is the same for all rows."""
     finished = [run for runs in results.runs.values() for run in runs.values()]
     said = [
-        "MB/step, sent/fp32 and below bf16 are of the cuts, after the warm-up where a row has one."
+        "Bytes are of a step, after the warm-up where a row has one: cuts and tied embedding, then "
+        "the cuts alone."
     ]
     if ties := [run["tie_dense_bytes_per_step"] for run in finished]:
         said.append(
-            f"The gradients of the tied embedding add {max(ties) / 1e6:.3f} MB to each step, "
-            "uncompressed; the last column, against fp32, is with them."
+            f"The gradients of the tied embedding are {max(ties) / 1e6:.3f} MB of each step in "
+            "fp32."
         )
     paragraphs = [" ".join(said)]
     if before := [run["perplexity_before"] for run in finished if "perplexity_before" in run]:
@@ -148,7 +153,7 @@ def notes(results: Results) -> list[str]:
 def _learned(before: float, results: Results) -> str:
     """The change by fine-tuning without compression: claims of no loss cannot mean more."""
     said = f"Before fine-tuning the perplexity is {before:.2f}"
-    if not (plain := results.of_row("none")):
+    if not (plain := results.of_row(results.reference)):
         return f"{said}."
     after = statistics.fmean(run[PERPLEXITY.on] for run in plain)
     first, last = (statistics.fmean(run["losses"][i] for run in plain) for i in (0, -1))
@@ -162,11 +167,9 @@ def _learned(before: float, results: Results) -> str:
     )
 
 
-def _with_tie(run: Run) -> float:
-    """Sent over dense, of cuts and tie."""
-    sent = run["cut_bytes_per_step"] + run["tie_bytes_per_step"]
-    dense = run["cut_dense_bytes_per_step"] + run["tie_dense_bytes_per_step"]
-    return float(sent / dense)
+def _below(sent: Sent) -> float:
+    """Times below bf16, of runs that sent something."""
+    return 2 * sent.num_elements / sent.wire_bytes
 
 
 TABLE: Final = Table(
@@ -182,10 +185,12 @@ TABLE: Final = Table(
     near=NEAR,
     columns=(
         Column(title="loss, last epoch", value=lambda run: run["loss"], digits=3),
-        Column(title="MB/step", value=lambda run: run["cut_bytes_per_step"] / 1e6, digits=3),
-        Column(title="sent/fp32", value=lambda run: run["cut_ratio"], digits=3),
-        Column(title="below bf16", value=lambda run: 0.5 / run["cut_ratio"], digits=1),
-        Column(title="with tie", value=_with_tie, digits=3),
+        Column(title="MB/step", value=lambda run: account_of(run).whole.wire_bytes / 1e6, digits=3),
+        Column(title="below bf16", value=lambda run: _below(account_of(run).whole), digits=1),
+        Column(
+            title="MB/step, cuts alone", value=lambda run: run["cut_bytes_per_step"] / 1e6, digits=3
+        ),
+        Column(title="below bf16, cuts", value=lambda run: _below(account_of(run).cuts), digits=1),
     ),
     claims=CLAIMS,
     notes=notes,

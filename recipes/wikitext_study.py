@@ -19,11 +19,12 @@ import argparse
 import dataclasses
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
 
+from recipes.account import REFERENCE
 from recipes.cut_grid import Row, chosen_options, grid_parser, run_grid, shared_settings
 from recipes.ranks import Ranks
 from recipes.study import Line, data_of
@@ -38,10 +39,10 @@ from recipes.wikitext_claims import TABLE
 # Quantization fwA-bwB: A bits forward, B bits backward, one scale a tensor, or one a channel where
 # it says so (as in the authors' code of AQ-SGD). Methods with memory start from an uncompressed
 # warm-up, which fills AQ-SGD's memory; "after warm-up" is what they are to be compared with. The
-# gradients of the tied embedding go whole where no method is named for the tie; with LoRA, of rank
-# 8, the embedding is not trained.
+# gradients of the tied embedding go in bf16 where no method is named for it; with LoRA, of rank 8,
+# the embedding is not trained.
 ROWS: Final[dict[str, Row]] = {
-    "none": Row("none", "none"),
+    REFERENCE: Row(REFERENCE, REFERENCE),
     "top 50 %": Row("topk:0.5", "topk:0.5"),
     "top 30 %": Row("topk:0.3", "topk:0.3"),
     "top 20 %": Row("topk:0.2", "topk:0.2"),
@@ -72,18 +73,19 @@ ROWS: Final[dict[str, Row]] = {
     "top 30 %, AQ-SGD": Row("aqsgd+topk:0.3", "topk:0.3", warmup=True),
     "fw4-bw8, tie 8 bits": Row("quant:4", "quant:8", also={"tie": "quant:8"}),
     "fw4-bw8, tie EF top 1 %": Row("quant:4", "quant:8", also={"tie": "ef+topk:0.01"}),
-    "LoRA, none": Row("none", "none", also={"lora": 8}),
+    f"LoRA, {REFERENCE}": Row(REFERENCE, REFERENCE, also={"lora": 8}),
     "LoRA, fw4-bw8": Row("quant:4", "quant:8", also={"lora": 8}),
     "LoRA, top 20 %": Row("topk:0.2", "topk:0.2", also={"lora": 8}),
 }
 
 # What the findings rest on, for all seeds before the other rows.
 FIRST: Final = (
-    *("none", "top 20 %", "top 10 %", "top 10 %, same indices", "fw4-bw8"),
+    *(REFERENCE, "top 20 %", "top 10 %", "top 10 %, same indices", "fw4-bw8"),
     *("fw2-bw8, after warm-up", "fw2-bw8, AQ-SGD"),
 )
 
-COUNTS: Final = ("cut_bytes", "cut_dense_bytes", "tie_bytes", "tie_dense_bytes")
+#: Counts of a part of the account, under the names that lines have.
+COUNTS: Final = {"bytes": "wire_bytes", "dense_bytes": "dense_bytes", "elements": "num_elements"}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -119,7 +121,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def configuration(options: argparse.Namespace, row: str, seed: int) -> TextConfig:
     """The run of one row and seed."""
     chosen = chosen_options(options, TextConfig, ROWS[row], seed)
-    return TextConfig.for_model(**{"tie": "none", **chosen, "eval_limit": options.eval_blocks})
+    return TextConfig.for_model(**{"tie": REFERENCE, **chosen}, eval_limit=options.eval_blocks)
 
 
 def settings(config: TextConfig, options: argparse.Namespace) -> Line:
@@ -144,7 +146,7 @@ def identity(config: TextConfig) -> str:
 def train(config: TextConfig, settings: Line, ranks: Ranks) -> Line:
     """Trains one run on some of the blocks."""
     text = some_blocks(data_of(config, load_data, ranks), settings["train_blocks"])
-    return outcome_of(StudyTrainer(config, text))
+    return outcome_of(TextTrainer(config, text))
 
 
 def some_blocks(text: TextData, limit: int) -> TextData:
@@ -164,29 +166,16 @@ def some_blocks(text: TextData, limit: int) -> TextData:
     return dataclasses.replace(text, train=train)
 
 
-class StudyTrainer(TextTrainer):
-    """A trainer whose history has the bytes of the cuts apart from those of a tied embedding."""
-
-    def end_epoch(self) -> dict[str, Any]:
-        """Bytes since the first epoch: what was sent, and what plain tensors would have been."""
-        counts = dict.fromkeys(COUNTS, 0)
-        for link in self.pipe.links:
-            where = "cut" if link.direction in ("act", "grad") else "tie"
-            counts[f"{where}_bytes"] += link.meter.train.wire_bytes
-            counts[f"{where}_dense_bytes"] += link.meter.train.dense_bytes
-        return {**super().end_epoch(), **counts}
-
-
-def outcome_of(trainer: StudyTrainer) -> Line:
+def outcome_of(trainer: TextTrainer) -> Line:
     """Trains, and says what came out.
 
-    The uncompressed run also says what the perplexity was before, which is the same for all rows.
+    The run that others are held to also says what the perplexity was before, the same for all rows.
 
     Raises:
         FloatingPointError: the training diverged, or its perplexity is not finite.
     """
     config, before = trainer.config, {}
-    if config == config.uncompressed() and config.lora is None:
+    if config.act == config.grad == (REFERENCE,) and config.lora is None:
         before["perplexity_before"] = trainer.evaluate()[0]
     summary = trainer.fit(progress=False)
     for name, value in (("on", summary.on), ("off", summary.off)):
@@ -211,19 +200,29 @@ def traffic_of(history: History, warmup_epochs: int, steps_per_epoch: int) -> di
     (`dense`). A run that is all warm-up counts as a whole.
 
     Args:
-        history: of a `StudyTrainer`.
+        history: of a trainer.
         warmup_epochs: the first epochs, which were uncompressed.
         steps_per_epoch: of the optimizer.
     """
-    last = history[-1]
-    begin = history[warmup_epochs - 1] if 0 < warmup_epochs < len(history) else None
+    counts = [_counts(epoch) for epoch in history]
+    last = counts[-1]
+    begin = counts[warmup_epochs - 1] if 0 < warmup_epochs < len(history) else None
     num_epochs = len(history) - (0 if begin is None else warmup_epochs)
-    sums = {name: last[name] - (0 if begin is None else begin[name]) for name in COUNTS}
+    sums = {name: last[name] - (0 if begin is None else begin[name]) for name in last}
     return {
-        **{f"{name}_per_step": sums[name] / (num_epochs * steps_per_epoch) for name in COUNTS},
+        **{f"{name}_per_step": sums[name] / (num_epochs * steps_per_epoch) for name in sums},
         "cut_bytes_per_step_overall": last["cut_bytes"] / (len(history) * steps_per_epoch),
         "cut_ratio": sums["cut_bytes"] / sums["cut_dense_bytes"],
         "cut_ratio_overall": last["cut_bytes"] / last["cut_dense_bytes"],
+    }
+
+
+def _counts(epoch: Mapping[str, Any]) -> dict[str, float]:
+    """Counts of cuts and ties since the first epoch."""
+    return {
+        f"{part}_{name}": epoch["account"][f"{part}s"][count]
+        for part in ("cut", "tie")
+        for name, count in COUNTS.items()
     }
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from tabulate import tabulate
 
+from recipes.account import account_of
 from recipes.lab.full_size import STUDIES, Study
 from recipes.metric import PERPLEXITY
 from recipes.study import Line
@@ -59,7 +60,7 @@ def _table(study: Study, results: Results) -> str:
             off,
             interval(apart).replace("±", "+-") if apart else "",
             _mean(runs, lambda run: run.get("below_bf16")),
-            _mean(runs, cuts_below_bf16),
+            _mean(runs, lambda run: account_of(run).cuts.below_bf16),
             statistics.median(run["seconds"] for run in runs),
             "counted" if any(run["counted"] for run in runs) else "",
         ]
@@ -101,14 +102,6 @@ def _trained_on(run: Run, epoch: int) -> str:
     if "seq_len" not in settings:
         return f"epoch {epoch}"
     return f"{epoch * of_epoch * settings['batch_size'] * settings['seq_len'] / 1e6:.1f} M tokens"
-
-
-def cuts_below_bf16(run: Run) -> float | None:
-    """Times fewer bytes than in bf16 at the cuts alone; None where nothing crosses one."""
-    traffic = run["history"][-1].get("traffic", {})
-    if not traffic.get("cut_bytes"):
-        return None
-    return float(2 * traffic["cut_elements"] / traffic["cut_bytes"])
 
 
 def _mean(runs: Sequence[Run], value: Callable[[Run], float | None]) -> float | None:

@@ -22,7 +22,6 @@ from typing import Any, Final
 import torch
 from tqdm.auto import tqdm
 
-import mpcomp
 from mpcomp.links.build import method_of
 from recipes import cifar10, wikitext
 from recipes.bench.workers import num_cores
@@ -66,7 +65,6 @@ class Timed(Trainer[Any]):
     counts_codes: bool = False
     _num_ended: int = 0
     _ended_at: tuple[float, ...] = ()
-    _offsets: Mapping[str, int] | None = None
 
     def methods(self, argument: str, specs: tuple[str, ...]) -> Any:
         """The methods, counted."""
@@ -99,45 +97,6 @@ class Timed(Trainer[Any]):
             needed_s = steps * step_s + _MARGIN_S
             if needed_s > left_s:
                 raise OutOfTime(f"it needs {needed_s:.0f} s more, and has {left_s:.0f}")
-
-    # -- bytes of cuts and of ties apart, over all tries ------------------------------------------
-
-    def counted(self) -> dict[str, Any]:
-        """Numbers of the epoch so far, with what links have carried."""
-        return {**super().counted(), "traffic": self._traffic()}
-
-    def go_on_in_epoch(self, counted: Mapping[str, Any]) -> None:
-        """Goes on with what an earlier try has counted."""
-        super().go_on_in_epoch(counted)
-        self._count_from(counted["traffic"])
-
-    def start_epoch(self) -> None:
-        """Goes on with what the epochs before have counted, if another try has trained them."""
-        super().start_epoch()
-        if self._offsets is None:
-            self._count_from(self.history[-1]["traffic"] if self.history else {})
-
-    def _count_from(self, before: Mapping[str, int]) -> None:
-        """Counts on from these numbers, whatever the links have counted until now."""
-        self._offsets = {name: before.get(name, 0) - n for name, n in counts(self.pipe).items()}
-
-    def end_epoch(self) -> dict[str, Any]:
-        """Numbers of the epoch, and what links have carried since the first one."""
-        return {**super().end_epoch(), "traffic": self._traffic()}
-
-    def _traffic(self) -> dict[str, int]:
-        assert self._offsets is not None
-        return {name: n + self._offsets[name] for name, n in counts(self.pipe).items()}
-
-
-def counts(pipe: mpcomp.Pipeline) -> dict[str, int]:
-    """Bytes and elements that links have carried in training, at cuts and between ties."""
-    found = dict.fromkeys(("cut_bytes", "cut_elements", "tie_bytes", "tie_elements"), 0)
-    for link in pipe.links:
-        where = "cut" if link.direction in ("act", "grad") else "tie"
-        found[f"{where}_bytes"] += link.meter.train.wire_bytes
-        found[f"{where}_elements"] += int(link.meter.train.num_elements)
-    return found
 
 
 class _Images(Timed, cifar10.ImageTrainer):

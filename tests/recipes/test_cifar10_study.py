@@ -27,10 +27,10 @@ def options(out: Path, *more: str) -> list[str]:
 @pytest.mark.slow
 def test_finished_runs_are_skipped(tmp_path, capsys, monkeypatch):
     out = tmp_path / "study.jsonl"
-    here = ["--workers", "0", "--rows", "none", "top 10 %"]
+    here = ["--workers", "0", "--rows", "bf16", "top 10 %"]
     cifar10_study.main(options(out, *here, "--seeds", "1"))
     first = read_json_lines(out)
-    assert [(line["row"], line["seed"]) for line in first] == [("none", 0), ("top 10 %", 0)]
+    assert [(line["row"], line["seed"]) for line in first] == [("bf16", 0), ("top 10 %", 0)]
     assert first[0]["data"] == "digits" and first[1]["settings"]["width"] == 4
     assert first[1]["wire_bytes"] < 0.25 * first[0]["wire_bytes"]
 
@@ -43,7 +43,7 @@ def test_finished_runs_are_skipped(tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(cifar10_study, "train", counting)
     cifar10_study.main(options(out, *here, "--seeds", "2"))
-    assert trained == [(("none",), 1), (("topk:0.1",), 1)]
+    assert trained == [(("bf16",), 1), (("topk:0.1",), 1)]
     assert read_json_lines(out)[:2] == first
     assert "| top 10 % |" in capsys.readouterr().out
 
@@ -54,14 +54,14 @@ def test_divergence_is_a_result(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(cifar10_study, "run", diverges)
     out = tmp_path / "study.jsonl"
-    cifar10_study.main(options(out, "--workers", "0", "--rows", "none", "--seeds", "1"))
+    cifar10_study.main(options(out, "--workers", "0", "--rows", "bf16", "--seeds", "1"))
     assert read_json_lines(out)[0]["diverged"] == "NaN at boundary 0"
     assert "none (1 diverged)" in capsys.readouterr().out
 
 
 def test_other_settings_are_refused(tmp_path):
     out = tmp_path / "study.jsonl"
-    here = ["--workers", "0", "--rows", "none", "--seeds", "1"]
+    here = ["--workers", "0", "--rows", "bf16", "--seeds", "1"]
     cifar10_study.main(options(out, *here))
     with pytest.raises(SystemExit, match="other settings: {'width': 4}.*another --out"):
         cifar10_study.main(options(out, *here, "--width", "8"))
@@ -71,7 +71,7 @@ def test_other_settings_are_refused(tmp_path):
 
 def test_runs_of_a_time_before_an_option_had_its_default(tmp_path):
     out = tmp_path / "study.jsonl"
-    here = ["--workers", "0", "--rows", "none", "--seeds", "1"]
+    here = ["--workers", "0", "--rows", "bf16", "--seeds", "1"]
     cifar10_study.main(options(out, *here))
     [line] = read_json_lines(out)
     assert "keep" not in line["settings"]  # the number of checkpoints changes no result
@@ -96,8 +96,8 @@ def test_every_row_trains(tmp_path):
     assert list(lines) == list(cifar10_study.ROWS)
     assert not any("diverged" in line for line in lines.values())
     first_visits = {"top 10 %, AQ-SGD", "top 30 %, AQ-SGD"}  # their activations go raw once
-    assert lines["none"]["wire_ratio"] > 1  # headers
-    for row in lines.keys() - {"none"}:
+    assert 0.5 < lines["bf16"]["wire_ratio"] < 0.52  # of fp32, and headers
+    for row in lines.keys() - {"bf16"}:
         assert lines[row]["wire_ratio"] < (0.7 if row in first_visits else 0.6), row
 
 
@@ -129,7 +129,7 @@ def test_aqsgd_row_is_keyed_by_sample(tmp_path):
 def test_stopped_with_workers_and_continued(tmp_path):
     """A signal ends the study and its workers; the same command runs only what is missing."""
     out = tmp_path / "study.jsonl"
-    more = options(out, "--rows", "none", "top 10 %", "--seeds", "3")
+    more = options(out, "--rows", "bf16", "top 10 %", "--seeds", "3")
     command = [sys.executable, "-m", "recipes.cifar10_study", *more, "--workers", "2"]
     study = subprocess.Popen(
         command,

@@ -4,6 +4,7 @@ import pytest
 
 from mpcomp.links.build import method_of
 from recipes import finetune_study
+from recipes.account import account_of
 from recipes.cut_grid import shared_settings
 from recipes.finetune_study import ROWS
 from recipes.metric import PERPLEXITY
@@ -27,7 +28,7 @@ def test_rows_differ_in_their_methods_alone():
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        (["--model", "a", "--rows", "auto"], "without none, which is what the others are held to"),
+        (["--model", "a", "--rows", "auto"], "without bf16, which is what the others are held to"),
         ([], "--model is missing: pass the file or folder of a released model"),
     ],
 )
@@ -41,13 +42,20 @@ def test_a_study_of_seconds(tmp_path, capsys):
     out = tmp_path / "fine.jsonl"
     few = ["--train-limit", "3", "--eval-limit", "4", "--epochs", "2", "--seq-len", "64"]
     small = ["--model", "tiny", "--data", "python-docs", "--split", "2", "--precision", "fp32"]
-    rows = ["--seeds", "1", "--workers", "0", "--rows", "none", "auto:memory", "--out", str(out)]
+    rows = ["--seeds", "1", "--workers", "0", "--rows", "bf16", "auto:memory", "--out", str(out)]
     finetune_study.main([*few, *small, *rows])
-    assert "below bf16 in epoch 2" in capsys.readouterr().out
+    assert "cuts alone, epoch 2" in capsys.readouterr().out
     none, memory = read_json_lines(out)
-    assert none["cut_bytes_by_epoch"][0] == pytest.approx(2 * none["bf16_bytes_an_epoch"], rel=0.01)
+    assert none["cut_bytes_by_epoch"][0] == pytest.approx(none["bf16_bytes_an_epoch"], rel=0.01)
+    assert none["below_bf16"] == pytest.approx(1, rel=0.01)  # with the tied embedding
+    for one in (none, memory):
+        parts = one["account"]
+        assert sum(part["wire_bytes"] for part in parts.values()) == one["wire_bytes"]
+        assert parts["ties"]["wire_bytes"] > parts["cuts"]["wire_bytes"] * (one is memory)
+        whole = account_of(one)
+        assert whole.below_bf16 == pytest.approx(one["below_bf16"], rel=1e-6)
     assert none["bf16_bytes_an_epoch"] == memory["bf16_bytes_an_epoch"]
     first, second = memory["cut_bytes_by_epoch"]
     assert second < first < none["bf16_bytes_an_epoch"] / 4
-    assert none[PERPLEXITY.on] == none[PERPLEXITY.off]
+    assert none[PERPLEXITY.on] == pytest.approx(none[PERPLEXITY.off], rel=0.01)
     assert len(memory["losses"]) == 2

@@ -130,13 +130,15 @@ def test_fine_tuning_epoch_by_epoch(tmp_path, capsys):
         add("none", "none", seed, [3200, 3200], 4.0, 20.0, 20.0)
         add("quant:4", "quant:8", seed, [400, 160], 4.0 + 0.04 * seed, 22.0, 21.0)
     rate_quality.main([str(path), "--epochs"])
-    plain, quant = capsys.readouterr().out.splitlines()[2:]
+    plain, quant, _, note = capsys.readouterr().out.splitlines()[2:]
+    assert note.startswith("Costs are against `none`")
     assert [cell.strip() for cell in plain.split("|")[1:-1]] == [
-        *("none", "0.5", "0.5", "4.000", "20.00", "20.00", "3")
+        *("none", "", "0.5", "0.5", "4.000", "20.00", "20.00", "3")
     ]
     # Of 0, 1 and 2 % the deviation is 1, t of two degrees of freedom 4.303.
     assert [cell.strip() for cell in quant.split("|")[1:-1]] == [
-        *("quant:4 / quant:8", "4.0", "10.0", "+1.0 ± 2.5 %", "+10.0 ± 0.0 %", "+5.0 ± 0.0 %", "3")
+        *("quant:4 / quant:8", "", "4.0", "10.0"),
+        *("+1.0 ± 2.5 %", "+10.0 ± 0.0 %", "+5.0 ± 0.0 %", "3"),
     ]
     add("quant:4", "quant:8", 7, [400, 160], 4.0, 22.0, 21.0)
     with pytest.raises(SystemExit, match="seed 7, of which there is no row none"):
@@ -169,7 +171,7 @@ def test_table_and_picture(tmp_path, capsys, log):
     [
         ([], "no run that ended"),
         ([{"loss": 1.0}], "these are not results"),
-        ([of_study("sign", 0, 0.1, 0.5)], "no row none"),
+        ([of_study("sign", 0, 0.1, 0.5)], "no row bf16"),
         ([of_study("none", 0, 1.0, 0.5)] * 2, "two lines are of none, seed 0"),
         ([of_study("none", 1, 1.0, 0.5), of_inference("none", 1.0, 1.0)], "accuracy and perpl"),
     ],

@@ -11,7 +11,7 @@ from recipes.tokens import IGNORED
 ASKED = NUM_DIGITS + 1  # with the separator
 
 
-def config_of(*options: str, row: str = "none"):
+def config_of(*options: str, row: str = "bf16"):
     return sorting_study.configuration(sorting_study.parse_args(options), row, 0)
 
 
@@ -50,12 +50,11 @@ def test_an_answer_is_right_as_a_whole_or_wrong(monkeypatch, wrong):
 def test_a_study_of_seconds(tmp_path, capsys):
     out = tmp_path / "sorting.jsonl"
     few = ["--train-lines", "64", "--eval-lines", "6", "--epochs", "2", "--batch-size", "16"]
-    rows = ["--seeds", "1", "--rows", "none", "auto:memory", "--out", str(out)]
+    rows = ["--seeds", "1", "--rows", "bf16", "auto:memory", "--out", str(out)]
     sorting_study.main([*few, *rows])
     table = capsys.readouterr().out
     assert "exact on %" in table and "auto:memory" in table
     none, memory = read_json_lines(out)
-    assert none["cut_ratio"] == pytest.approx(1, abs=0.01) and memory["cut_ratio"] < 0.2
-    assert none["exact_compressed"] == none["exact_uncompressed"]
+    assert none["cut_ratio"] == pytest.approx(0.5, abs=0.01) and memory["cut_ratio"] < 0.2
     assert all(0 <= memory[key] <= 1 for key in ("exact_compressed", "exact_uncompressed"))
     assert none["losses"][0] > none["losses"][1]

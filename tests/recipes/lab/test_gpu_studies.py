@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from everyday import slow
 
+from recipes.account import account_of
 from recipes.lab import estimate, gpu_studies, studies_report
 from recipes.lab.full_size import STUDIES
 from recipes.lab.timed import train
@@ -56,9 +57,9 @@ def test_dry(tmp_path):
         assert line[STUDIES[line["study"]].metric.on] > 0 and line["from"]["code"]
         assert line["counted"] == ("auto" in line["row"])
         if line["study"] == "gpt2-tied":
-            traffic = line["history"][-1]["traffic"]
-            assert traffic["tie_bytes"] == 0
-            assert traffic["cut_bytes"] == line["wire_bytes"] > 0
+            account = account_of(line)
+            assert not account.ties.wire_bytes and account.cuts.wire_bytes > 0
+            assert account.whole.wire_bytes == line["wire_bytes"]
     assert "gpt2-tied: GPT-2 124M from scratch" in printed
 
 
@@ -134,7 +135,7 @@ def test_a_run_that_was_cut_off_goes_on_as_if_it_had_not_been(name, row, tmp_pat
     metric = STUDIES[name].metric
     assert went_on[metric.on] == whole[metric.on]
     assert went_on["wire_bytes"] == whole["wire_bytes"]
-    assert went_on["history"][-1]["traffic"] == whole["history"][-1]["traffic"]
+    assert went_on["history"][-1]["account"] == whole["history"][-1]["account"]
     assert not list((tmp_path / "cut" / "left").iterdir())
 
 
