@@ -289,21 +289,26 @@ class Pipeline(OriginalNames):
         """All that training so far has sent, of all ranks, by what it was for; every rank calls it.
 
         Replicas that average by DDP or share parameters count from the last checkpoint that was
-        loaded; for the steps before it they count as much.
+        loaded.
         """
+        sync = self.replica_sync
+        between = Sent() if sync is None else sync.sent
+        if sync is not None and not sync.counts_on:
+            between -= self._loaded[1]
         links = ((link.direction, link.meter.train.sent) for link in self.links)
-        own = Account.of_links(links, replicas=self._sent_to_replicas()).to_dict()["parts"]
+        own = Account.of_links(links, replicas=between).to_dict()["parts"]
         total = sum(map(Account.from_dict, self.mesh.all_gather_object(own)), Account())
         agreed = agreed_in_step(self.mesh.num_ranks, len(self.links))
         return replace(total, agreements=self.num_steps * agreed)
 
-    def _sent_to_replicas(self) -> Sent:
-        sync, (steps, before) = self.replica_sync, self._loaded
-        if sync is None or sync.counts_on or not steps:
-            return Sent() if sync is None else sync.sent
-        if self.num_steps == steps:
-            return Sent(math.nan, math.nan, math.nan)  # nothing has been counted yet
-        return (self.num_steps / (self.num_steps - steps)) * (sync.sent - before)
+    def _of_step(self, account: Account) -> Account:
+        """The mean over the steps that each part was counted in."""
+        of_step = (1 / max(1, self.num_steps)) * account
+        sync = self.replica_sync
+        if sync is None or sync.counts_on:
+            return of_step
+        counted = max(1, self.num_steps - self._loaded[0])
+        return replace(of_step, replicas=(1 / counted) * account.replicas)
 
     @property
     def sent(self) -> Sent:
@@ -880,6 +885,7 @@ class Pipeline(OriginalNames):
         Returns:
             The figures as a dict of plain numbers and words.
         """
+        account = self.account()
         report = report_of(
             self.engine,
             self.links,
@@ -891,7 +897,8 @@ class Pipeline(OriginalNames):
             exchange=self.exchange,
             step_times=self.step_times,
             num_steps=self.num_steps,
-            account=self.account(),
+            account=account,
+            of_step=self._of_step(account),
         )
         if show and self.rank == 0:
             print_report(report)

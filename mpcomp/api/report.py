@@ -44,6 +44,7 @@ def report_of(
     step_times: Sequence[tuple[float, float]],
     num_steps: int,
     account: Account,
+    of_step: Account,
 ) -> dict[str, Any]:
     """All figures under their names; training and evaluation apart. Every rank calls it.
 
@@ -56,6 +57,7 @@ def report_of(
         step_times: of the last steps on this rank: seconds, and of these waiting for messages.
         num_steps: training steps so far.
         account: of all training so far, of all ranks.
+        of_step: the mean of a step.
     """
     mesh = engine.mesh
     own = {
@@ -80,7 +82,7 @@ def report_of(
                 **{phase: traffic.to_dict() for phase, traffic in merged.items()},
             }
         )
-    sent, of_step = account.whole, (1 / max(1, num_steps)) * account
+    sent = account.whole
     return {
         "engine": engine.name,
         "ranks": mesh.num_ranks,

@@ -88,12 +88,13 @@ def stopped_in_step(
 
 
 def history(folder: Path, without: tuple[str, ...] = ("seconds",)) -> list[dict[str, object]]:
-    """The metrics, but not of these names."""
+    """The metrics, but not of these names, nor what ranks agree on, as one has nobody to."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     for row in rows:  # what replicas exchanged, without the time that took
         told = row.get("replicas", {})
         for name in [k for k in told if k.endswith("_s") or k == "scaling_efficiency"]:
             del told[name]
+        row["wire_bytes"] -= row["account"].pop("agreements")["wire_bytes"]
     return [{k: v for k, v in row.items() if k not in without} for row in rows]
 
 

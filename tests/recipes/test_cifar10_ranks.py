@@ -97,7 +97,7 @@ def test_orders_of_microbatches(ranks, tmp_path):
     check_same_run(tmp_path / "alone", tmp_path / "auto")
     cifar10.main([*one_epoch, "--out", str(tmp_path / "four")])
     # One cut of a V lies within a process.
-    local = ("seconds", "wire_bytes", "dense_bytes", "num_elements")
+    local = ("seconds", "wire_bytes", "dense_bytes", "num_elements", "account")
     assert history(tmp_path / "four", local) == history(tmp_path / "v", local)
 
 

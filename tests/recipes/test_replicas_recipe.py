@@ -51,10 +51,14 @@ def test_the_run_folder_tells_what_replicas_exchanged(ranks, tmp_path):
     told = last["replicas"]
     assert told["wire_bytes"] == sum(step["wire_bytes"] for step in steps)
     assert told["floats"] < told["dense_bytes"] / 4
-    assert last["wire_bytes"] == 2 * told["wire_bytes"] < last["dense_bytes"]
+    between = last["account"]["replicas"]
+    assert between["wire_bytes"] == 2 * told["wire_bytes"] < last["dense_bytes"]
+    agreed = last["account"]["agreements"]["wire_bytes"]
+    assert last["wire_bytes"] == between["wire_bytes"] + agreed > between["wire_bytes"]
     assert 0 < told["scaling_efficiency"] < 1 and all(told[part] >= 0 for part in PARTS)
     dense = lines_of(whole / "uncompressed" / "metrics.jsonl")[-1]
-    assert dense["wire_bytes"] == dense["dense_bytes"] == last["dense_bytes"]
+    sent = dense["account"]["replicas"]["wire_bytes"]
+    assert sent == dense["dense_bytes"] == last["dense_bytes"]
 
     def decided(folder):
         return [{k: v for k, v in s.items() if k != "seconds"} for s in read_steps(folder)]
