@@ -1,8 +1,9 @@
 """What all tests share: one thread, a seed each, and a guard for torch's global generator."""
 
+import gc
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 import pytest
@@ -23,6 +24,17 @@ def pytest_configure(config: pytest.Config) -> None:
     """GPUs are hidden, as on a machine without one, but from a run that asks for them (-m gpu)."""
     if "gpu" not in config.option.markexpr.replace("not gpu", ""):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Looks for no garbage among the modules and tests collected: not meanwhile, nor in any test."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -495,6 +495,7 @@ def test_no_false_alarm(name, chunks):
             pipe_of(QUIET[name], chunks).evaluate([rows(24)])
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("size", [1e-3, 1.0, 30.0])
 @pytest.mark.parametrize("count, chunks", [(1, 1), (5, 2), (8, 8), (513, 4)])
