@@ -28,7 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Looks for no garbage among the modules and tests collected: not meanwhile, nor in any test."""
+    """Looks for no garbage among modules and tests: neither meanwhile, nor while a test runs."""
     gc.disable()
     try:
         return (yield)
@@ -96,27 +96,10 @@ def _no_walk_through_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def _coder_is_compiled() -> None:
-    """The entropy coder's machine code, which processes of a test then do not wait for."""
-    import numpy as np
+    """The entropy coder's machine code, which the processes of a test then only load."""
+    from coder import compile_coder
 
-    import mpcomp
-    from mpcomp import entropy
-    from mpcomp.core.tensor_meta import TensorMeta
-
-    q = np.full((2, 2), -1, np.int16)
-    entropy.decode(entropy.encode(q), *q.shape)
-    smooth = np.add.outer(np.arange(64), np.arange(64)).astype(np.int16)
-    entropy.decode(entropy.encode(smooth, (8, 8)), *smooth.shape, (8, 8))
-    signs, offsets = (smooth % 2).astype(np.int16), (smooth % 2 * 3).astype(np.int8)
-    coded = entropy.encode(signs, None, offsets)
-    entropy.decode(coded, *signs.shape, None, offsets)
-    x = torch.from_numpy(smooth).float()
-    for method in ("step:0.5:centre=true", "step:0.5:rounding=dither"):
-        compressor = mpcomp.parse(method)
-        generator = torch.Generator().manual_seed(0)
-        payload = compressor.compress(x, generator)
-        generator.manual_seed(0)
-        compressor.decompress(payload, TensorMeta.of(x), generator)
+    compile_coder()
 
 
 @pytest.fixture(scope="session")
