@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from everyday import slow_but
 from methods import same_bits
 from models import CLASSES, mlp, rows
 from torch import nn
@@ -336,7 +337,10 @@ def train_on_ranks(names, split, folder, **options):
     return outcomes
 
 
-@pytest.mark.parametrize("schedule", [None, "GPipe", "InterleavedZeroBubble", "ZBVZeroBubble"])
+@pytest.mark.parametrize(
+    "schedule",
+    slow_but([None, "ZBVZeroBubble"], [None, "GPipe", "InterleavedZeroBubble", "ZBVZeroBubble"]),
+)
 def test_two_ranks_are_one_process(schedule, ranks, tmp_path):
     blocks = ("one", "two", "relu") if schedule and "Zero" in schedule else 2
     run = functools.partial(train_on_ranks, schedule=schedule)

@@ -208,7 +208,7 @@ def plan_by_measuring() -> list[str]:
 
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        run(*SMALL, "--measure")
+        run(*SMALL, "--measure", "--method", "quant:4")
     return out.getvalue().splitlines()
 
 

@@ -55,7 +55,7 @@ def check(ranks, num_ranks, runs, shrinks=True):
 COMPRESSED = {"act": "topk:0.3", "grad": "ef21+topk:0.3"}
 
 
-#: Steps of runs in every schedule: compressed ones every day, for longer in the whole suite.
+#: Steps of runs in every schedule: compressed ones every day, more and longer in the whole suite.
 LENGTHS = {"compressed": 3, "uncompressed": 3, "for longer": 8}
 
 
@@ -69,7 +69,7 @@ def test_every_schedule_on_two_ranks(ranks, schedule, kind):
     ]
     if kind == "uncompressed":
         runs = [replace(run, act=None, grad=None) for run in runs]
-    if kind == "for longer":  # feedback both ways, BatchNorm and dropout: all that adds up
+    if kind == "compressed":  # feedback both ways, BatchNorm and dropout: all that adds up
         runs = runs[1:]
     check(ranks, 2, [with_stages(replace(run, steps=LENGTHS[kind]), 2) for run in runs])
 

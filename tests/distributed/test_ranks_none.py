@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from everyday import slow_after
 from methods import same_bits
 from models import CLASSES, rows
 from runs import KINDS, SCHEDULES, Kind, Run, assert_same, descending, train, train_all, with_stages
@@ -124,6 +125,11 @@ def runs_of(members, methods, **options) -> list[Run]:
     ]
 
 
+def in_turn(turn: int, of: int, runs: list[Run]) -> list[Run]:
+    """Of so many runs of each member, or of each schedule, one: another for the next."""
+    return [run for i, run in enumerate(runs) if (i + i // of) % of == turn]
+
+
 def plain(run: Run) -> tuple[list[set[str]], dict[str, Tensor]]:
     """Names of None gradients by step, and weights at last, of the plain model."""
     torch.manual_seed(run.seed)
@@ -176,29 +182,32 @@ def test_one_process_is_the_plain_model(member, optimizer):
 
 
 @pytest.mark.timeout(120)
-def test_two_ranks(ranks):
-    check(ranks, 2, runs_of(MEMBERS, METHODS))
+@pytest.mark.parametrize("turn", slow_after(1, range(3)))
+def test_two_ranks(ranks, turn):
+    check(ranks, 2, in_turn(turn, 3, runs_of(MEMBERS, METHODS)))
 
 
 @pytest.mark.timeout(120)
-def test_three_ranks(ranks):
-    check(ranks, 3, runs_of(MEMBERS, METHODS[1:3], stages=3))
+@pytest.mark.parametrize("turn", slow_after(1, range(2)))
+def test_three_ranks(ranks, turn):
+    check(ranks, 3, in_turn(turn, 2, runs_of(MEMBERS, METHODS[1:3], stages=3)))
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("schedules", [SCHEDULES[:4], SCHEDULES[4:]], ids=str)
-def test_every_schedule(ranks, schedules):
+@pytest.mark.parametrize("turn", slow_after(1, range(4)))
+def test_every_schedule(ranks, turn):
     members = ("last stage detached", "detached at times", "stopped at times", "constant at times")
     runs = [
         with_stages(run, 2)
-        for schedule in schedules
+        for schedule in SCHEDULES
         for run in runs_of(members, METHODS[1:2], schedule=schedule)
     ]
-    check(ranks, 2, runs)
+    check(ranks, 2, in_turn(turn, 4, runs))
 
 
 @pytest.mark.timeout(120)
-def test_clipping_scalers_and_what_goes_with_messages(ranks):
+@pytest.mark.parametrize("turn", slow_after(1, range(2)))
+def test_clipping_scalers_and_what_goes_with_messages(ranks, turn):
     """Also shapes that change, several connections, checksums, and a frozen stage."""
     options = (
         {"clip": 0.1},
@@ -212,7 +221,8 @@ def test_clipping_scalers_and_what_goes_with_messages(ranks):
     )
     (one,) = runs_of(("several detached",), METHODS[1:2])
     (other,) = runs_of(("last stage detached",), METHODS[2:3])
-    runs = [replace(run, **option) for run in (one, other) for option in options]
+    runs = [replace(run, **option) for option in options for run in (one, other)]
+    runs = in_turn(turn, 2, runs)
     runs.append(replace(other, pipeline={"recompute": True}))
     runs += runs_of(("tied", "tied and unused"), METHODS[1:2], clip=0.1)
     check(ranks, 2, runs)

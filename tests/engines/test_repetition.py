@@ -285,6 +285,7 @@ def trained(name, recompute, chunks, split=2, **options):
     return losses, grads, held(pipe), generators()
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("chunks, split", [(1, 2), (4, 2), (3, [1, 1, 2, 1, 1]), (2, [5, 1])])
 @pytest.mark.parametrize("name", MEMBERS)
 def test_recomputing_changes_no_bit(name, chunks, split):

@@ -61,6 +61,7 @@ def assert_same_state(ours, theirs):
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.each_once
 @pytest.mark.parametrize("direction", ["act_comp", "grad_comp"])
 @pytest.mark.parametrize("method", AT_CUTS, ids=str)
 def test_a_cut(method, direction):
