@@ -206,8 +206,11 @@ def plan_by_measuring() -> list[str]:
     import contextlib
     import io
 
+    from mpcomp.plan import coding
+
     out = io.StringIO()
-    with contextlib.redirect_stdout(out):
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
+        patch.setattr(coding, "_CACHE_BYTES", 1 << 20)  # as `_no_walk_through_memory`, in a rank
         run(*SMALL, "--measure", "--method", "quant:4")
     return out.getvalue().splitlines()
 

@@ -8,6 +8,8 @@ import torch
 import mpcomp
 from mpcomp.plan import measure_coding
 
+pytestmark = pytest.mark.usefixtures("_no_walk_through_memory")
+
 X = torch.randn(4, 16, 32, generator=torch.Generator().manual_seed(0))
 
 

@@ -307,6 +307,7 @@ def make(rows):
 """
 
 
+@pytest.mark.usefixtures("_no_walk_through_memory")
 def test_the_command_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "own.py").write_text(MODEL)
     path = tmp_path / "plan.html"
