@@ -23,7 +23,11 @@ from ranks import preload
 from torch import Tensor, nn
 
 import mpcomp
+import stages as staging
+from mpcomp.core.microbatch import rows_of_chunks, scatter
 from mpcomp.engines.local import LocalEngine
+from mpcomp.engines.shape_inference import Planner
+from mpcomp.engines.stage_runner import Autocast
 
 preload("runs")
 
@@ -111,6 +115,18 @@ KINDS = {
     "masked": Kind(Masked, masked, split=("embed", "one", "two")),
     "named": Kind(Masked, named, split=("embed", "one", "two")),
 }
+
+
+def infer_shapes() -> None:
+    """Shapes at the models' cuts, so that torch knows those of each operation: half of a short run.
+
+    For the server of ranks, which has it from them.
+    """
+    for kind in KINDS.values():
+        model = kind.make().train()
+        planner = Planner(staging.split(model, cut_evenly(kind, 4)), torch.device("cpu"))
+        for part in scatter(kind.batch(10, 0)[0], rows_of_chunks(10, 4)):
+            planner.plan(part, Autocast.of_caller(torch.device("cpu")))
 
 
 def cut_evenly(kind: Kind, num_stages: int) -> Sequence[str]:
