@@ -83,9 +83,7 @@ def test_ranks_end_with_a_launcher_that_is_killed(tmp_path, which, shape, says):
     "number, which, way",
     [
         (signal.SIGTERM, 1, "saving"),
-        slow(signal.SIGTERM, 0, "saving"),
         slow(signal.SIGINT, 1, "saving"),
-        slow(signal.SIGTERM, 1, "plain"),
         slow(signal.SIGTERM, 0, "plain"),
     ],
 )
@@ -152,11 +150,8 @@ LOADS = """
     "number, to, context, way",
     [
         (signal.SIGTERM, "torchrun", "fork", "plain"),
-        slow(signal.SIGINT, "torchrun", "fork", "plain"),
-        slow(signal.SIGTERM, "group", "fork", "plain"),
         slow(signal.SIGINT, "group", "fork", "plain"),
         slow(signal.SIGTERM, "torchrun", "spawn", "plain"),
-        slow(signal.SIGTERM, "torchrun", "fork", "heal"),
         slow(signal.SIGTERM, "group", "fork", "heal"),
     ],
 )
@@ -209,11 +204,9 @@ TWICE = """
 @pytest.mark.parametrize(
     "where, way, trained",
     [
-        slow("0 1 0", "dies", ["0 0 0", "0 1 1"]),
+        ("0 1 0", "dies", ["0 0 0", "0 1 1"]),
         slow("0 0 0", "dies", ["0 0 1", "0 1 0"]),
-        slow("0 0 0", "fails", ["1 0 0", "1 1 0"]),
-        ("0 1 0", "fails", ["0 0 0", "1 0 0", "1 1 0"]),
-        slow("none", "dies", ["0 0 0", "0 1 0"]),
+        slow("0 1 0", "fails", ["0 0 0", "1 0 0", "1 1 0"]),
     ],
 )
 def test_two_calls_and_restarts_of_torchrun_do_not_meet(tmp_path, where, way, trained):
@@ -271,9 +264,8 @@ DIFFERENT = "ranks waited for different things, rank 0 for the "
         slow("sys.exit(0)", RETURNED),
         slow("pipe.merge()", DIFFERENT),
         slow("pipe.save(folder / 'run')", DIFFERENT),
-        slow("pipe.merge()\nsys.exit()", DIFFERENT),
     ],
-    ids=["return", "exit", "merge", "save", "merge, then exit"],
+    ids=["return", "exit", "merge", "save"],
 )
 def test_ranks_that_make_different_calls_are_tried_once(tmp_path, what, says):
     with Launchers(tmp_path, DIFFERS, what, ranks=2) as launchers:

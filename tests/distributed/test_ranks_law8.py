@@ -278,6 +278,7 @@ def test_overflow_in_one_of_four_ranks(ranks):
     check(ranks, 4, runs)
 
 
+@pytest.mark.slow
 def test_feedback_and_random_methods_on_four_ranks_too(ranks):
     """Pairs of methods that share a cut, another at each."""
     pairs = [

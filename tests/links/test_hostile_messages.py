@@ -9,6 +9,7 @@ from itertools import islice
 
 import pytest
 import torch
+from everyday import slow_after
 from methods import COMPRESSORS, FEEDBACK
 
 from mpcomp import EF21, TensorMeta, TopK, parse
@@ -18,16 +19,16 @@ from recipes.bench.hostile_messages import FAILED, FINITE, FLAGGED, METHODS, REF
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*would not shrink")
 METHODS_HERE = [*COMPRESSORS, *FEEDBACK]
-EVERYDAY = 20_000
 
 
-def test_no_message_does_harm():
+@pytest.mark.parametrize("number", slow_after(1, [8_000, 20_000]))
+def test_no_message_does_harm(number):
     generator = torch.Generator().manual_seed(20)
     found = Counter()
-    for method, outcome in islice(attacks(METHODS_HERE, generator), EVERYDAY):
+    for method, outcome in islice(attacks(METHODS_HERE, generator), number):
         assert not outcome.startswith(FAILED), (method, outcome)
         found[outcome] += 1
-    assert min(found[REFUSED], found[FINITE]) > EVERYDAY // 10 and found[FLAGGED] > 50
+    assert min(found[REFUSED], found[FINITE]) > number // 10 and found[FLAGGED] > number // 400
 
 
 def test_the_program_attacks_each_class(capsys):
