@@ -41,6 +41,15 @@ def slow_but_one(key: Callable[[Any], Hashable], values: Iterable[Any]) -> list[
     return found
 
 
+def by_halves(values: Iterable[Any]) -> list[Any]:
+    """Two lists of cases for a test that runs several at once: the first half is run every day."""
+    values = list(values)
+    return [
+        pytest.param(values[::2], id="half"),
+        pytest.param(values[1::2], id="rest", marks=pytest.mark.slow),
+    ]
+
+
 def slow_but_one_a_class(values: Iterable[Any]) -> list[Any]:
     """Parameters of which the first of each class is run every day."""
     return slow_but_one(type, values)

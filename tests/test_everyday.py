@@ -1,7 +1,7 @@
 """The everyday suite leaves out no value of a parameter, whatever lists stand together."""
 
 import pytest
-from everyday import round_of, slow_after, slow_but, slow_but_one_a_class, together
+from everyday import by_halves, round_of, slow_after, slow_but, slow_but_one_a_class, together
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -46,6 +46,9 @@ def test_parameters_that_stay():
     assert values(slow_but("ca", "abc")) == ["a", "c"]
     methods = [TopK(0.1), TopK(0.2), Identity()]
     assert values(slow_but_one_a_class(methods)) == [TopK(0.1), Identity()]
+    (half,), (rest,) = (parameter.values for parameter in by_halves("abcde"))
+    assert (half, rest) == (["a", "c", "e"], ["b", "d"])
+    assert [bool(parameter.marks) for parameter in by_halves("abcde")] == [False, True]
     for found in (slow_after(2, "abc"), slow_but("c", "abc"), slow_but_one_a_class("abc")):
         assert len(found) == 3
     with pytest.raises(AssertionError, match=r"no such parameters: \['d'\]"):

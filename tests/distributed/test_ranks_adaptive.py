@@ -47,7 +47,7 @@ def test_ranks_are_one_process(ranks, num_ranks):
     if num_ranks == 4:  # what a loop does besides, too
         runs = [replace(runs[2], schedule="GPipe"), *runs[3:5], *runs[6:]]
     else:
-        runs = runs[:6]
+        runs = [*runs[:2], runs[3], runs[5]]
     all_ours = list(zip(*ranks(train_all, num_ranks, runs), strict=True))
     for run, ours in zip(runs, all_ours, strict=True):
         alone = train(run)

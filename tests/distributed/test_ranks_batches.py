@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from everyday import by_halves
 from methods import same_bits
 from models import assert_same_state, links_state, rows
 from runs import (
@@ -128,16 +129,19 @@ def infer_one(run, alone):
     return outputs
 
 
-def test_inference_gives_the_output_of_one_process_on_every_rank(ranks):
+INFERRED = [
+    Run("deep", 2, **COMPRESSED),
+    Run("deep", 4, "DualPipeV", act="randomk:0.3", grad="ef21+quant:4"),
+    Run("deep convnet", 4, "ZBVZeroBubble", **COMPRESSED),
+    Run("deep", 4, "Interleaved1F1B", act="quant:4:rounding=stochastic"),
+    Run("named", 2, "1F1B", **COMPRESSED),
+    Run("deep convnet", 2, "GPipe", channels_last=True, **COMPRESSED),
+]
+
+
+@pytest.mark.parametrize("runs", by_halves(INFERRED))
+def test_inference_gives_the_output_of_one_process_on_every_rank(ranks, runs):
     """For schedules that cannot evaluate, too; with the last stage on the first rank."""
-    runs = [
-        Run("deep", 2, **COMPRESSED),
-        Run("deep convnet", 4, "ZBVZeroBubble", **COMPRESSED),
-        Run("deep", 4, "DualPipeV", act="randomk:0.3", grad="ef21+quant:4"),
-        Run("deep", 4, "Interleaved1F1B", act="quant:4:rounding=stochastic"),
-        Run("named", 2, "1F1B", **COMPRESSED),
-        Run("deep convnet", 2, "GPipe", channels_last=True, **COMPRESSED),
-    ]
     results = ranks(infer, 2, runs, False)
     for i, run in enumerate(runs):
         expected = infer_one(run, True)
@@ -202,15 +206,18 @@ def evaluate_one(run, alone):
     return values, meters
 
 
-def test_evaluation_is_that_of_one_process(ranks):
+EVALUATED = [
+    Run("deep convnet", 2, **COMPRESSED),
+    Run("deep", 4, "Interleaved1F1B", **COMPRESSED),
+    Run("deep convnet", 4, "ZBVZeroBubble", **COMPRESSED),
+    Run("deep convnet", 2, act="topk:0.3", pipeline={"recompute": True}),
+    Run("masked", 2, "GPipe", **COMPRESSED),
+]
+
+
+@pytest.mark.parametrize("runs", by_halves(EVALUATED))
+def test_evaluation_is_that_of_one_process(ranks, runs):
     """Exactly, compressed and not, with batches smaller than chunks; on every rank."""
-    runs = [
-        Run("deep", 4, "Interleaved1F1B", **COMPRESSED),
-        Run("deep convnet", 2, **COMPRESSED),
-        Run("deep convnet", 2, act="topk:0.3", pipeline={"recompute": True}),
-        Run("masked", 2, "GPipe", **COMPRESSED),
-        Run("deep convnet", 4, "ZBVZeroBubble", **COMPRESSED),
-    ]
     results = ranks(evaluate, 2, runs, False)
     for i, run in enumerate(runs):
         expected, meters = evaluate_one(run, True)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from everyday import by_halves
 from methods import same_bits
 from models import MLP_SPLIT, mlp, rows, sgd
 from torch import nn
@@ -69,18 +70,20 @@ def test_results_do_not_depend_on_the_depth(ranks):
             assert set(depths[0]) == {expected}
 
 
-def test_memory_limits_the_depth(ranks):
+LIMITED = [
+    ({"in_flight_bytes": max(KEPT)}, 1),  # the middle stage has room for one
+    ({"in_flight_bytes": 2 * max(KEPT)}, 3),  # for two, so that the first has three
+    ({"in_flight_bytes": 3 * max(KEPT)}, NUM_STAGES + 2),  # no longer what limits
+    ({"in_flight_bytes": 10**6}, NUM_STAGES + 2),
+    ({"in_flight_bytes": 1e6, "in_flight": 4}, 4),
+    ({"in_flight_bytes": 2 * max(KEPT), "in_flight": 2}, 2),
+    ({"in_flight_bytes": 2 * max(KEPT), "in_flight": CHUNKS}, 3),
+]
+
+
+@pytest.mark.parametrize("cases", by_halves(LIMITED))
+def test_memory_limits_the_depth(ranks, cases):
     """The first step goes one deep, then as deep as the tightest rank allows."""
-    full = NUM_STAGES + 2
-    cases = [
-        ({"in_flight_bytes": max(KEPT)}, 1),  # the middle stage has room for one
-        ({"in_flight_bytes": 2 * max(KEPT)}, 3),  # for two, so that the first has three
-        ({"in_flight_bytes": 3 * max(KEPT)}, full),  # no longer what limits
-        ({"in_flight_bytes": 10**6}, full),
-        ({"in_flight_bytes": 1e6, "in_flight": 4}, 4),
-        ({"in_flight_bytes": 2 * max(KEPT), "in_flight": 2}, 2),
-        ({"in_flight_bytes": 2 * max(KEPT), "in_flight": CHUNKS}, 3),
-    ]
     runs = [(options, 3) for options, _ in cases]
     by_case = list(zip(*ranks(train_all, NUM_STAGES, runs), strict=True))
     for (options, depth), results in zip(cases, by_case, strict=True):

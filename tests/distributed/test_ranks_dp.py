@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from everyday import slow, slow_after
+from everyday import by_halves, slow, slow_after
 from methods import same_bits
 from models import rows
 from runs import SCHEDULES, SINGLE, deep
@@ -208,11 +208,9 @@ def test_one_controller_decides_for_the_whole_pipeline(ranks):
 HEAVY = [GRAVAC.replace("window", "exact=true:window"), "dgc:0.2", "ef21+randomk:0.3"]
 
 
-@pytest.mark.parametrize("first", slow_after(1, [0, 1]))
-def test_every_schedule(ranks, first):
-    """With the methods in turn; in the whole suite each schedule has two of them."""
-    turns = itertools.cycle([*HEAVY[first:], *HEAVY[:first]])
-    cases = [(next(turns), schedule) for schedule in SCHEDULES[1:]]
+@pytest.mark.parametrize("cases", by_halves(zip(itertools.cycle(HEAVY), SCHEDULES[1:])))
+def test_every_schedule(ranks, cases):
+    """With the methods in turn."""
     results = ranks(outcomes, 4, cases, 5, {})
     check_replicas(results, cases)
     for case, (_, _, whole, _, _) in zip(cases, results[0], strict=True):

@@ -10,10 +10,21 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from everyday import slow_after
+from everyday import by_halves, slow_after
 from methods import same_bits
 from models import CLASSES, rows
-from runs import KINDS, SCHEDULES, Kind, Run, assert_same, descending, train, train_all, with_stages
+from runs import (
+    COMMON,
+    KINDS,
+    SCHEDULES,
+    Kind,
+    Run,
+    assert_same,
+    descending,
+    train,
+    train_all,
+    with_stages,
+)
 from torch import Tensor, nn
 
 import mpcomp
@@ -93,8 +104,6 @@ MEMBERS = {
     "tied and at times": of(True, b5="detached sometimes"),
 }
 KINDS.update(MEMBERS)
-#: The models of other tests; `test_ranks_language_models` has its own.
-OTHERS = ("mlp", "convnet", "deep", "deep convnet", "masked", "named")
 
 #: A ratio that is chosen anew in every step.
 ADAPTIVE = Adaptive(
@@ -228,10 +237,11 @@ def test_clipping_scalers_and_what_goes_with_messages(ranks, turn):
     check(ranks, 2, runs)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_every_model_of_these_tests(ranks):
     """They use all their parameters; with some frozen these have no gradient either."""
-    runs = [Run(name, steps=2) for name in OTHERS]
+    runs = [Run(name, steps=2) for name in COMMON]
     runs += [Run("deep", steps=2, frozen=(f"{i}.",)) for i in (0, 3, 5)]
     check(ranks, 2, runs)
 
@@ -385,9 +395,10 @@ UNTOUCHED = {f"{i}.of_none.{name}" for i in (0, 2) for name in ("weight", "bias"
 
 
 @pytest.mark.timeout(120)
-def test_replicas(ranks):
+@pytest.mark.parametrize("ways", by_halves(REPLICAS))
+def test_replicas(ranks, ways):
     """None where no replica has a gradient; zeros where another has one, and the mean of both."""
-    results = ranks(train_replicas, 4, REPLICAS)
+    results = ranks(train_replicas, 4, ways)
     torch.manual_seed(0)
     begin = nn.Sequential(Chosen(False), nn.Linear(WIDTH, WIDTH), Chosen(True), nn.Linear(WIDTH, 5))
     for of_way in zip(*results, strict=True):
