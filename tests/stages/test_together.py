@@ -56,7 +56,10 @@ class Own(nn.Module):
 
 
 MODELS = {
-    **{family: lambda family=family: lms.language_model(family, **TIED) for family in FAMILIES},
+    **{
+        family: lambda family=family: lms.language_model(family, **TIED)
+        for family in sorted(FAMILIES)
+    },
     "chain": chain,
     "traced": Own,
 }
