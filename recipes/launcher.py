@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import mpcomp
+from mpcomp.comm.answers import NoAnswer, answered
 from mpcomp.comm.mesh import ATTEMPT
 from mpcomp.comm.parent import die_with_parent
 
@@ -81,24 +81,10 @@ def within(timeout_s: float, work: Callable[[], T]) -> T:
     Raises:
         PeerError: it has not within ``timeout_s`` seconds.
     """
-    results: list[tuple[Any, BaseException | None]] = []
-
-    def run() -> None:
-        try:
-            results.append((work(), None))
-        except BaseException as error:
-            results.append((None, error))
-
-    # A daemon: the end of the process does not wait for what never comes.
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    if not results:
+    try:
+        return answered(work, timeout_s)
+    except NoAnswer as silence:
         raise mpcomp.PeerError(
             f"the rendezvous at {rendezvous()} has not answered within {timeout_s:g} s: its "
             "machine or the network to it is gone; start again with --resume once it is back"
-        )
-    result, error = results[0]
-    if error is not None:
-        raise error
-    return result  # type: ignore[no-any-return]
+        ) from silence

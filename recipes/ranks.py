@@ -26,8 +26,9 @@ import torch.distributed as dist
 
 import mpcomp
 from mpcomp.comm.handshake import exchange, show_secret
-from mpcomp.comm.mesh import ProcessMesh, join, launched
-from recipes.launcher import end_with_launcher, heals, reach_store, rendezvous, within
+from mpcomp.comm.joining import join
+from mpcomp.comm.mesh import ProcessMesh, launched
+from recipes.launcher import end_with_launcher, heals, reach_store, within
 
 T = TypeVar("T")
 
@@ -208,14 +209,7 @@ def _join(timeout_s: float, already: bool) -> Ranks:
         # By torchrun's own processes; started by hand, the first has the store itself.
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or os.environ["RANK"] != "0":
             reach_store(timeout_s)
-        try:
-            join(device, timeout_s)
-        except dist.DistError as error:
-            raise mpcomp.PeerError(
-                f"the processes have not found each other through {rendezvous()} "
-                f"({str(error).partition(chr(10))[0]}): check that all of them have been started, "
-                "and that their machines can reach each other"
-            ) from error
+        join(device, timeout_s)
     mesh = ProcessMesh(1, START_TIMEOUT_S, device)
     show_secret(mesh)
     return Ranks(

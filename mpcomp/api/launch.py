@@ -24,7 +24,8 @@ from torch import nn
 import stages as staging
 from mpcomp.api.config import PipelineConfig
 from mpcomp.comm.handshake import announcing_failure, exchange, shake_hands, show_secret
-from mpcomp.comm.mesh import ProcessMesh, join
+from mpcomp.comm.joining import join
+from mpcomp.comm.mesh import ProcessMesh
 from mpcomp.comm.probe import choose_connections
 from mpcomp.core.dtensor import on_meta
 from mpcomp.data_parallel.base import ReplicaMethod

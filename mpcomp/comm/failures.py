@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import atexit
 import json
-import os
-import socket
 import threading
 import time
 import traceback
@@ -25,10 +23,11 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch._C._distributed_c10d import Store
+
+from mpcomp.comm.answers import NoAnswer, answered, let_go, port_of
 
 __all__ = [
     "DifferentCalls",
@@ -36,6 +35,7 @@ __all__ = [
     "PeerError",
     "PeerLost",
     "Waits",
+    "first_line",
     "grace_of",
     "say_that_all_returned",
 ]
@@ -269,20 +269,19 @@ class Faults:
         how = "is gone" if closed else "did not answer in time"
         return (
             f"{peer} {how}: {self._name_of(record.rank)} waited for the {record.where} "
-            f"({_first_line(record.reason)})."
+            f"({first_line(record.reason)})."
         )
 
     def _answered(self, ask: Callable[[], _T]) -> _T | None:
         """The store's answer; None if its host hangs, which it would wait for without end."""
-        answers: list[_T] = []
-        if not self._unreachable:
-            thread = threading.Thread(target=lambda: answers.append(ask()), daemon=True)
-            thread.start()
-            thread.join(2 * grace_of(self._timeout_s))
-            if not answers:
-                self._unreachable = "no answer"
-                atexit.register(_let_go, thread, self._store)
-        return answers[0] if answers else None
+        if self._unreachable:
+            return None
+        try:
+            return answered(ask, 2 * grace_of(self._timeout_s))
+        except NoAnswer as silence:
+            self._unreachable = str(silence)
+            atexit.register(let_go, silence.thread, port_of(self._store))
+            return None
 
     def _leave(self, record: _Record, early: bool = False) -> None:
         """Stores the record; an early one only where there is no last one."""
@@ -293,7 +292,7 @@ class Faults:
             try:
                 self._store.set(_key(self._rank), json.dumps(asdict(record)))
             except RuntimeError as error:  # its host may be the machine that is gone
-                self._unreachable = _first_line(str(error))
+                self._unreachable = first_line(str(error))
 
     def _take_back(self) -> None:
         """Removes the record of a wait that has ended well, so that it is not believed later."""
@@ -356,7 +355,7 @@ class Faults:
                 return None
             return _record(rank, self._size, self._store.get(_key(rank)))
         except RuntimeError as error:  # the store went meanwhile: what is known must do
-            self._unreachable = _first_line(str(error))
+            self._unreachable = first_line(str(error))
             return None
 
 
@@ -370,25 +369,6 @@ def _watch_waits(
             return
         faults.leave_early()
         del faults
-
-
-def _let_go(thread: threading.Thread, store: Any) -> None:
-    """Ends a thread that still waits for the store, when the process ends.
-
-    Within torch's code a thread that outlives the interpreter is unwound where it must not be, and
-    the process aborts. What it waits for is no longer of use to anybody, so its socket is shut.
-    """
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    port, sockets = getattr(store, "port", None), Path("/proc/self/fd")
-    if not thread.is_alive() or port is None or not sockets.exists():
-        return
-    for number in [int(entry.name) for entry in sockets.iterdir()]:
-        # A copy of the descriptor; none of those that are closed meanwhile, or no connections.
-        with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
-            if connection.getpeername()[1:2] == (port,):
-                connection.shutdown(socket.SHUT_RDWR)
-    thread.join(_GRACE_S)
 
 
 def _record(rank: int, size: int, raw: bytes) -> _Record | None:
@@ -425,7 +405,8 @@ def _key(rank: int) -> str:
     return f"fault/{rank}"
 
 
-def _first_line(text: str) -> str:
+def first_line(text: str) -> str:
+    """The reason that the transport gives, without the place in its source and its advice."""
     line = text.strip().splitlines()[0] if text.strip() else "no reason given"
     # gloo begins with the place in its own source.
     reason = line.rpartition(".cc:")[2].partition("] ")[2] if ".cc:" in line else line

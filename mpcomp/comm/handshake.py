@@ -24,8 +24,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from mpcomp.comm.failures import PeerError
-from mpcomp.comm.mesh import ProcessMesh
+from mpcomp.comm.failures import PeerError, first_line
 from mpcomp.comm.secret import ENVIRONMENT, ENVIRONMENT_FILE, Secret, given_secret
 from mpcomp.core.bit_sum import bit_sum
 from mpcomp.core.sketch import sketch, sketches_agree
@@ -116,7 +115,7 @@ def check_alike(
         raise ValueError(message(found))
 
 
-def shake_hands(mesh: ProcessMesh, config: Mapping[str, Any]) -> None:
+def shake_hands(mesh: Meeting, config: Mapping[str, Any]) -> None:
     """Compares ``config`` over all ranks.
 
     Args:
@@ -264,12 +263,19 @@ def check_step(gathered: Sequence[StepFingerprint], step: Step, num_in_pipeline:
 
 
 @contextmanager
-def announcing_failure(mesh: ProcessMesh) -> Iterator[None]:
-    """Runs a block before the handshake; if it fails here, the other ranks need not wait."""
+def announcing_failure(
+    mesh: Meeting, expected: Sequence[str] = ("times", "hello")
+) -> Iterator[None]:
+    """Runs a block before the handshake; if it fails here, the other ranks need not wait.
+
+    Args:
+        mesh: the ranks.
+        expected: names of the exchanges that they may wait in.
+    """
     try:
         yield
     except Exception as error:
-        for what in ("times", "hello"):
+        for what in expected:
             _say(mesh, what, {_FAILED: f"{type(error).__name__}: {error}"})
         raise
 
@@ -282,21 +288,35 @@ def exchange(mesh: Meeting, what: str, value: Any) -> list[Any]:
             or comes from somebody who has not the secret.
         PeerError: a rank has not come within the timeout.
     """
-    _say(mesh, what, value)
     keys = [f"{what}/{rank}" for rank in range(mesh.num_ranks)]
     try:
+        _say(mesh, what, value)
         mesh.store.wait(keys, timedelta(seconds=mesh.timeout_s))
+        said = [mesh.store.get(key) for key in keys]
     except RuntimeError as error:
-        late = [str(rank) for rank in range(mesh.num_ranks) if not mesh.store.check([keys[rank]])]
-        raise PeerError(
-            f"rank {', '.join(late)} did not come to the handshake within {mesh.timeout_s:g} s: "
-            "it has failed, was not started, or cannot reach the rendezvous"
-        ) from error
-    values = [_heard(mesh, what, rank, mesh.store.get(key)) for rank, key in enumerate(keys)]
+        raise PeerError(_why_incomplete(mesh, keys, error)) from error
+    values = [_heard(mesh, what, rank, raw) for rank, raw in enumerate(said)]
     for rank, found in enumerate(values):
         if isinstance(found, dict) and _FAILED in found:
             raise ValueError(f"rank {rank} cannot take part: {found[_FAILED]}")
     return values
+
+
+def _why_incomplete(mesh: Meeting, keys: Sequence[str], error: Exception) -> str:
+    """The reason why not all ranks are heard."""
+    try:
+        late = [str(rank) for rank, key in enumerate(keys) if not mesh.store.check([key])]
+    except RuntimeError:
+        late = []
+    if not late:
+        return (
+            f"the store of the rendezvous is lost in the handshake ({first_line(str(error))}): "
+            "its machine, or the connection to it, has failed"
+        )
+    return (
+        f"rank {', '.join(late)} did not come to the handshake within {mesh.timeout_s:g} s: "
+        "it has failed, was not started, or cannot reach the rendezvous"
+    )
 
 
 def _say(mesh: Meeting, what: str, value: Any) -> None:

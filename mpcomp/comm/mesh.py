@@ -30,7 +30,7 @@ from torch.distributed.rendezvous import rendezvous
 from mpcomp.comm.all_gather import LARGEST_RECORD, AllGather
 from mpcomp.comm.clocks import Offset, offset_to_first
 from mpcomp.comm.connections import several_connections
-from mpcomp.comm.failures import Faults, PeerError, Waits, grace_of
+from mpcomp.comm.failures import Faults, PeerError, Waits, first_line, grace_of
 from mpcomp.comm.loader_workers import attend_to_the_rank_alone
 from mpcomp.comm.secret import Secret
 
@@ -41,7 +41,7 @@ __all__ = [
     "Mesh",
     "ProcessMesh",
     "attempt_of_launcher",
-    "join",
+    "connecting",
     "launched",
     "meet",
 ]
@@ -70,27 +70,6 @@ def launched() -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
 
 
-def join(device: torch.device, timeout_s: float, *, patience_s: float = 300.0) -> None:
-    """Joins torchrun's other processes, unless that has been done.
-
-    Args:
-        device: of this rank.
-        timeout_s: of a wait for another rank.
-        patience_s: the least that ranks may take to come, as some have more to load than others.
-
-    Raises:
-        ValueError: this process was not started by torchrun.
-    """
-    if dist.is_initialized():
-        return
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
-    seconds = max(timeout_s, patience_s)
-    store, rank, size = meet(seconds)
-    dist.init_process_group(
-        backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=seconds)
-    )
-
-
 def meet(timeout_s: float) -> tuple[Store, int, int]:
     """The store that torchrun's processes share, this one's rank, and their number.
 
@@ -115,6 +94,23 @@ def attempt_of_launcher() -> str:
     if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
         return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return "0"
+
+
+@contextmanager
+def connecting(rank: int, timeout_s: float) -> Iterator[None]:
+    """A context in which this rank makes a group together with others.
+
+    Raises:
+        PeerError: it could not be connected to them.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerError(
+            f"rank {rank} could not be connected to the others within {timeout_s:g} s "
+            f"({first_line(str(error))}): one of them has failed meanwhile, or their machines "
+            "cannot reach each other"
+        ) from error
 
 
 class Mesh(ABC):
@@ -341,16 +337,10 @@ class ProcessMesh(Mesh):
         return group
 
     def _new(self, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
-        try:
+        with connecting(self.rank, self.wait_s):
             group: dist.ProcessGroup = dist.new_group(
                 list(ranks), backend=backend, timeout=timedelta(seconds=self.wait_s)
             )
-        except RuntimeError as error:
-            raise PeerError(
-                f"rank {self.rank} could not be connected to the others within {self.wait_s:g} s "
-                f"({str(error).partition(chr(10))[0]}): one of them has failed meanwhile, or their "
-                "machines cannot reach each other"
-            ) from error
         return group
 
     def close(self) -> None:

@@ -21,15 +21,15 @@ import psutil
 import torch
 import torch.distributed as dist
 from tabulate import tabulate
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore
 
 from mpcomp.api.advice import advise_on_threads, num_cores
 from mpcomp.comm import reach
 from mpcomp.comm.failures import PeerError
 from mpcomp.comm.handshake import exchange, show_secret
-from mpcomp.comm.mesh import ProcessMesh, join, launched, meet
+from mpcomp.comm.joining import Ranks, join
+from mpcomp.comm.mesh import ProcessMesh, launched, meet
 from mpcomp.comm.probe import measure_chain
-from mpcomp.comm.secret import Secret
 from mpcomp.version import __version__
 
 __all__ = ["add_to"]
@@ -175,24 +175,13 @@ def _towards_first() -> str | None:
 # -- several machines --------------------------------------------------------------------------
 
 
-@dataclass
-class _Ranks:
-    """The ranks before they are connected: all of them reach the store (`handshake.Meeting`)."""
-
-    store: Store
-    rank: int
-    num_ranks: int
-    timeout_s: float
-    secret: Secret | None = None
-
-
 def _examine_together(timeout_s: float) -> None:
     """Examines all ranks, in the order in which things fail; each machine prints what was found."""
     try:
         store, rank, num_ranks = meet(timeout_s)
     except RuntimeError as error:
         raise ValueError(_why_no_rendezvous(timeout_s, error)) from error
-    ranks = _Ranks(PrefixStore("doctor", store), rank, num_ranks, timeout_s)
+    ranks = Ranks(PrefixStore("doctor", store), rank, num_ranks, timeout_s)
     try:
         show_secret(ranks)
         everyone, problems = _introduce(ranks)
@@ -230,7 +219,7 @@ def _why_no_rendezvous(timeout_s: float, error: RuntimeError) -> str:
     )
 
 
-def _introduce(ranks: _Ranks) -> tuple[list[Facts], list[str]]:
+def _introduce(ranks: Ranks) -> tuple[list[Facts], list[str]]:
     """Facts of all ranks, and all problems between them; the same on every rank."""
     try:
         address = reach.gloo_address()[1]
@@ -268,7 +257,7 @@ def _firsts(everyone: Sequence[Facts]) -> dict[tuple[str, str], int]:
     return {facts.machine: rank for rank, facts in reversed(list(enumerate(everyone)))}
 
 
-def _unreached(ranks: _Ranks, everyone: Sequence[Facts]) -> list[str]:
+def _unreached(ranks: Ranks, everyone: Sequence[Facts]) -> list[str]:
     """Problems on the way to other machines, of the first rank of each machine to the others'."""
     own = everyone[ranks.rank]
     firsts = _firsts(everyone)

@@ -18,7 +18,8 @@ import torch.distributed as dist
 
 import stages
 from mpcomp.comm.handshake import show_secret
-from mpcomp.comm.mesh import ProcessMesh, join
+from mpcomp.comm.joining import join
+from mpcomp.comm.mesh import ProcessMesh
 from mpcomp.comm.probe import measure_chain
 from mpcomp.command.models import Candidate, candidate
 from mpcomp.core.account import NOTHING
