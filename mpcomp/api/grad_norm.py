@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from mpcomp.api.pipeline import Pipeline
-from mpcomp.core.dtensor import full_tensor
 
 __all__ = ["clip_grad_norm_"]
 
@@ -31,6 +30,7 @@ def clip_grad_norm_(
         ValueError: max_norm is not positive; or it is called in an update within a step, in which
             no rank waits for another.
         RuntimeError: the norm is not finite, and that was to be an error.
+        PeerError: another rank failed.
     """
     if not isinstance(pipe, Pipeline):
         raise TypeError(
@@ -48,7 +48,10 @@ def clip_grad_norm_(
         raise ValueError(f"max_norm={max_norm}: expected a positive number")
     again = {name for tie in pipe.ties for _, name in tie.copies[1:]}  # counted once
     norms = {
-        name: full_tensor(torch.linalg.vector_norm(_values(parameter.grad), norm_type))
+        name: pipe.mesh.whole(
+            torch.linalg.vector_norm(_values(parameter.grad), norm_type),
+            "norms of other replicas' pieces",
+        )
         for name, parameter in pipe.with_loss.named_parameters()
         if parameter.grad is not None and name not in again
     }

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 import stages as staging
-from mpcomp.core.dtensor import distribute_like, full_tensor
+from mpcomp.comm.mesh import Mesh
+from mpcomp.core.dtensor import distribute_like
 
 __all__ = ["OriginalNames"]
 
@@ -23,6 +24,7 @@ class OriginalNames(nn.Module):
 
     Args:
         stages: modules whose own names are already those of the model.
+        mesh: the ranks.
         elsewhere: the stages that other ranks have. Their tensors are not this module's, but their
             mode and dtypes follow it, since what crosses the cuts depends on them.
         with_loss: has what the last stage holds of the loss, too, named ``loss_fn.*``. An
@@ -32,12 +34,14 @@ class OriginalNames(nn.Module):
     def __init__(
         self,
         stages: Iterable[staging.Stage],
+        mesh: Mesh,
         elsewhere: Iterable[staging.Stage] = (),
         *,
         with_loss: bool = False,
     ) -> None:
         super().__init__()
         self.stages = nn.ModuleList(stages)
+        self.mesh = mesh
         self._with_loss = with_loss
         self._elsewhere = tuple(elsewhere)  # a tuple, so that torch does not register them
 
@@ -64,7 +68,9 @@ class OriginalNames(nn.Module):
         state = {} if destination is None else destination
         for stage in self._all_stages():
             own = self._state_of(stage, keep_vars)
-            state.update({prefix + k: x if keep_vars else full_tensor(x) for k, x in own.items()})
+            for name, x in own.items():
+                whole = x if keep_vars else self.mesh.whole(x, "parameters of other replicas")
+                state[prefix + name] = whole
             if stage.together:  # of a weight that two stages use the first one's is what counts
                 for (_, name), (_, again) in staging.ties([stage]):
                     if again in own:

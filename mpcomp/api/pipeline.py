@@ -127,16 +127,15 @@ class Pipeline(OriginalNames):
     ) -> None:
         # Where stages are sharded, plans are made with copies of them, which must follow too.
         elsewhere = [s for s in cut if all(s is not o for o in stages)]
-        super().__init__(stages, elsewhere)
+        super().__init__(stages, engine.mesh, elsewhere)
         # In tuples, so that torch does not register them.
-        self._with_loss_too = (OriginalNames(stages, elsewhere, with_loss=True),)
+        self._with_loss_too = (OriginalNames(stages, engine.mesh, elsewhere, with_loss=True),)
         self.training = all(stage.training for stage in cut)
         self.cut_stages = list(cut)
         self.boundaries = list(boundaries)
         self.ties = [tie for tie in ties if isinstance(tie, TiedWeights)]
         self.shared_weights = [tie for tie in ties if isinstance(tie, SharedWeight)]
         self.engine = engine
-        self.mesh = engine.mesh
         self.replica_sync = replica_sync
         self._plain_model = (plain_model,)
         self._sent_by_all = Sent()

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from mpcomp.checkpoint.files import Part
 from mpcomp.checkpoint.forms import check_like, plain_value
 from mpcomp.checkpoint.run_state import RunState
-from mpcomp.core.dtensor import distribute_like, full_tensor
+from mpcomp.core.dtensor import distribute_like
 
 __all__ = ["optimizer_entry", "restored_optimizer"]
 
@@ -44,7 +44,9 @@ def optimizer_entry(
                     items = {key: value}
                 for of_item, each in items.items():
                     if isinstance(each, Tensor):
-                        tensors[f"optimizer.{of_item}.{name}"] = full_tensor(each)
+                        tensors[f"optimizer.{of_item}.{name}"] = run.mesh.whole(
+                            each, "optimizer's state of other replicas"
+                        )
                     else:
                         where = f"the optimizer's {of_item} of {name}"
                         plain[f"{of_item}.{name}"] = plain_value(each, where)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any
 
+from mpcomp.comm.failures import PeerError
 from mpcomp.comm.mesh import Mesh
 
 __all__ = ["SharedOutcome"]
@@ -58,6 +59,8 @@ class SharedOutcome:
     ) -> None:
         if error is not None and not isinstance(error, Exception):
             return  # this process is ending, which the others will notice
+        if isinstance(error, PeerError):
+            return  # which ends all ranks anyway
         own = None if error is None else [_kind_of(error), str(error)]
         gathered = self._mesh.all_gather_object([own, self.value])
         if self._mesh.num_ranks > 1:

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
+from torch.distributed.tensor import DTensor
 
 from mpcomp.comm.all_gather import LARGEST_RECORD, AllGather
 from mpcomp.comm.clocks import Offset, offset_to_first
@@ -166,6 +167,13 @@ class Mesh(ABC):
         """A tensor of any shape from one rank to all, on each one's device."""
 
     @abstractmethod
+    def whole(self, x: Tensor, what: str) -> Tensor:
+        """The whole of a tensor of which each replica holds a piece; any other as it is.
+
+        All replicas call this for the former.
+        """
+
+    @abstractmethod
     def failing_together(self, where: str = "") -> AbstractContextManager[None]:
         """A context for whatever needs other ranks, or is needed by them.
 
@@ -230,6 +238,9 @@ class LocalMesh(Mesh):
 
     def broadcast_tensor(self, x: Tensor | None, source: int, what: str) -> Tensor:
         assert x is not None
+        return x
+
+    def whole(self, x: Tensor, what: str) -> Tensor:
         return x
 
     def failing_together(self, where: str = "") -> AbstractContextManager[None]:
@@ -436,6 +447,12 @@ class ProcessMesh(Mesh):
             # As bytes: gloo does not know every dtype.
             self.broadcast(host.reshape(-1).view(torch.uint8), source, what)
         return host.to(self.device)
+
+    def whole(self, x: Tensor, what: str) -> Tensor:
+        if not isinstance(x, DTensor):
+            return x
+        with self._collective(what):
+            return x.full_tensor()
 
     @contextmanager
     def failing_together(self, where: str = "") -> Iterator[None]:

@@ -9,14 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-__all__ = ["distribute_like", "full_tensor", "local", "on_meta"]
+__all__ = ["distribute_like", "local", "on_meta"]
 
 _Module = TypeVar("_Module", bound=nn.Module)
-
-
-def full_tensor(x: Tensor) -> Tensor:
-    """The whole of a sharded tensor, for which all replicas call this; any other as it is."""
-    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def local(x: Tensor) -> Tensor:

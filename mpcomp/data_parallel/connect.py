@@ -47,7 +47,24 @@ def connect_replicas(
         cut: all stages of the pipeline.
         copy_of: of each copy of a tied weight the name of the first one.
         sharding: how replicas share parameters, if they do.
+
+    Raises:
+        PeerError: another rank failed.
     """
+    with mesh.failing_together("connecting replicas"):
+        return _connected(own, method, mesh, network, seed, cut, copy_of, sharding)
+
+
+def _connected(
+    own: Sequence[staging.Stage],
+    method: ReplicaMethod | None,
+    mesh: ProcessMesh,
+    network: ReplicaNetwork | None,
+    seed: int,
+    cut: Sequence[staging.Stage],
+    copy_of: Mapping[str, str],
+    sharding: Sharding | None,
+) -> ReplicaSync:
     if method is None and sharding is None:
         return GradientAverage(own, mesh)
     apart = method is not None and method.rhythm is not None
@@ -62,7 +79,7 @@ def connect_replicas(
         return math.sqrt(over_all_ranks(squares)[mesh.replica])
 
     group = mesh.replica_group
-    with mesh.failing_together(), mesh.waiting("weights of the first replica"):
+    with mesh.waiting("weights of the first replica"):
         for stage in own:  # as DDP does
             _sync_module_states(
                 stage,
@@ -71,23 +88,26 @@ def connect_replicas(
                 src=0,
                 params_and_buffers_to_ignore=(),
             )
+    # What is refused from here on is so on all ranks, and none of them waits for another yet.
+    mesh.all_reduce_sum([0.0], "weights of the first replica")
     connections: dict[str, Any] = {
         "everywhere": over_all_ranks,
         "waiting": lambda: mesh.waiting(purpose),
         "timeout": timedelta(seconds=mesh.wait_s),
     }
     if sharding is not None:
-        with mesh.failing_together():
-            return ShardedAverage(
-                own,
-                mesh,
-                method or replica_method_of(None),
-                network=network,
-                seed=seed,
-                param_comp=sharding.param_comp,
-                **connections,
-            )
+        return ShardedAverage(
+            own,
+            mesh,
+            method or replica_method_of(None),
+            network=network,
+            seed=seed,
+            param_comp=sharding.param_comp,
+            **connections,
+        )
     assert method is not None
+    if apart:
+        connections["together"] = mesh.failing_together
     exchange = (LocalExchange if apart else Exchange)(
         trained_in(own),
         method,

@@ -43,7 +43,7 @@ class Connections:
         timeout: timedelta | None = None,
     ) -> None:
         self._device = device
-        self.inside, between = split_group(group, network, timeout)
+        self.inside, between = split_group(group, network, timeout, waiting)
         self.everyone = Peers(group)
         self.between = Peers(between) if between is not None else None
         for peers in self._all():

@@ -8,8 +8,8 @@ backward: a callback of the autograd engine, when all blocks have been exchanged
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 
 from mpcomp.compressors import Compressor
@@ -164,6 +165,23 @@ class _AllGather(_Allocating, AllGather):
             )
 
 
+class _WatchedAllGather(DefaultAllGather):
+    """FSDP2's own all-gather, in a context that knows what it is when it fails."""
+
+    def __init__(self, waiting: Callable[[], AbstractContextManager[None]]) -> None:
+        self._waiting = waiting
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> Any:
+        with self._waiting():
+            return super().__call__(output_tensor, input_tensor, group, async_op)
+
+
 class Shards:
     """The parameter groups of sharded modules.
 
@@ -219,12 +237,26 @@ class Shards:
             if param.sharded_param.requires_grad
         }
 
-    def connect(self, owner: Owner, *, gathers: bool) -> None:
-        """Lets ``owner`` carry out their reduce-scatters, and all-gathers if it ``gathers``."""
+    def connect(
+        self,
+        owner: Owner,
+        *,
+        gathers: bool,
+        waiting: Callable[[], AbstractContextManager[None]] | None = None,
+    ) -> None:
+        """Lets ``owner`` carry out their reduce-scatters.
+
+        Args:
+            owner: does.
+            gathers: whether it carries out all-gathers, too.
+            waiting: a context for those of FSDP2 itself, if it does not.
+        """
         for (module, param_group), of_block in zip(self._groups, self._parts, strict=True):
             module.set_custom_reduce_scatter(_ReduceScatter(param_group, of_block, owner))
             if gathers:
                 module.set_custom_all_gather(_AllGather(of_block, owner))
+            elif waiting is not None:
+                module.set_custom_all_gather(_WatchedAllGather(waiting))
 
 
 def compress_sharded(

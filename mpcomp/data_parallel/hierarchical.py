@@ -8,6 +8,7 @@ machine 1   replica 2 ── replica 3      and tells its machine the result
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 
 import torch
@@ -27,7 +28,10 @@ __all__ = ["broadcast", "mean_inside", "split_group"]
 
 
 def split_group(
-    group: dist.ProcessGroup, network: ReplicaNetwork, timeout: timedelta | None
+    group: dist.ProcessGroup,
+    network: ReplicaNetwork,
+    timeout: timedelta | None,
+    waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> tuple[Peers | None, dist.ProcessGroup | None]:
     """The replicas on this one's machine, and those that exchange between machines.
 
@@ -49,9 +53,10 @@ def split_group(
     own, place = divmod(dist.get_rank(group), each)
     # The name that torch gives a group in this way has the number of a rank's groups in it, so
     # every rank has to make as many: the other places of the machines get groups as well.
-    inside = dist.new_group(machines[own], timeout=timeout, use_local_synchronization=True)
     alike = [machine[place] for machine in machines]
-    between = dist.new_group(alike, timeout=timeout, use_local_synchronization=True)
+    with waiting():
+        inside = dist.new_group(machines[own], timeout=timeout, use_local_synchronization=True)
+        between = dist.new_group(alike, timeout=timeout, use_local_synchronization=True)
     return Peers(inside), between if place == 0 else None
 
 

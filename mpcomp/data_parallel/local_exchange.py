@@ -18,7 +18,8 @@ machines.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ class LocalExchange(Exchange):
         group: the ranks that have these parameters.
         whole: as for `Exchange`.
         copy_of: as for `Exchange`.
+        together: a context for an exchange, which it names: an error in it ends all ranks.
         agrees: whether replicas find out in each step if gradients are finite on all of them, in a
             sum of one number: where each has a loss scaler that skips steps.
         options: of `Exchange`.
@@ -68,6 +70,7 @@ class LocalExchange(Exchange):
         *,
         whole: Mapping[str, Tensor] | None = None,
         copy_of: Mapping[str, str] | None = None,
+        together: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
         agrees: bool = False,
         **options: Any,
     ) -> None:
@@ -92,6 +95,7 @@ class LocalExchange(Exchange):
                 copy_of=copy_of,
                 **{name: value for name, value in options.items() if name in common},
             )
+        self._together = together
         self._agrees = agrees
         self._gradients: list[Tensor] = []
         self._compress = True
@@ -210,6 +214,7 @@ class LocalExchange(Exchange):
 
         Raises:
             FloatingPointError: NaN or Inf in a parameter of some replica; on all of them.
+            PeerError: another replica failed, where these are a pipeline's.
         """
         if not self._expecting:
             return
@@ -224,13 +229,14 @@ class LocalExchange(Exchange):
         """Moves all replicas to the next anchor of some parameters."""
         correction = self.method.correction
         before = [p.detach().clone() for p in due.values()] if correction else []
-        super().begin(compress=self._compress)
-        named = ((name, parameter.detach()) for name, parameter in due.items())
-        for group in in_groups(named, alone=self._copy_of):
-            super().add(group)
-        self._count_all(self._under_way)
-        super().finish()
-        super().finish_step(finite=not self.nonfinite)
+        with self._together(f"step {self.step}, exchanging parameters with other replicas"):
+            super().begin(compress=self._compress)
+            named = ((name, parameter.detach()) for name, parameter in due.items())
+            for group in in_groups(named, alone=self._copy_of):
+                super().add(group)
+            self._count_all(self._under_way)
+            super().finish()
+            super().finish_step(finite=not self.nonfinite)
         if self.nonfinite:
             raise FloatingPointError(
                 f"NaN or Inf in a parameter of a replica after step {self.step}: the model has "

@@ -49,10 +49,11 @@ class GradientAverage(ReplicaSync):
         super().__init__(stages, mesh)
         self._numbers = [stage.index for stage in stages]
         self._known = [parameter_ids(stage) for stage in stages]
-        self.reducers: list[DistributedDataParallel | None] = [
-            DistributedDataParallel(stage, process_group=mesh.replica_group) if known else None
-            for stage, known in zip(stages, self._known, strict=True)
-        ]
+        with mesh.waiting("weights of the first replica"):
+            self.reducers: list[DistributedDataParallel | None] = [
+                DistributedDataParallel(stage, process_group=mesh.replica_group) if known else None
+                for stage, known in zip(stages, self._known, strict=True)
+            ]
         self._sent = Sent()
 
     @property

@@ -91,7 +91,11 @@ class ShardedAverage(ReplicaSync):
             num_bytes, num_bytes, sum(p.numel() for p in pieces) if num_bytes else 0
         )
         self._gathered = Sent()
-        shards.connect(self, gathers=param_comp is not None)
+        shards.connect(
+            self,
+            gathers=param_comp is not None,
+            waiting=lambda: mesh.waiting("parameters of other replicas"),
+        )
 
     @property
     def sent(self) -> Sent:
