@@ -18,6 +18,7 @@ import functools
 import importlib
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -25,18 +26,18 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from mpcomp.comm.failures import DifferentCalls, PeerError, say_that_all_returned
+from mpcomp.comm.lasting_store import LastingStore
 from mpcomp.comm.mesh import ATTEMPT, HEALING, attempt_of_launcher, launched
 from mpcomp.comm.parent import die_with_parent
 
@@ -46,10 +47,11 @@ __all__ = ["heal"]
 _AGAIN: Final = 75
 #: Seconds between two looks at the store.
 _POLL_S: Final = 0.2
-#: Seconds in which the store of the rendezvous must be there.
-_STORE_S: Final = 60.0
-#: Seconds in which all ranks must have come to a new attempt, for which they load nothing.
-_GATHER_S: float = 60.0
+#: Seconds for which a rank that cannot go on waits for the store of the rendezvous, for the others
+#: to come to a new attempt, and for a sign of life: a home link is away for minutes.
+_PATIENCE_S: float = 300.0
+#: Seconds for which the process that has the store waits for the others at the end.
+_PART_S: Final = 60.0
 #: What asks a process to end.
 _ENDING: Final = (signal.SIGTERM, signal.SIGINT)
 #: Calls of `heal` so far in this process: all ranks make them in the same order.
@@ -85,7 +87,8 @@ def heal(train: Callable[[], Any], *, restarts: int = 100, grace_s: float = 0.5)
         ValueError: this process cannot be forked: it has used a GPU, joined a process group or
             begun threads of torch.
         SystemExit: an error of ``train``, here or on another rank, a signal, no restart left, or a
-            rank that does not come to the next attempt, as its torchrun or its machine is gone.
+            rank or the rendezvous that is out of reach for five minutes, as its torchrun, its
+            machine or the way to it is gone.
     """
     if restarts < 0:
         raise ValueError(f"restarts={restarts}: expected 0 or more")
@@ -94,9 +97,9 @@ def heal(train: Callable[[], Any], *, restarts: int = 100, grace_s: float = 0.5)
     if "TORCHELASTIC_RUN_ID" in os.environ:  # else the parent is a shell, which may go
         die_with_parent(os.getppid())
     call = next(_calls)
-    others = _Others(call) if launched() else None
     stop = _Stop()
-    with stop.heard():
+    with stop.heard(), _last_words():
+        others = _Others(call, stop) if launched() else None
         for attempt in range(restarts + 1):
             if attempt and others is not None:
                 others.gather(attempt, stop)
@@ -105,18 +108,26 @@ def heal(train: Callable[[], Any], *, restarts: int = 100, grace_s: float = 0.5)
                 ending = _watched(fork, others, stop, grace_s)
             finally:
                 fork.kill()  # at an error here: Python would wait for it
-            if stop.signal is not None:
-                sys.exit(128 + stop.signal)
-            if ending.done:
-                if others is not None:
-                    others.part()
-                return
-            if not ending.again:
-                sys.exit(ending.status)
+            if stop.signal is not None or not ending.again:
+                break
             if ending.why:
                 last = "no attempt is left" if attempt == restarts else "all ranks begin again"
                 print(f"{ending.why}; {last}", file=sys.stderr, flush=True)
-    sys.exit(1)
+        if others is not None:
+            others.part()
+    if stop.signal is not None:
+        sys.exit(128 + stop.signal)
+    if not ending.done:
+        sys.exit(ending.status)
+
+
+@contextmanager
+def _last_words() -> Iterator[None]:
+    """Ends this process, and says why, where the others are out of reach for good."""
+    try:
+        yield
+    except PeerError as error:
+        sys.exit(f"heal: {error}")
 
 
 @dataclass(frozen=True)
@@ -126,12 +137,14 @@ class _Ending:
     Attributes:
         done: ``train`` has returned, on all ranks.
         again: it ended through what a new attempt may not meet.
+        killed: some rank was ended by a signal, from which errors of others may follow.
         status: for this process to end with, where it is neither.
         why: what happened here; empty where it happened to another rank.
     """
 
     done: bool = False
     again: bool = False
+    killed: bool = False
     status: int = 1
     why: str = ""
 
@@ -161,7 +174,8 @@ class _Fork:
         if status < 0:
             by = signal.Signals(-status).name
             rank = f"rank {os.environ['RANK']} (" if launched() else "training ("
-            return _Ending(again=True, why=f"{rank}process {self.process.pid}) was ended by {by}")
+            why = f"{rank}process {self.process.pid}) was ended by {by}"
+            return _Ending(again=True, killed=True, why=why)
         return _Ending(status=status)
 
     def kill(self) -> None:
@@ -192,21 +206,35 @@ def _train(train: Callable[[], Any], call: int, attempt: int, parent: int) -> No
 
 
 def _watched(fork: _Fork, others: _Others | None, stop: _Stop, grace_s: float) -> _Ending:
-    """The attempt's end, once all ranks have come to it."""
+    """The attempt's end, once all ranks have come to it.
+
+    Raises:
+        PeerError: this rank's fork has ended, and the others are out of reach.
+    """
     over_since: float | None = None
+    failed_since: float | None = None
     while True:
         fork.process.join(_POLL_S)
-        own = fork.ending()
+        own = told = fork.ending()
+        if own is not None and not own.done and not own.again:
+            failed_since = failed_since or time.monotonic()
+            if time.monotonic() - failed_since < grace_s:
+                told = None  # it may be what comes of a kill that is not told yet
+        verdict = None
         if others is not None:
-            others.share(stop)
+            try:
+                others.share(stop, patient=own is not None)
+                if stop.signal is None:
+                    verdict = others.verdict(fork.attempt, told)
+            except PeerError:
+                if own is not None and stop.signal is None:
+                    raise
+                # else it trains, which may need no store, or is to end anyway
         if others is None or stop.signal is not None:
             if own is not None:
                 return own
             continue
-        if own is not None:
-            others.tell(fork.attempt, own)
-        verdict = others.verdict(fork.attempt)
-        if verdict is None:
+        if verdict is None or (own is not None and told is None and not verdict.killed):
             continue
         if own is None:
             over_since = over_since or time.monotonic()
@@ -222,21 +250,28 @@ class _Others:
     Each is set once, by one rank, and says so wherever it is read: a question may be asked twice.
     """
 
-    def __init__(self, call: int) -> None:
+    def __init__(self, call: int, stop: _Stop) -> None:
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        store, self._is_host = _store()
+        self._lasting = _store()
+        self._lasting.patience_s = _PATIENCE_S
+        self._lasting.hurried = lambda: stop.signal is not None
         prefix = f"mpcomp/heal/{attempt_of_launcher()}/{call}"
-        self._store: Store = PrefixStore(prefix, store)
+        self._store: Store = PrefixStore(prefix, self._lasting)
         self._told: set[int] = set()
+        #: Of each rank the last sign of life, and when it was new.
+        self._signs: dict[int, tuple[bytes, float]] = {}
+        self._gave_sign = self._looked = -math.inf
+        self._give_sign()
 
     def gather(self, attempt: int, stop: _Stop) -> None:
         """Waits until all ranks have come to an attempt, or one has told of an error.
 
         Raises:
-            SystemExit: some have not in `_GATHER_S` seconds, or there is a signal to end.
+            SystemExit: some have not in `_PATIENCE_S` seconds, or there is a signal to end.
         """
+        self._lasting.patience_s = _PATIENCE_S
         self._say(f"{attempt}/here")
-        deadline = time.monotonic() + _GATHER_S
+        deadline = time.monotonic() + _PATIENCE_S
         while not self._is_said_by_all(f"{attempt}/here"):
             self.share(stop)
             if stop.signal is not None:
@@ -247,13 +282,21 @@ class _Others:
                 gone = [r for r in range(self.size) if not self._is_said(f"{attempt}/here", r)]
                 self.tell(attempt, _Ending())
                 sys.exit(
-                    f"rank {', '.join(map(str, gone))} did not begin again within {_GATHER_S:g} s: "
-                    "its torchrun or its machine is gone. Start the same command on all machines"
+                    f"rank {', '.join(map(str, gone))} did not begin again within "
+                    f"{_PATIENCE_S:g} s: its torchrun or its machine is gone. Start the same "
+                    "command on all machines"
                 )
             time.sleep(_POLL_S)
 
-    def share(self, stop: _Stop) -> None:
-        """Tells the others of a signal to end, or hears of theirs."""
+    def share(self, stop: _Stop, *, patient: bool = True) -> None:
+        """Tells the others of a signal to end, or hears of theirs; gives a sign of life.
+
+        Args:
+            stop: the signal.
+            patient: whether what is asked from now on may wait for a connection that is lost.
+        """
+        self._lasting.patience_s = _PATIENCE_S if patient else 0.0
+        self._give_sign()
         if stop.signal is not None:
             self._store.set("stopped", str(int(stop.signal)))
         elif self._store.check(["stopped"]):
@@ -263,32 +306,74 @@ class _Others:
         """Says how this rank's fork has ended; once."""
         if attempt in self._told:
             return
-        self._told.add(attempt)
         if ending.done:
             self._say(f"{attempt}/done")
         elif ending.again:
+            if ending.killed:
+                self._store.set(f"{attempt}/killed", "")
             self._store.set(f"{attempt}/again", "")
         else:
             self._store.set("failed", json.dumps(ending.status))
+        self._told.add(attempt)
 
-    def verdict(self, attempt: int) -> _Ending | None:
-        """The end of the attempt on all ranks; None while some may still be training."""
+    def verdict(self, attempt: int, own: _Ending | None) -> _Ending | None:
+        """The end of the attempt on all ranks; None while some may still be training.
+
+        Args:
+            attempt: its number.
+            own: the end on this rank, which is told to the others; None while there is none.
+
+        Raises:
+            PeerError: the store is out of reach, or a rank that is not known to have ended.
+        """
+        if own is not None:
+            self.tell(attempt, own)
         if self._store.check(["failed"]):
             return _Ending(status=json.loads(self._store.get("failed")))
         if self._store.check([f"{attempt}/again"]):
-            return _Ending(again=True)
-        if attempt in self._told and self._is_said_by_all(f"{attempt}/done"):
-            return _Ending(done=True)
+            return _Ending(again=True, killed=self._store.check([f"{attempt}/killed"]))
+        if own is not None:
+            if self._is_said_by_all(f"{attempt}/done"):
+                return _Ending(done=True)
+            self._look_for_signs(attempt)
         return None
 
     def part(self) -> None:
         """Has the rank that has the store itself wait until the others have read there."""
-        self._say("parted")
-        deadline = time.monotonic() + _STORE_S
-        while self._is_host and not self._is_said_by_all("parted"):
-            if time.monotonic() > deadline:
-                return
-            time.sleep(_POLL_S)
+        self._lasting.patience_s = 0.0
+        deadline = time.monotonic() + _PART_S
+        with suppress(PeerError):  # who has no store has none to wait for, and needs none
+            self._say("parted")
+            while self._lasting.is_host and not self._is_said_by_all("parted"):
+                if time.monotonic() > deadline:
+                    return
+                time.sleep(_POLL_S)
+
+    def _give_sign(self) -> None:
+        """Says now and then that this process lives."""
+        now = time.monotonic()
+        if now - self._gave_sign > _PATIENCE_S / 30:
+            self._store.set(f"alive/{self.rank}", str(now))
+            self._gave_sign = now
+
+    def _look_for_signs(self, attempt: int) -> None:
+        """Raises PeerError if a rank that has not ended has given no sign of life for long."""
+        now = time.monotonic()
+        if now - self._looked < _PATIENCE_S / 30:
+            return
+        self._looked = now
+        for rank in range(self.size):
+            if self._is_said(f"{attempt}/done", rank):
+                continue
+            sign = self._store.get(f"alive/{rank}") if self._is_said("alive", rank) else b""
+            last, since = self._signs.get(rank, (None, now))
+            if sign != last:
+                self._signs[rank] = sign, now
+            elif now - since > _PATIENCE_S:
+                raise PeerError(
+                    f"rank {rank} has given no sign of life for {_PATIENCE_S:g} s: its torchrun, "
+                    "its machine or its way to the rendezvous is gone"
+                )
 
     def _say(self, what: str) -> None:
         self._store.set(f"{what}/{self.rank}", "")
@@ -301,21 +386,17 @@ class _Others:
 
 
 @functools.cache
-def _store() -> tuple[TCPStore, bool]:
-    """The store of the rendezvous, as long as this process lives, and whether that is its host."""
+def _store() -> LastingStore:
+    """The store of the rendezvous, as long as this process lives."""
     of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
-    is_host = not of_torchrun and os.environ["RANK"] == "0"
-    store = TCPStore(
+    store = LastingStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
-        int(os.environ["WORLD_SIZE"]),
-        is_master=is_host,
-        timeout=timedelta(seconds=_STORE_S),
-        wait_for_workers=False,
-        multi_tenant=True,
+        is_host=not of_torchrun and os.environ["RANK"] == "0",
+        say=lambda words: print(f"heal: {words}", file=sys.stderr, flush=True),
     )
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str(True)  # no fork makes one of its own
-    return store, is_host
+    return store
 
 
 class _Stop:

@@ -23,7 +23,7 @@ TRAINS = """
     from mpcomp.api import healing
 
     folder, way = Path(sys.argv[1]), sys.argv[2]
-    healing._GATHER_S = 3.0
+    healing._PATIENCE_S = 3.0
 
     def train():
         torch.manual_seed(0)
