@@ -57,7 +57,8 @@ class Launchers:
         command = [str(self.script), str(folder), *arguments]
         torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", *options]
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        self._processes = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._starts: list[tuple[list[str], dict[str, str]]] = []
         for number in range(ranks if by_hand else machines):
             own: dict[str, str] = {}
             if by_hand:
@@ -68,16 +69,15 @@ class Launchers:
             else:
                 launcher = [*torchrun, f"--nnodes={machines}", f"--node-rank={number}"]
                 launcher += ["--master-addr=127.0.0.1", f"--master-port={port}"]
-            with (folder / f"printed-{number}").open("w") as printed:
-                self._processes.append(
-                    subprocess.Popen(
-                        [sys.executable, *launcher, *command],
-                        env={**common, **own},
-                        stdout=printed,
-                        stderr=printed,
-                        cwd=folder,
-                    )
-                )
+            self._starts.append(([sys.executable, *launcher, *command], {**common, **own}))
+            self._processes.append(self._started(number))
+
+    def _started(self, number: int) -> subprocess.Popen[bytes]:
+        command, environment = self._starts[number]
+        with (self.folder / f"printed-{number}").open("a") as printed:
+            return subprocess.Popen(
+                command, env=environment, stdout=printed, stderr=printed, cwd=self.folder
+            )
 
     def __enter__(self) -> Launchers:
         return self
@@ -112,6 +112,11 @@ class Launchers:
     def kill(self, machine: int, number: signal.Signals) -> None:
         """Sends a signal to the torchrun of a machine alone."""
         os.kill(self._processes[machine].pid, number)
+
+    def start_again(self, machine: int) -> None:
+        """Starts the torchrun of a machine again, once it has ended, as a supervisor would."""
+        self._processes[machine].wait(LIMIT_S)
+        self._processes[machine] = self._started(machine)
 
     def wait_for_all_to_end(self) -> list[int]:
         """Waits until no process of the script is there; the exit statuses of the torchruns."""

@@ -9,7 +9,8 @@ connections break; then all are forked anew, join anew, and go on from the last 
 
 What was imported and loaded before stays, so this takes about as long as building the pipeline.
 Ranks learn from each other through the store of the rendezvous, which is in none of the forks. A
-whole machine that is lost takes those that wait with it: that is for ``torchrun --max-restarts``.
+launcher that is lost takes those that wait with it. Started again, it joins the others' next
+attempt; where it had the store, they end, and are to be started again, too.
 """
 
 from __future__ import annotations
@@ -48,8 +49,12 @@ _AGAIN: Final = 75
 #: Seconds between two looks at the store.
 _POLL_S: Final = 0.2
 #: Seconds for which a rank that cannot go on waits for the store of the rendezvous, for the others
-#: to come to a new attempt, and for a sign of life: a home link is away for minutes.
-_PATIENCE_S: float = 300.0
+#: to come to a new attempt, and for a sign of life. All wait from moments of their own, each until
+#: the slowest has noticed, so this is three times what is to be outlived: a home link that is away
+#: for five minutes, or a machine that boots. To give up sooner saves nothing: no rank can go on.
+_PATIENCE_S: float = 900.0
+#: Seconds of such a wait after which it is said.
+_SAY_S: Final = 10.0
 #: Seconds for which the process that has the store waits for the others at the end.
 _PART_S: Final = 60.0
 #: What asks a process to end.
@@ -87,7 +92,7 @@ def heal(train: Callable[[], Any], *, restarts: int = 100, grace_s: float = 0.5)
         ValueError: this process cannot be forked: it has used a GPU, joined a process group or
             begun threads of torch.
         SystemExit: an error of ``train``, here or on another rank, a signal, no restart left, or a
-            rank or the rendezvous that is out of reach for five minutes, as its torchrun, its
+            rank or the rendezvous that is out of reach for fifteen minutes, as its torchrun, its
             machine or the way to it is gone.
     """
     if restarts < 0:
@@ -100,9 +105,10 @@ def heal(train: Callable[[], Any], *, restarts: int = 100, grace_s: float = 0.5)
     stop = _Stop()
     with stop.heard(), _last_words():
         others = _Others(call, stop) if launched() else None
-        for attempt in range(restarts + 1):
-            if attempt and others is not None:
-                others.gather(attempt, stop)
+        first, ending = (0, _Ending()) if others is None else others.arrive()
+        for attempt in () if ending.done else range(first, restarts + 1):
+            if attempt and others is not None and not others.gather(attempt, stop):
+                continue
             fork = _Fork(train, call, attempt, stop)
             try:
                 ending = _watched(fork, others, stop, grace_s)
@@ -261,32 +267,63 @@ class _Others:
         #: Of each rank the last sign of life, and when it was new.
         self._signs: dict[int, tuple[bytes, float]] = {}
         self._gave_sign = self._looked = -math.inf
-        self._give_sign()
 
-    def gather(self, attempt: int, stop: _Stop) -> None:
+    def arrive(self) -> tuple[int, _Ending]:
+        """The attempt that this process begins with, or the end of all of them.
+
+        It is the first, unless an earlier process had this rank: with a launcher that was killed,
+        say. The others have seen that rank die, or see it now, and wait for it.
+        """
+        attempt, ending = 0, _Ending()
+        if self._is_said("alive", self.rank):
+            attempt = int(self._store.get("attempt")) if self._store.check(["attempt"]) else 0
+            if self._is_said_by_all(f"{attempt}/done"):
+                ending = _Ending(done=True)
+            elif not attempt or self._is_said(f"{attempt}/here", self.rank):
+                self.tell(attempt, _Ending(again=True, killed=True))
+                attempt += 1
+        self._give_sign()
+        return attempt, ending
+
+    def gather(self, attempt: int, stop: _Stop) -> bool:
         """Waits until all ranks have come to an attempt, or one has told of an error.
+
+        Returns:
+            Whether the attempt is to begin: it is over where a rank has died in it already.
 
         Raises:
             SystemExit: some have not in `_PATIENCE_S` seconds, or there is a signal to end.
         """
         self._lasting.patience_s = _PATIENCE_S
+        self._store.set("attempt", str(attempt))  # by all, before any can come to the next one
         self._say(f"{attempt}/here")
-        deadline = time.monotonic() + _PATIENCE_S
+        begin, said = time.monotonic(), False
         while not self._is_said_by_all(f"{attempt}/here"):
             self.share(stop)
             if stop.signal is not None:
                 sys.exit(128 + stop.signal)
             if self._store.check(["failed"]):
-                return
-            if time.monotonic() > deadline:
-                gone = [r for r in range(self.size) if not self._is_said(f"{attempt}/here", r)]
+                return True
+            if self._store.check([f"{attempt}/again"]):
+                return False
+            seconds = time.monotonic() - begin
+            late = [str(r) for r in range(self.size) if not self._is_said(f"{attempt}/here", r)]
+            if late and seconds > _PATIENCE_S:
                 self.tell(attempt, _Ending())
                 sys.exit(
-                    f"rank {', '.join(map(str, gone))} did not begin again within "
-                    f"{_PATIENCE_S:g} s: its torchrun or its machine is gone. Start the same "
-                    "command on all machines"
+                    f"rank {', '.join(late)} did not begin again within {_PATIENCE_S:g} s: its "
+                    "torchrun or its machine is gone. Start the same command on all machines"
+                )
+            if late and seconds > _SAY_S and not said:
+                said = True
+                print(
+                    f"heal: waiting for rank {', '.join(late)}, for {_PATIENCE_S:g} s: if its "
+                    "torchrun has ended, start it again",
+                    file=sys.stderr,
+                    flush=True,
                 )
             time.sleep(_POLL_S)
+        return True
 
     def share(self, stop: _Stop, *, patient: bool = True) -> None:
         """Tells the others of a signal to end, or hears of theirs; gives a sign of life.

@@ -60,13 +60,17 @@ class LastingStore(Store):
         self.patience_s = 0.0
         self.hurried: Callable[[], bool] = lambda: False
         self._host, self._port, self._say = host, port, say
-        self._own_name, self._name = secrets.token_hex(8), ""
+        self._name = ""
         self._lost = False
         self._client: TCPStore | None = None
         self._server = self._open(is_host=True) if is_host else None
 
     def set(self, key: str, value: str) -> None:
-        self._ask(lambda store: store.set(key, value))
+        def question(store: TCPStore) -> None:
+            store.set(key, value)
+            store.check([key])  # `set` waits for nothing: into a connection that broke, it is lost
+
+        self._ask(question)
 
     def get(self, key: str) -> bytes:
         return self._ask(lambda store: store.get(key))
@@ -113,7 +117,8 @@ class LastingStore(Store):
 
     def _connect(self) -> TCPStore:
         client = self._open()
-        name = client.compare_set(_NAME, "", self._own_name).decode()
+        # A new word each time: this process may have named the former store, and now this one.
+        name = client.compare_set(_NAME, "", secrets.token_hex(8)).decode()
         if self._name and name != self._name:
             raise PeerError(
                 f"the store of the rendezvous at {self._host}:{self._port} is another than "

@@ -6,8 +6,10 @@ import signal
 import sys
 
 import pytest
+import torch
 from everyday import slow
 from launchers import Launchers
+from torch import nn
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="the kernel ends processes with their parents on Linux alone"
@@ -95,6 +97,98 @@ def test_a_signal_to_one_of_two_launchers_ends_all_ranks(tmp_path, number, which
         assert not (tmp_path / "went on").exists()
         if way == "saving":
             assert_saved_where_it_ended(tmp_path)
+
+
+#: Calls `heal` twice, as for pretraining and finetuning; the test says when a call may end.
+CALLS = """
+    import json, os, sys, time
+    from pathlib import Path
+    import torch
+    from torch import nn
+    import mpcomp
+
+    folder, rank = Path(sys.argv[1]), os.environ["RANK"]
+
+    def may_go_on(pipe, call):
+        with pipe.mesh.failing_together():
+            there = (folder / f"go-{call}").exists()
+            return pipe.mesh.broadcast_object(there, 0, "word of the test")
+
+    def train(call):
+        torch.manual_seed(0)
+        pipe = mpcomp.pipeline(
+            nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), chunks=1, split=2,
+            loss_fn=nn.functional.mse_loss, timeout=20,
+        )
+        optimizer = torch.optim.Adam(pipe.parameters(), lr=0.1)
+        with mpcomp.Checkpoints(pipe, folder / "run", optimizer=optimizer) as checkpoints:
+            begin = checkpoints.restore().get("step", 0)
+            number = len(list(folder.glob(f"{call}-{rank}-*")))
+            for step in range(begin, 6 * (call + 1)):
+                while step == 6 * call + 3 and not may_go_on(pipe, call):
+                    (folder / f"{call}-{rank}-{number}").touch()
+                    time.sleep(0.1)
+                loss = pipe.forward_backward(torch.ones(2, 4), torch.zeros(2, 4))
+                optimizer.step()
+                optimizer.zero_grad()
+                with (folder / f"losses-{rank}").open("a") as file:
+                    print(step, loss.item().hex(), file=file)
+                checkpoints.save({"step": step + 1})
+
+    for call in (0, 1):
+        mpcomp.heal(lambda: train(call))
+    (folder / f"done-{rank}").touch()
+"""
+
+
+def losses_of(folder):
+    """Of each step, by any rank and in any attempt."""
+    lines = [line for path in folder.glob("losses-*") for line in path.read_text().splitlines()]
+    return sorted(set(lines), key=lambda line: int(line.split()[0]))
+
+
+def the_quiet_losses():
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.Adam(plain.parameters(), lr=0.1)
+    lines = []
+    for step in range(12):
+        loss = nn.functional.mse_loss(plain(torch.ones(2, 4)), torch.zeros(2, 4))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        lines.append(f"{step} {loss.item().hex()}")
+    return lines
+
+
+@pytest.mark.parametrize(
+    "which, calls, times",
+    [
+        slow((1,), (0,), 1),
+        slow((1,), (1,), 1),
+        slow((1,), (0, 1), 1),
+        slow((1,), (0,), 3),
+        slow((0, 1), (0,), 1),
+        slow((0,), (1,), 1),
+    ],
+    ids=["one", "in the second call", "in both", "often", "both", "that has the store"],
+)
+def test_a_launcher_that_is_started_again_joins_the_others(tmp_path, which, calls, times):
+    """The losses are the plain model's; other launchers go on, unless the store was with it."""
+    with Launchers(tmp_path, CALLS, **ONE_OF_TWO) as launchers:
+        for call in (0, 1):
+            launchers.wait_for(f"{call}-0-0", f"{call}-1-0")
+            for number in range(times * (call in calls)):
+                for machine in which:
+                    launchers.kill(machine, signal.SIGKILL)
+                for machine in {0, 1} if 0 in which else which:
+                    launchers.start_again(machine)
+                launchers.wait_for(f"{call}-0-{number + 1}", f"{call}-1-{number + 1}")
+            (tmp_path / f"go-{call}").touch()
+        assert launchers.wait_for_all_to_end() == [0, 0], launchers.printed()
+        assert losses_of(tmp_path) == the_quiet_losses()
+        started_anew = "start it anew here as well" in launchers.printed()
+        assert started_anew == (which == (0,))
 
 
 # -- the workers of loaders -----------------------------------------------------------------------

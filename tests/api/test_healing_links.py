@@ -167,8 +167,15 @@ class Relay:
 class Run:
     """Two ranks with a relay between the second and the store."""
 
-    def __init__(self, folder, processes, relay, port):
-        self.folder, self.processes, self.relay, self.port = folder, processes, relay, port
+    def __init__(self, folder, processes, settings, relay):
+        self.folder, self.processes, self.settings, self.relay = folder, processes, settings, relay
+
+    def start_again(self, rank):
+        """Kills the process of a rank, and starts it again."""
+        process = self.processes[rank]
+        process.kill()
+        process.communicate()
+        self.processes[rank] = subprocess.Popen(process.args, **self.settings[rank])
 
     def until(self, what):
         """Waits until both ranks have come to a point."""
@@ -200,22 +207,18 @@ def running(folder, what, patience_s=60.0):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    relay, processes = Relay(port), []
+    relay, processes, settings = Relay(port), [], []
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     try:
         for rank in (0, 1):
             own = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
             own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str((port, relay.port)[rank])}
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, str(script), str(folder), what, str(patience_s)],
-                    env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **own},
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                )
-            )
-        yield Run(folder, processes, relay, port)
+            started = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+            started["env"] = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **own}
+            settings.append(started)
+            command = [sys.executable, str(script), str(folder), what, str(patience_s)]
+            processes.append(subprocess.Popen(command, **started))
+        yield Run(folder, processes, settings, relay)
     finally:
         relay.close()
         for process in processes:
@@ -260,6 +263,32 @@ def test_a_process_that_waits_finds_the_store_again(tmp_path, fault):
             assert status == 0 and f"rank {rank} is done" in words, words
             assert run.reached("end1", rank) and not run.reached("begin2", rank)
             assert (f"127.0.0.1:{run.relay.port} is out of reach" in words) == (rank == 1), words
+
+
+@pytest.mark.parametrize("times", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_process_that_is_started_again_takes_its_ranks_place(tmp_path, times):
+    """The others are not begun anew: all meet in the next attempt."""
+    with running(tmp_path, MEET) as run:
+        run.until("begin0")
+        for attempt in range(1, times + 1):
+            run.start_again(1)
+            run.until(f"begin{attempt}")
+        run.let("go")
+        for rank, (status, words) in enumerate(run.ends()):
+            assert status == 0 and f"rank {rank} is done" in words, words
+            assert run.reached(f"end{times}", rank) and not run.reached("end0", rank)
+            assert not run.reached(f"begin{times + 1}", rank)
+
+
+def test_a_process_that_is_started_again_when_all_are_done_trains_nothing(tmp_path):
+    with running(tmp_path, MEET) as run:
+        run.until("begin0")
+        run.let("go")
+        run.until("end0")
+        (tmp_path / "begin0-1").unlink()
+        run.start_again(1)
+        for rank, (status, words) in enumerate(run.ends()):
+            assert status == 0 and f"rank {rank} is done" in words, words
 
 
 def test_a_training_that_needs_no_store_goes_on_meanwhile(tmp_path):
