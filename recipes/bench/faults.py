@@ -1,4 +1,4 @@
-"""Kills: a training whose processes die at random, beside the same one left alone.
+"""Kills, and faults of other kinds: a training beside the same one left alone.
 
     python -m recipes.bench.faults
     python -m recipes.bench.faults --ranks 4 --steps 5000 --kill-every 50 --out runs/faults.json
@@ -12,12 +12,21 @@ both directions; those that begin with ``dp:`` compress between two replicas of 
 Recovery is from the signal to the first end of a step thereafter, less a step of the quiet run.
 The throughput is that of a training with a second a step and a kill every `PERIOD` steps: what
 recoveries, repeated steps and saves, as they were measured, leave of it.
+
+    sudo python -m recipes.bench.faults --kinds all --faults 200 --steps 2000 --out winds.json
+    sudo python -m recipes.bench.faults --kinds stop,loop,reset,connect-kill,launcher-kill,sigterm
+    sudo python -m recipes.bench.faults --kinds reset:50,away:3 --away-s 300
+
+With ``--kinds`` ranks are on two hosts, and faults are of all kinds that are named
+(`recipes.bench.fault_kinds`): as many as ``--faults`` says, drawn from them, or as many of a kind
+as stands behind its name.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import statistics
 import sys
@@ -27,12 +36,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-import torch
 from tabulate import tabulate
 from tqdm import tqdm
 
+from recipes.bench import fault_kinds
+from recipes.bench.hosts import HostsUnavailable
 from recipes.bench.row_file import RowFile
-from recipes.bench.training_worker import Job, Kill
+from recipes.bench.training_worker import Job, Kill, differing_weights
 from recipes.bench.workers import num_cores
 from recipes.signals import ending_on_signals
 
@@ -66,19 +76,23 @@ def main(argv: Sequence[str] | None = None) -> None:
         SystemExit: a loss or a weight differs, or a training did not come to its end.
     """
     options = _parse(argv)
+    windy = options.kinds is not None
+    measured, shown = (fault_kinds.measure, fault_kinds.table) if windy else (measure, table)
     try:
-        file = RowFile(options.out, "faults", _settings(options))
-    except ValueError as error:
+        file = RowFile(options.out, "winds" if windy else "faults", _settings(options))
+        with ending_on_signals():
+            for method in tqdm(file.missing(options.methods), unit="method"):
+                with tempfile.TemporaryDirectory(prefix="mpcomp-faults-") as folder:
+                    file.add(measured(method, options, Path(folder)))
+                tqdm.write(shown(file.rows[-1:]))
+    except (ValueError, HostsUnavailable, fault_kinds.Stuck) as error:
         sys.exit(f"error: {error}")
-    with ending_on_signals():
-        for method in tqdm(file.missing(options.methods), unit="method"):
-            with tempfile.TemporaryDirectory(prefix="mpcomp-faults-") as folder:
-                file.add(measure(method, options, Path(folder)))
-            tqdm.write(table(file.rows[-1:]))
-    rows = file.rows
-    print(table(rows))
-    if any(row["differing_losses"] or row["differing_weights"] for row in rows):
-        sys.exit("error: a training that was killed is not the one that was left alone")
+    print(shown(file.rows))
+    if any(
+        row["differing_losses"] or row["differing_weights"] or row.get("lost_files")
+        for row in file.rows
+    ):
+        sys.exit("error: a training with faults is not the one that was left alone")
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -88,22 +102,36 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--methods", nargs="+", default=list(METHODS), metavar="SPEC")
-    add("--ranks", type=int, default=4, help="processes (even)")
+    add("--methods", nargs="+", metavar="SPEC", help="default: ten, or with --kinds one")
+    add("--ranks", type=int, help="processes (even; default: 4, or with --kinds 2)")
     add("--steps", type=int, default=500)
     add("--kill-every", type=int, default=50, metavar="STEPS")
+    add("--kinds", metavar="KIND,KIND:NUMBER", help="of faults on two hosts, or all")
+    add("--faults", type=int, default=20, help="number of those that are drawn from kinds")
+    add("--minutes", type=float, default=math.inf, help="after which no faults come any more")
+    add("--away-s", type=float, help="of a link (default: drawn, half to twice the timeout)")
+    add("--timeout", type=float, default=10.0, help="of a wait for another rank, with --kinds")
     add("--save-every", type=int, default=5, metavar="STEPS")
     add("--step-s", type=float, default=0.0, help="least seconds of a step")
     add("--seed", type=int, default=0, help="of the kills")
     add("--out", type=Path, help="results (.json); those it has are kept")
     options = parser.parse_args(argv)
+    try:
+        options.kinds = fault_kinds.parse_kinds(options.kinds) if options.kinds else None
+    except ValueError as error:
+        parser.error(str(error))
+    if options.ranks is None:
+        options.ranks = 4 if options.kinds is None else 2
+    if options.methods is None:
+        options.methods = list(METHODS if options.kinds is None else METHODS[2:3])
     if options.ranks < 2 or options.ranks % 2:
         parser.error(f"--ranks {options.ranks}: expected an even number, 2 or more")
     return options
 
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
-    names = ("ranks", "steps", "kill_every", "save_every", "step_s", "seed")
+    own = ("kinds", "faults", "away_s", "timeout") if options.kinds else ("kill_every",)
+    names = ("ranks", "steps", *own, "save_every", "step_s", "seed")
     return {**{name: getattr(options, name) for name in names}, "cores": num_cores()}
 
 
@@ -123,13 +151,17 @@ def measure(method: str, options: argparse.Namespace, folder: Path) -> dict[str,
     save_s = statistics.median(s["ended"] - s["trained"] for s in calm[0] if _saves(s, quiet))
     kills = tuple(_kills(options, step_s, save_s))
     killed = replace(
-        quiet, folder=str(folder / "killed"), save_every=options.save_every, kills=kills
+        quiet,
+        folder=str(folder / "killed"),
+        save_every=options.save_every,
+        kills=kills,
+        restarts=2 * len(kills),
     )
     killed.run()
     return {
         "method": method,
         **compare(killed, calm, killed.journals()),
-        "differing_weights": _differing_weights(quiet, killed, options.ranks),
+        "differing_weights": differing_weights(quiet, killed, options.ranks),
     }
 
 
@@ -186,18 +218,6 @@ def compare(
 def _in_a_save(death: Mapping[str, Any], job: Job, step_s: float) -> bool:
     kill = next(kill for kill in job.kills if kill.step == death["step"])
     return kill.after_s > step_s and (kill.step + 1) % job.save_every == 0
-
-
-def _differing_weights(quiet: Job, killed: Job, ranks: int) -> int:
-    """Number of weights that are not the same bits."""
-    different = 0
-    for rank in range(ranks):
-        one, other = (
-            torch.load(Path(job.folder) / f"weights-{rank}.pt") for job in (quiet, killed)
-        )
-        assert one.keys() == other.keys()
-        different += sum(int((one[name] != other[name]).sum()) for name in one)
-    return different
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:

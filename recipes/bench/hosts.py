@@ -112,6 +112,29 @@ class Loopback:
         """
         raise ValueError("these links lose nothing: open the hosts with latency_ms, on namespaces")
 
+    def unplug(self, host: int) -> None:
+        """Takes a host off the switch: what it sends is lost, and nothing reaches it.
+
+        Raises:
+            ValueError: these hosts have no switch.
+        """
+        raise ValueError("these hosts have no switch: open them on namespaces, without latency_ms")
+
+    def plug_in(self, host: int) -> None:
+        """Puts a host back, which `unplug` has taken off."""
+
+    def reset(self, host: int) -> None:
+        """Resets all connections of a host to others, as a router does that has forgotten them.
+
+        Raises:
+            ValueError: these hosts have no links.
+        """
+        raise ValueError("these hosts have no links: open them on namespaces")
+
+    def pids(self, host: int) -> list[int]:
+        """Numbers of the processes of a host."""
+        return [process.pid for process in self._processes if process.poll() is None]
+
     def counters(self) -> list[Counters]:
         """The traffic of every host so far; empty where it is not counted."""
         return []
@@ -193,6 +216,20 @@ class Namespaces(Loopback):
         assert self._relay.stdin is not None
         self._relay.stdin.write(f"port{host} {share}\n")
         self._relay.stdin.flush()
+
+    def unplug(self, host: int) -> None:
+        if self._relay is not None:
+            super().unplug(host)
+        _run("ip", "-n", self._switch, "link", "set", f"port{host}", "nomaster")
+
+    def plug_in(self, host: int) -> None:
+        _run("ip", "-n", self._switch, "link", "set", f"port{host}", "master", "bridge")
+
+    def reset(self, host: int) -> None:
+        _run("ip", "netns", "exec", self._names[host], "ss", "-K", "-t", "dst", "10.0.0.0/24")
+
+    def pids(self, host: int) -> list[int]:
+        return [int(pid) for pid in _run("ip", "netns", "pids", self._names[host]).split()]
 
     def describe(self) -> dict[str, Any]:
         return {

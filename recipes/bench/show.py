@@ -23,6 +23,7 @@ from tabulate import tabulate
 from recipes.bench import (
     bad_links,
     conef_stability,
+    fault_kinds,
     faults,
     generation,
     link_report,
@@ -79,6 +80,8 @@ def tables_of(result: Any) -> str:
         return shard_report.tables(result)
     if "smallest" in result:
         return conef_stability.render(result)
+    if "winds" in result:
+        return fault_kinds.table(result["winds"])
     if "faults" in result:
         return faults.table(result["faults"])
     if "soak" in result:

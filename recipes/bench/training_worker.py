@@ -3,13 +3,16 @@
 Each rank keeps a journal of its steps, and of what the process holds of the machine.
 
 A kill comes from a thread of the process that it kills, at a moment within a step or a save that
-nothing else knows of. Each is done once: a file says so, which is there before the signal.
+nothing else knows of. Each is done once: a file says so, which is there before the signal. What
+`recipes.bench.fault_kinds` has a rank do, once, stands in a file, too.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import math
 import os
 import signal
 import subprocess
@@ -20,17 +23,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
+from unittest import mock
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 import mpcomp
+from mpcomp.api import launch
+from mpcomp.comm.joining import join
 
 WIDTH: Final = 64
 ROWS: Final = 8
 #: Batches that are met again, so that AQ-SGD has something to remember.
 BATCHES: Final = 16
 SEED: Final = 0
+#: When a rank does what it is told: as an attempt begins, or in a step before the optimizer's.
+BEGIN: Final = "begin"
+STEP: Final = "step"
 #: What marks a method between replicas.
 BETWEEN: Final = "dp:"
 
@@ -64,6 +74,10 @@ class Job:
         watch_every: steps between two looks at what the process holds; 0 for none.
         act: what compresses activations; ``grad`` and ``dp`` likewise, "none" for nothing.
         kills: in order of their steps.
+        restarts: of each call of `mpcomp.heal`.
+        calls: of `mpcomp.heal`, each of which trains as many of the steps.
+        loaders: processes that load the batches, of each rank.
+        timeout_s: of a wait for another rank, also where ranks join.
     """
 
     folder: str
@@ -76,7 +90,11 @@ class Job:
     act: str
     grad: str
     dp: str
-    kills: tuple[Kill, ...]
+    kills: tuple[Kill, ...] = ()
+    restarts: int = 0
+    calls: int = 1
+    loaders: int = 0
+    timeout_s: float = 300.0
 
     @classmethod
     def of(cls, method: str, ranks: int, folder: Path, **fields: Any) -> Job:
@@ -98,7 +116,7 @@ class Job:
             act="none" if between else spec,
             grad="none" if between else spec,
             dp=spec if between else "none",
-            **{"step_s": 0.0, "watch_every": 0, "kills": (), **fields},
+            **{"step_s": 0.0, "watch_every": 0, **fields},
         )
 
     @classmethod
@@ -150,12 +168,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m recipes.bench.training_worker")
     parser.add_argument("--job", type=Path, required=True, help="file of a job")
     job = Job.read(parser.parse_args(argv).job.read_text())
-    mpcomp.heal(lambda: train(job), restarts=2 * len(job.kills))
+    patient = functools.partial(join, patience_s=job.timeout_s)
+    with mock.patch.object(launch, "join", patient):
+        for call in range(job.calls):
+            last = job.steps * (call + 1) // job.calls
+            mpcomp.heal(functools.partial(train, job, last), restarts=job.restarts)
 
 
-def train(job: Job) -> None:
-    """An attempt: from the last checkpoint to the end."""
+def train(job: Job, last: int) -> None:
+    """An attempt: from the last checkpoint to the end of step ``last``."""
     torch.manual_seed(SEED)
+    obey(told(job, BEGIN))
     pipe = mpcomp.pipeline(
         model(2 * job.stages),
         chunks=job.stages,
@@ -166,32 +189,93 @@ def train(job: Job) -> None:
         replicas=job.replicas,
         loss_fn=nn.functional.mse_loss,
         seed=SEED,
+        timeout=job.timeout_s,
     )
     optimizer = torch.optim.Adam(pipe.parameters(), lr=1e-3)
     pipe.follow(optimizer)
-    checkpoint, begin = Path(job.folder) / "checkpoint", 0
-    if checkpoint.exists():
-        begin = pipe.load(checkpoint, optimizer=optimizer)["step"]
-    batches = list(_batches(pipe.replica, job))
-    with Journal(job, pipe.rank) as journal:
-        for step in range(begin, job.steps):
+    with (
+        mpcomp.Checkpoints(
+            pipe, Path(job.folder) / "checkpoint", optimizer=optimizer, every_steps=job.save_every
+        ) as checkpoints,
+        Journal(job, pipe.rank) as journal,
+    ):
+        steps = range(checkpoints.restore().get("step", 0), last)
+        batches: Any = list(_batches(pipe.replica, job))
+        loader: DataLoader[Any] = DataLoader(
+            batches,
+            batch_size=None,
+            sampler=[step % BATCHES for step in steps],
+            num_workers=job.loaders,
+            generator=torch.Generator(),
+        )
+        for step, (x, y) in zip(steps, loader, strict=True):
             began = time.time()
             journal.arm(step)
-            x, y = batches[step % BATCHES]
             ids = step % BATCHES * len(x) + torch.arange(len(x))
             loss = pipe.forward_backward(x, y, sample_ids=ids)
+            if obey(told(job, STEP), pipe):
+                return
             optimizer.step()
             optimizer.zero_grad()
             time.sleep(max(0.0, began + job.step_s - time.time()))
             trained = time.time()
-            if (step + 1) % job.save_every == 0:
-                pipe.save(checkpoint, optimizer=optimizer, extra={"step": step + 1})
+            ended = checkpoints.step({"step": step + 1})
             held = None
             if job.watch_every and step % job.watch_every == 0:
                 held = _held(Path(job.folder))
             journal.note(step, loss.item(), began, trained, time.time(), held)
+            if ended:
+                return
+        if steps:  # else a later call has saved, of which this one would be the place
+            checkpoints.save({"step": last})
     weights = {name: weight.detach() for name, weight in pipe.named_parameters()}
     torch.save(weights, Path(job.folder) / f"weights-{pipe.rank}.pt")
+
+
+def order(folder: str, when: str, rank: int) -> Path:
+    """The file of what a rank is to do, once: it is gone when the rank begins to."""
+    return Path(folder) / f"{when}-{rank}"
+
+
+def told(job: Job, when: str) -> str:
+    """The word for what this rank is to do now; empty for nothing."""
+    path = order(job.folder, when, int(os.environ["RANK"]))
+    if not path.exists():
+        return ""
+    what = path.read_text()
+    path.unlink()
+    return what
+
+
+def obey(what: str, pipe: mpcomp.Pipeline | None = None) -> bool:
+    """Does it; whether the attempt is to return early."""
+    match what.split():
+        case ["die", after_s]:
+            threading.Timer(float(after_s), os.kill, [os.getpid(), signal.SIGKILL]).start()
+        case ["hang"]:
+            while True:
+                signal.pause()
+        case ["loop"]:
+            while True:
+                pass
+        case ["nan"]:
+            assert pipe is not None
+            for parameter in pipe.parameters():
+                assert parameter.grad is not None
+                parameter.grad.fill_(math.nan)
+    return what == "return"
+
+
+def differing_weights(quiet: Job, other: Job, ranks: int) -> int:
+    """Number of weights of two runs that are not the same bits."""
+    different = 0
+    for rank in range(ranks):
+        one, another = (
+            torch.load(Path(job.folder) / f"weights-{rank}.pt") for job in (quiet, other)
+        )
+        assert one.keys() == another.keys()
+        different += sum(int((one[name] != another[name]).sum()) for name in one)
+    return different
 
 
 def model(blocks: int) -> nn.Sequential:
@@ -240,7 +324,7 @@ class Journal:
         held: Mapping[str, int] | None,
     ) -> None:
         """A step that has ended; times are seconds since the epoch."""
-        fields = {"attempt": self._attempt, "step": step, "loss": loss.hex()}
+        fields = {"attempt": self._attempt, "step": step, "loss": loss.hex(), "pid": os.getpid()}
         fields |= {"began": began, "trained": trained, "ended": ended}
         fields |= {"held": held} if held else {}
         self._lines.write(json.dumps(fields) + "\n")
