@@ -92,7 +92,8 @@ def let_go(thread: threading.Thread, port: int | None) -> None:
     sockets = Path("/proc/self/fd")
     if not thread.is_alive() or port is None or not sockets.exists():
         return
-    for number in [int(entry.name) for entry in sockets.iterdir()]:
+    # No others: a copy of one that is no socket would stay open, and they double with each call.
+    for number in [int(entry.name) for entry in sockets.iterdir() if entry.is_socket()]:
         # A copy of the descriptor; none of those that are closed meanwhile, or no connections.
         with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
             if connection.getpeername()[1:2] == (port,):

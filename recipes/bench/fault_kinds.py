@@ -527,7 +527,6 @@ def measure(method: str, options: argparse.Namespace, folder: Path) -> dict[str,
         "differing_losses": sum(step["loss"] != expected[step["step"]] for step in everything),
         "differing_weights": differing_weights(quiet, windy, ranks),
         "lost_files": len(files - kept_files),
-        "repeated_steps": len(steps[0]) - len(expected),
         "step_s": _step_s(quiet),
         "ending_s": ending_s,
         "events": events,
@@ -593,7 +592,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         f"{row['method']}: {row['faults']} faults in {row['steps']} steps, "
         f"{row['differing_losses']} differing losses, "
         f"{row['differing_weights']} differing weights, "
-        f"{row['lost_files']} lost files, {row['repeated_steps']} repeated steps"
+        f"{row['lost_files']} lost files"
         for row in rows
     ]
     return "\n".join([tabulate(cells, HEADERS, disable_numparse=True), "", *said])

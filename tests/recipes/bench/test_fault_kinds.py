@@ -55,7 +55,7 @@ def test_the_table_counts_what_faults_led_to(tmp_path, capsys):
         {"kind": "kill", "outcome": "stuck", "seconds": 240.0},
         {"kind": "kill", "outcome": "started again", "seconds": 3.0},
     ]
-    row = {"method": "none", "steps": 200, "faults": 4, "events": events, "repeated_steps": 5}
+    row = {"method": "none", "steps": 200, "faults": 4, "events": events}
     row |= {"differing_losses": 1, "differing_weights": 2, "lost_files": 3}
     path = tmp_path / "winds.json"
     path.write_text(json.dumps({"settings": {}, "winds": [row]}))
