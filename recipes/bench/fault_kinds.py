@@ -205,6 +205,12 @@ class Run:
         """Sends a signal to the process that trains."""
         self.send([self.last_step(rank)["pid"]], number)
 
+    def end_launcher(self, host: int, pids: Iterable[int], number: signal.Signals) -> None:
+        """Sends a signal to processes, and waits until their launcher has been started again."""
+        launcher = self.launchers[host]
+        self.send(pids, number)
+        self.until(lambda: self.launchers[host] is not launcher, f"host {host} trains on")
+
     def have(self, rank: int, when: str, what: str) -> None:
         """Has a rank do something, and waits until it does."""
         path = self.tell(rank, when, what)
@@ -332,16 +338,19 @@ def silent(run: Run, fault: Fault) -> None:
 
 
 def launcher_kill(run: Run, fault: Fault) -> None:
-    run.launchers[run.host_of(fault.rank)].kill()
+    host = run.host_of(fault.rank)
+    run.end_launcher(host, [run.launchers[host].pid], signal.SIGKILL)
 
 
 def sigterm(run: Run, fault: Fault) -> None:
-    run.launchers[run.host_of(fault.rank)].terminate()
+    host = run.host_of(fault.rank)
+    run.end_launcher(host, [run.launchers[host].pid], signal.SIGTERM)
 
 
 def sigterm_all(run: Run, fault: Fault) -> None:
     """SIGTERM to all processes of a host, loaders' workers too, as systemd ends a service."""
-    run.send(run.hosts.pids(run.host_of(fault.rank)), signal.SIGTERM)
+    host = run.host_of(fault.rank)
+    run.end_launcher(host, run.hosts.pids(host), signal.SIGTERM)
 
 
 def returns(run: Run, fault: Fault) -> None:

@@ -16,6 +16,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+
+from mpcomp.api import healing
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 120
@@ -280,15 +283,40 @@ def test_a_process_that_is_started_again_takes_its_ranks_place(tmp_path, times):
             assert not run.reached(f"begin{times + 1}", rank)
 
 
-def test_a_process_that_is_started_again_when_all_are_done_trains_nothing(tmp_path):
-    with running(tmp_path, MEET) as run:
-        run.until("begin0")
-        run.let("go")
-        run.until("end0")
-        (tmp_path / "begin0-1").unlink()
-        run.start_again(1)
-        for rank, (status, words) in enumerate(run.ends()):
-            assert status == 0 and f"rank {rank} is done" in words, words
+class HeldStore(dist.HashStore):
+    """A store in this process, of rank 1 of two."""
+
+    is_host = False
+    patience_s = 0.0
+
+
+@pytest.mark.parametrize(
+    "said, expected, is_done, is_told",
+    [
+        ({}, 0, False, None),
+        ({"alive/0": "1"}, 0, False, None),
+        ({"alive/1": "1"}, 1, False, "0/again"),
+        ({"alive/1": "1", "0/done/1": ""}, 1, False, "0/again"),
+        ({"alive/1": "1", "0/done/0": "", "0/done/1": ""}, 0, True, None),
+        ({"alive/1": "1", "attempt": "3", "3/here/0": ""}, 3, False, None),
+        ({"alive/1": "1", "attempt": "3", "3/here/1": ""}, 4, False, "3/again"),
+        ({"alive/1": "1", "attempt": "3", "3/done/0": "", "3/done/1": ""}, 3, True, None),
+    ],
+)
+def test_the_attempt_with_which_a_process_begins(monkeypatch, said, expected, is_done, is_told):
+    """The one that the others wait for; none where all have come to the end."""
+    held = HeldStore()
+    monkeypatch.setattr(healing, "_store", lambda: held)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    store = dist.PrefixStore("mpcomp/heal/0/0", held)
+    for key, value in said.items():
+        store.set(key, value)
+    attempt, ending = healing._Others(0, healing._Stop()).arrive()
+    assert (attempt, ending.done) == (expected, is_done)
+    told = [key for key in ("0/again", "3/again") if store.check([key])]
+    assert told == ([] if is_told is None else [is_told])
+    assert store.check(["alive/1"])
 
 
 def test_a_training_that_needs_no_store_goes_on_meanwhile(tmp_path):
