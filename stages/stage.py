@@ -238,14 +238,19 @@ class Stage(nn.Module):
             output = output.clone()
         return output
 
+    @property
+    def second_uses(self) -> set[str]:
+        """Names of parameters here that are those of the first stage, with which this one is."""
+        if not self.together:
+            return set()
+        return {name for tie in self._origin.ties for i, name in tie[1:] if i == self.index}
+
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Its parameters, without duplicates of those that the first stage has for both."""
-        again: set[str] = set()
-        if self.together and remove_duplicate:
-            names = [n for tie in self._origin.ties for i, n in tie[1:] if i == self.index]
-            again = {f"{prefix}.{name}" if prefix else name for name in names}
+        names = self.second_uses if remove_duplicate else set()
+        again = {f"{prefix}.{name}" if prefix else name for name in names}
         for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
             if name not in again:
                 yield name, parameter

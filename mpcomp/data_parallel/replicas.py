@@ -10,6 +10,7 @@ how gradients are grouped; by one unit in the last place (1.4e-7 of the largest)
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -50,8 +51,8 @@ class GradientAverage(ReplicaSync):
         self._numbers = [stage.index for stage in stages]
         self._known = [parameter_ids(stage) for stage in stages]
         with mesh.waiting("weights of the first replica"):
-            self.reducers: list[DistributedDataParallel | None] = [
-                DistributedDataParallel(stage, process_group=mesh.replica_group) if known else None
+            self.reducers = [
+                _reducer(stage, mesh) if known else None
                 for stage, known in zip(stages, self._known, strict=True)
             ]
         self._sent = Sent()
@@ -84,3 +85,10 @@ class GradientAverage(ReplicaSync):
     def close(self) -> None:
         super().close()
         self.reducers.clear()
+
+
+def _reducer(stage: staging.Stage, mesh: ProcessMesh) -> DistributedDataParallel:
+    # Not a parameter once more: its gradient is added to the first use's before replicas exchange.
+    ignored: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+    ignored(stage, stage.second_uses)
+    return DistributedDataParallel(stage, process_group=mesh.replica_group)

@@ -66,6 +66,35 @@ def test_together_is_apart(chunks):
         assert same_bits(together.state[name], value), name
 
 
+def of_replicas():
+    """Weights of two replicas after three steps, by method between them and by ties."""
+    found = {}
+    for method in (None, "ef+topk:0.2", "powersgd:1"):
+        for ties in ("together", "apart"):
+            run = lm_run("calm gpt2", pipeline={"ties": ties})
+            network = mpcomp.ReplicaNetwork(smallest=32) if method else None
+            pipe = make_lm(run, replicas=2, dp_comp=method, network=network)
+            optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
+            losses = []
+            for number in range(3):
+                losses.append(pipe.forward_backward(*text(6, 2 * number + pipe.replica)))
+                optimizer.step()
+                optimizer.zero_grad()
+            found[method, ties] = torch.stack(losses), pipe.merge().state_dict()
+    return found
+
+
+@pytest.mark.slow
+def test_replicas_average_the_weight_once(ranks):
+    """The bits are as with two copies, by DDP and by methods; replicas stay equal."""
+    for found in ranks(of_replicas, 4):
+        for method in (None, "ef+topk:0.2", "powersgd:1"):
+            losses, state = found[method, "together"]
+            others, expected = found[method, "apart"]
+            assert same_bits(losses, others)
+            assert all(same_bits(state[name], value) for name, value in expected.items()), method
+
+
 def one_weight(folder):
     """What a rank holds: parameters, what an optimizer remembers, and a checkpoint of it."""
     pipe = make_lm(lm_run("gpt2"))
