@@ -108,7 +108,7 @@ def tied(alone=False):
         "auto": {"act": "auto", "grad": "auto"},
         "said": {"act": "auto", "grad": "auto", "pipeline": {"tie_comp": "none"}},
     }.items():
-        pipe = make_lm(lm_run("gpt2", 2, **methods), alone=alone)
+        pipe = make_lm(lm_run("gpt2", 2, **methods), alone=alone, ties="apart")
         pipe.forward_backward(*text(8, 0))
         report = pipe.report(show=False)
         found[name] = report["step"], [b["method"] for b in report["boundaries"][-2:]]

@@ -52,7 +52,7 @@ CHOICES = {
 def test_a_word_at_the_cuts_chooses_for_ties_too(case):
     lms = pytest.importorskip("lms")
     given, expected = CHOICES[case]
-    pipe = mpcomp.pipeline(lms.gpt2(), 2, split=3, **given)
+    pipe = mpcomp.pipeline(lms.gpt2(), 2, split=3, ties="apart", **given)
     assert {str(link.method) for tie in pipe.ties for link in tie.links} == {expected}
 
 
@@ -60,8 +60,9 @@ def test_what_a_tie_does_not_send_at_once_it_sends_later():
     """Over the steps that a gradient does not change in, its mean arrives."""
     lms = pytest.importorskip("lms")
     torch.manual_seed(0)
-    pipe = mpcomp.pipeline(lms.gpt2(), 1, split=2, act_comp={0: "auto"}).train()
-    plain = mpcomp.pipeline(lms.gpt2(), 1, split=2).train()
+    made = {"split": 2, "ties": "apart"}
+    pipe = mpcomp.pipeline(lms.gpt2(), 1, act_comp={0: "auto"}, **made).train()
+    plain = mpcomp.pipeline(lms.gpt2(), 1, **made).train()
     plain.load_state_dict(pipe.state_dict())
     ids = torch.randint(3, lms.VOCABULARY, (4, 8))
     batch = {"input_ids": ids, "labels": ids}

@@ -56,7 +56,7 @@ def test_divergence_is_a_result(tmp_path, monkeypatch, capsys):
     out = tmp_path / "study.jsonl"
     cifar10_study.main(options(out, "--workers", "0", "--rows", "bf16", "--seeds", "1"))
     assert read_json_lines(out)[0]["diverged"] == "NaN at boundary 0"
-    assert "none (1 diverged)" in capsys.readouterr().out
+    assert "bf16 (1 diverged)" in capsys.readouterr().out
 
 
 def test_other_settings_are_refused(tmp_path):

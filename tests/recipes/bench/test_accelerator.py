@@ -31,7 +31,7 @@ def test_the_model_of_the_bench_waits_if_it_is_asked_to(milliseconds, num_waitin
     sizes = {"chunks": 2, "microbatch": 1, "num_blocks": 2, "width": 8, "context": 4, "vocab": 9}
     job = link_worker.Job(
         rank=0, size=2, address="", port=0, device="lo", num_threads=1, timeout_s=1.0,
-        seed=0, lr=0.01, accelerator_ms=milliseconds, variants=(), **sizes,
+        seed=0, lr=0.01, tied=False, accelerator_ms=milliseconds, variants=(), **sizes,
     )  # fmt: skip
     model = link_worker._model(job)
     waiting = [each for each in model if isinstance(each, WaitingBlock)]

@@ -210,8 +210,12 @@ def test_the_bits_of_as_many_processes(ranks, tmp_path):
 
 
 def measured(entry):
-    """Of an epoch, all but the time; a loss is added up in another order."""
-    said = {k: v for k, v in entry.items() if k not in ("seconds", "replicas")}
+    """Of an epoch, all but the time; a loss is added up in another order.
+
+    Nobody has to agree on a step in one process, and so what is sent in all is less.
+    """
+    said = {k: v for k, v in entry.items() if k not in ("seconds", "replicas", "wire_bytes")}
+    said["account"] = {k: v for k, v in said["account"].items() if k != "agreements"}
     return {**said, "loss": pytest.approx(said["loss"], rel=1e-6)}
 
 
