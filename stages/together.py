@@ -1,7 +1,8 @@
 """A weight that both ends of a model use, as a language model's embedding and head do.
 
-    rank 0   embedding, first blocks ──> ...                ... ──> final norm, head, loss
-    rank 1                               ──> more blocks ──>
+    rank 0   embedding, first blocks ─┐                               ┌─> final norm, head, loss
+    rank 1                            └─> blocks ─┐                   │
+    rank 2                                        └─> the last blocks ┘
 
 What comes from the second use on becomes a stage of its own, which runs where the first does. So
 nobody has a copy of the weight, and nothing is exchanged.
