@@ -574,7 +574,7 @@ class Tied(nn.Sequential):
 def tied(cases):
     found = []
     for dp, network in cases:
-        pipe = pipe_of(dp, model=Tied, split=["1"], network=network)
+        pipe = pipe_of(dp, model=Tied, split=["1"], network=network, ties="apart")
         assert len(pipe.ties) == 1
         losses = train(pipe, 10)
         own = {name: value.clone() for name, value in pipe.state_dict().items()}

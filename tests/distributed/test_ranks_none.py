@@ -30,7 +30,6 @@ from torch import Tensor, nn
 import mpcomp
 from mpcomp import Adaptive, ErrorFeedback, TopK
 from mpcomp.comm.channels import WireChannel
-from mpcomp.core.dtensor import full_tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*would not shrink")
 
@@ -430,7 +429,9 @@ def add_up(all_options):
                     block.kind = block.kind.removesuffix(" sometimes")
             pipe.forward_backward(*rows(8, 10 * step + pipe.replica))
             grads = {n: p.grad for n, p in pipe.named_parameters() if p.grad is not None}
-            found.append({n: full_tensor(grad).clone() for n, grad in grads.items()})
+            found.append(
+                {n: pipe.mesh.whole(grad, "gradients").clone() for n, grad in grads.items()}
+            )
         results.append(found)
     return results
 

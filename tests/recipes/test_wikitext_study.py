@@ -73,8 +73,11 @@ def test_every_row_trains_and_counts_its_bytes(command, tmp_path, capsys):
             assert sent == 0
         else:
             assert 0 < sent < 0.3 if "tie" in also else 0.5 <= sent < 0.52
-        overall = line["cut_bytes_per_step_overall"] + line["tie_bytes_per_step"]
-        assert line["wire_bytes"] == pytest.approx(6 * overall)
+        of_tie = line["tie_bytes_per_step"]
+        if rows[row].warmup:  # one of two epochs went dense
+            of_tie = (of_tie + tie) / 2
+        overall = line["cut_bytes_per_step_overall"] + of_tie
+        assert line["wire_bytes"] == pytest.approx(6 * overall, rel=1e-3)
         assert line["cut_ratio"] == pytest.approx(line["cut_bytes_per_step"] / dense)
         if rows[row].warmup:  # one of two epochs went dense, with headers
             each = (line["cut_ratio"] + 1) / 2
