@@ -125,7 +125,7 @@ def test_a_dry_run_goes_through_all_parts(tmp_path):
     assert facts["cores"] >= 1 and facts["nccl"] is None and facts["in_host_memory_gb_s"] > 0
     assert [row["collected"] > 100 for row in rows["tests"]] == [True]
     assert len(rows["messages"]) == 14
-    assert all(row["encode"]["operations"] > 10 for row in rows["messages"])
+    assert all(row["encode"]["operations"] > 3 for row in rows["messages"])
     assert {row["row"] for row in rows["coding"]} == {"bf16", "auto:scratch"}
     assert [row["method"] for row in rows["pipeline"]] == ["bf16", "auto:scratch", "quant:4"]
     dense, _, quarter = rows["pipeline"]
