@@ -87,7 +87,7 @@ def test_every_row_trains_and_counts_its_bytes(command, tmp_path, capsys):
         assert line["loss_compressed"] == pytest.approx(math.log(line["perplexity_compressed"]))
         assert len(line["losses"]) == 2 and line["losses"][1] == line["loss"]
     for row in rows.keys() - {"bf16", "LoRA, bf16"}:
-        assert lines[row]["cut_ratio"] < lines["bf16"]["cut_ratio"], row
+        assert lines[row]["cut_ratio"] < 0.6, row  # of fp32: Top-50 % sends places beside values
     assert lines["bf16"]["perplexity_uncompressed"] < lines["bf16"]["perplexity_before"]
     on, off = (lines["bf16"][f"perplexity_{word}"] for word in ("compressed", "uncompressed"))
     assert on == pytest.approx(off, rel=0.01)
