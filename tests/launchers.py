@@ -11,12 +11,13 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
 import time
 from pathlib import Path
+
+from recipes.bench.hosts import free_port
 
 ROOT = Path(__file__).parents[1]
 #: Seconds for anything: for what hangs, as a busy machine takes minutes.
@@ -49,9 +50,7 @@ class Launchers:
         self.folder = folder
         self.script = folder / "script.py"
         self.script.write_text(textwrap.dedent(script))
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         common = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         command = [str(self.script), str(folder), *arguments]

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 import mpcomp
-from recipes.bench.hosts import HostsUnavailable, Loopback, open_hosts
+from recipes.bench.hosts import HostsUnavailable, Loopback, free_port, open_hosts
 
 T = TypeVar("T")
 
@@ -75,7 +75,7 @@ class Workers:
             **told,
             "size": hosts.num_hosts,
             "address": hosts.address(0),
-            "port": hosts.free_port(),
+            "port": free_port(),
             "device": hosts.device,
             "num_threads": num_threads,
             "timeout_s": options.timeout,

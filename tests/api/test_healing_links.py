@@ -19,6 +19,7 @@ import pytest
 import torch.distributed as dist
 
 from mpcomp.api import healing
+from recipes.bench.hosts import free_port
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 120
@@ -112,7 +113,7 @@ class Relay:
         self.target = port
         self.silent = False
         self._pairs = []
-        self._server = socket.create_server(("127.0.0.1", 0))
+        self._server = socket.create_server(("127.0.0.1", free_port()))
         self.port = self._server.getsockname()[1]
         threading.Thread(target=self._serve, args=(self._server,), daemon=True).start()
 
@@ -207,9 +208,7 @@ class Run:
 def running(folder, what, patience_s=60.0):
     script = folder / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     relay, processes, settings = Relay(port), [], []
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     try:

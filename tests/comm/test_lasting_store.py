@@ -1,6 +1,5 @@
 """A store that is started anew at the same address is not taken for the one before."""
 
-import socket
 from datetime import timedelta
 
 import pytest
@@ -8,6 +7,7 @@ import torch.distributed as dist
 
 from mpcomp import PeerError
 from mpcomp.comm.lasting_store import LastingStore
+from recipes.bench.hosts import free_port
 
 QUESTIONS = {
     "set": lambda store: store.set("a", "b"),
@@ -24,9 +24,7 @@ def server(port):
 
 @pytest.fixture
 def port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+    return free_port()
 
 
 def client(port):

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import time
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ import mpcomp
 from mpcomp import PeerError
 from mpcomp.comm.mesh import ProcessMesh
 from mpcomp.links.boundary import ConnectedBoundary
+from recipes.bench.hosts import free_port
 
 #: Of pipelines in which a rank waits in vain: a test lasts as long. What is timed are deadlines,
 #: and nothing else, since machines that run tests are busy.
@@ -321,9 +321,7 @@ def without_the_store(port, victim, fault):
 @pytest.mark.parametrize("victim, fault", [(0, die), slow(0, freeze), slow(2, die)])
 def test_the_host_of_the_store_may_be_the_one_that_fails(ranks, victim, fault):
     """A rendezvous over TCP, whose store lives in rank 0."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     lost = [victim] if fault is freeze else []
     args = (port, victim, fault)
     results = ranks(without_the_store, 3, *args, may_fail=True, init=False, without=lost)
