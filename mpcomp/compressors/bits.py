@@ -3,7 +3,7 @@
 Integers of any width are stored as fields of 8, 4, 2 and 1 bits (a 7-bit number is a
 4-bit, a 2-bit and a 1-bit field), each packed on its own. So the size is known from count
 and width alone, every field is byte-parallel, and nothing loops over elements. On a CPU the
-1-bit field goes through numpy's vectorised packer; both paths give the same bytes.
+1-bit field goes through numpy's vectorised packer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["numpy_reads", "pack", "pack_bools", "packed_bytes", "unpack", "unpack_bools"]
+from mpcomp.core.kernels import kernel
+
+__all__ = ["pack", "pack_bools", "packed_bytes", "unpack", "unpack_bools"]
 
 
 @functools.lru_cache
@@ -58,29 +60,27 @@ def unpack(packed: Tensor, width: int, count: int) -> Tensor:
     return packed.new_zeros((packed.shape[0], count), dtype=dtype) if out is None else out
 
 
-def numpy_reads(x: Tensor) -> bool:
-    """Whether numpy can work on ``x`` where it lies (patched to test the paths without it)."""
-    return x.device.type == "cpu"
-
-
 def pack_bools(mask: Tensor) -> Tensor:
     """One bit an element, first element in the lowest bit: bool [n] -> uint8 [ceil(n / 8)]."""
-    return _pack_field(mask.view(torch.uint8).reshape(1, -1), 0, 1)[0]
+    return pack_low(mask.view(torch.uint8).reshape(1, -1), 1)[0]
 
 
 def unpack_bools(packed: Tensor, count: int) -> Tensor:
     """Inverse of `pack_bools`: bool [count]."""
-    return _unpack_field(packed.reshape(1, -1), 1, count)[0].view(torch.bool)
+    return unpack_low(packed.reshape(1, -1), 1, count)[0].view(torch.bool)
 
 
 def _pack_field(values: Tensor, offset: int, bits: int) -> Tensor:
     field = values >> offset if offset else values
     if bits == 8:
         return (field & 0xFF).to(torch.uint8) if field.dtype != torch.uint8 else field
-    field = (field & ((1 << bits) - 1)).to(torch.uint8)
+    return pack_low((field & ((1 << bits) - 1)).to(torch.uint8), bits)
+
+
+@kernel
+def pack_low(field: Tensor, bits: int) -> Tensor:
+    """Packs integers below 2**bits for 1, 2 or 4 bits: uint8 [rows, count] -> [rows, bytes]."""
     rows, count = field.shape
-    if bits == 1 and numpy_reads(field):
-        return torch.from_numpy(np.packbits(field.numpy(), axis=1, bitorder="little"))
     per_byte = 8 // bits
     padding = -count % per_byte
     if padding:
@@ -92,15 +92,30 @@ def _pack_field(values: Tensor, offset: int, bits: int) -> Tensor:
     return out
 
 
+@pack_low.on("cpu")
+def _pack_low_on_cpu(field: Tensor, bits: int) -> Tensor:
+    if bits != 1:
+        return pack_low.anywhere(field, bits)
+    return torch.from_numpy(np.packbits(field.numpy(), axis=1, bitorder="little"))
+
+
 def _unpack_field(packed: Tensor, bits: int, count: int) -> Tensor:
-    if bits == 8:
-        return packed
+    return packed if bits == 8 else unpack_low(packed, bits, count)
+
+
+@kernel
+def unpack_low(packed: Tensor, bits: int, count: int) -> Tensor:
+    """Inverse of `pack_low`: uint8 [rows, count]."""
     rows, size = packed.shape
-    if bits == 1 and numpy_reads(packed):
-        unpacked = np.unpackbits(packed.numpy(), axis=1, count=count, bitorder="little")
-        return torch.from_numpy(unpacked)
     per_byte = 8 // bits
     out = torch.empty((rows, size, per_byte), dtype=torch.uint8, device=packed.device)
     for i in range(per_byte):
         out[:, :, i] = (packed >> (i * bits)) & ((1 << bits) - 1)
     return out.reshape(rows, size * per_byte)[:, :count]
+
+
+@unpack_low.on("cpu")
+def _unpack_low_on_cpu(packed: Tensor, bits: int, count: int) -> Tensor:
+    if bits != 1:
+        return unpack_low.anywhere(packed, bits, count)
+    return torch.from_numpy(np.unpackbits(packed.numpy(), axis=1, count=count, bitorder="little"))

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from mpcomp.compressors import bits
+from mpcomp.core.kernels import kernel
 
 __all__ = ["decode_indices", "encode_indices", "index_bytes", "nonzero"]
 
@@ -59,12 +60,17 @@ def index_bytes(n: int, k: int) -> int:
     return 0 if k in (0, n) else min(_sizes(n, k).values())
 
 
+@kernel
 def nonzero(mask: Tensor, count: int) -> Tensor:
     """Positions of the ``count`` set elements of a flat bool tensor, ascending; int64 [count]."""
-    if bits.numpy_reads(mask):  # numpy's scan is twice as fast as torch's here
-        return torch.from_numpy(np.flatnonzero(mask.numpy()))
     # With the count known, an accelerator need not be waited for.
     return torch.nonzero_static(mask, size=count).squeeze(1)
+
+
+@nonzero.on("cpu")
+def _nonzero_on_cpu(mask: Tensor, count: int) -> Tensor:
+    # numpy's scan is twice as fast as torch's here
+    return torch.from_numpy(np.flatnonzero(mask.numpy()))
 
 
 def encode_indices(positions: Tensor, n: int) -> Tensor:

@@ -5,7 +5,7 @@
 with a unit u of each vector, means m of the channels and a dither v of each element
 (`mpcomp.compressors.ecsq`). On a CPU each of these is one compiled pass over memory: a tensor in
 between takes longer to be given its pages than to be computed. On other devices they are torch's
-operations, of the same bits; only sums may differ in their last ones.
+operations, of the same bits; only sums (`norms_of`, `sums_of`) may differ in their last ones.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mpcomp.core.compiled import compiled
+from mpcomp.core.kernels import kernel
 from mpcomp.core.threads import each, slices_of
 
 __all__ = ["Grid", "means_of", "norms_of", "parts_of", "restored", "rounded"]
@@ -44,16 +45,20 @@ class Grid(NamedTuple):
     centred: Tensor
 
 
+@kernel
 def norms_of(vectors: Tensor) -> NDArray[np.float64]:
     """Euclidean norms of vectors, fp32 [T, C], in fp64, where no square overflows: [T]."""
-    if vectors.device.type == "cpu":
-        norms = np.empty(len(vectors))
-        x = vectors.numpy()
-        each(lambda rows: fill_norms(x[rows], norms[rows]), slices_of(*x.shape))
-        return norms
     on_device = torch.linalg.vector_norm(vectors.nan_to_num(), dim=1, dtype=torch.float64)
     of_device: NDArray[np.float64] = on_device.cpu().numpy()
     return of_device
+
+
+@norms_of.on("cpu")
+def _norms_on_cpu(vectors: Tensor) -> NDArray[np.float64]:
+    norms = np.empty(len(vectors))
+    x = vectors.numpy()
+    each(lambda rows: fill_norms(x[rows], norms[rows]), slices_of(*x.shape))
+    return norms
 
 
 def means_of(vectors: Tensor, grid: Grid) -> NDArray[np.float64]:
@@ -63,22 +68,31 @@ def means_of(vectors: Tensor, grid: Grid) -> NDArray[np.float64]:
         vectors: x, fp32 [T, C].
         grid: its means do not count.
     """
-    if vectors.device.type == "cpu":
-        arrays = _Arrays.of(vectors, grid, None)
-
-        def added_up_of(rows: slice) -> NDArray[np.float64]:
-            some = arrays.some(rows)
-            return added_up(some.elements, some.units, some.centred)
-
-        of_slices = each(added_up_of, slices_of(*vectors.shape))
-        sums = sum(of_slices, start=np.zeros(vectors.shape[1]))
-    else:
-        y = vectors.nan_to_num().to(torch.float64) / _positive(grid.units) * grid.centred
-        sums = y.sum(0).cpu().numpy()
     count = float(grid.centred.sum()) * len(vectors) / max(1, len(grid.centred))
-    return sums / max(1.0, count)
+    return sums_of(vectors, grid) / max(1.0, count)
 
 
+@kernel
+def sums_of(vectors: Tensor, grid: Grid) -> NDArray[np.float64]:
+    """Sums over x / u of vectors that are centred: fp64 [C]; arguments as of `means_of`."""
+    y = vectors.nan_to_num().to(torch.float64) / _positive(grid.units) * grid.centred
+    sums: NDArray[np.float64] = y.sum(0).cpu().numpy()
+    return sums
+
+
+@sums_of.on("cpu")
+def _sums_on_cpu(vectors: Tensor, grid: Grid) -> NDArray[np.float64]:
+    arrays = _Arrays.of(vectors, grid, None)
+
+    def added_up_of(rows: slice) -> NDArray[np.float64]:
+        some = arrays.some(rows)
+        return added_up(some.elements, some.units, some.centred)
+
+    of_slices = each(added_up_of, slices_of(*vectors.shape))
+    return sum(of_slices, start=np.zeros(vectors.shape[1]))
+
+
+@kernel
 def rounded(
     vectors: Tensor, grid: Grid, dither: Tensor | None, dead_zone: float, limit: int
 ) -> Tensor:
@@ -91,21 +105,6 @@ def rounded(
         dead_zone: smallest |y| that is not rounded to zero, without a dither.
         limit: larger magnitudes are clipped.
     """
-    if vectors.device.type == "cpu":
-        q = np.empty(vectors.shape, np.int16)
-        arrays = _Arrays.of(vectors, grid, dither)
-        each(
-            lambda rows: fill_rounded(*arrays.some(rows), dead_zone, limit, q[rows]),
-            slices_of(*q.shape),
-        )
-        return torch.from_numpy(q)
-    return rounded_by_torch(vectors, grid, dither, dead_zone, limit)
-
-
-def rounded_by_torch(
-    vectors: Tensor, grid: Grid, dither: Tensor | None, dead_zone: float, limit: int
-) -> Tensor:
-    """`rounded` by operations of torch, on any device."""
     y = vectors.nan_to_num() / _positive(grid.units)
     if grid.means is not None:
         y -= grid.centred * grid.means
@@ -118,6 +117,20 @@ def rounded_by_torch(
     return y.clamp_(-limit, limit).to(torch.int16)
 
 
+@rounded.on("cpu")
+def _rounded_on_cpu(
+    vectors: Tensor, grid: Grid, dither: Tensor | None, dead_zone: float, limit: int
+) -> Tensor:
+    q = np.empty(vectors.shape, np.int16)
+    arrays = _Arrays.of(vectors, grid, dither)
+    each(
+        lambda rows: fill_rounded(*arrays.some(rows), dead_zone, limit, q[rows]),
+        slices_of(*q.shape),
+    )
+    return torch.from_numpy(q)
+
+
+@kernel
 def restored(q: Tensor, grid: Grid, dither: Tensor | None, limit: float) -> Tensor:
     """x^ of whole numbers, int16 [T, C]: fp32 [T, C].
 
@@ -127,19 +140,6 @@ def restored(q: Tensor, grid: Grid, dither: Tensor | None, limit: float) -> Tens
         dither: likewise.
         limit: larger magnitudes are clipped.
     """
-    if q.device.type == "cpu":
-        x = np.empty(q.shape, np.float32)
-        arrays = _Arrays.of(q, grid, dither)
-        each(
-            lambda rows: fill_restored(*arrays.some(rows), limit, x[rows]),
-            slices_of(*x.shape),
-        )
-        return torch.from_numpy(x)
-    return restored_by_torch(q, grid, dither, limit)
-
-
-def restored_by_torch(q: Tensor, grid: Grid, dither: Tensor | None, limit: float) -> Tensor:
-    """`restored` by operations of torch, on any device."""
     y = q.to(torch.float32)
     if grid.means is not None:
         y += grid.centred * grid.means
@@ -148,15 +148,30 @@ def restored_by_torch(q: Tensor, grid: Grid, dither: Tensor | None, limit: float
     return y.mul_(grid.units).clamp_(-limit, limit)
 
 
+@restored.on("cpu")
+def _restored_on_cpu(q: Tensor, grid: Grid, dither: Tensor | None, limit: float) -> Tensor:
+    x = np.empty(q.shape, np.float32)
+    arrays = _Arrays.of(q, grid, dither)
+    each(
+        lambda rows: fill_restored(*arrays.some(rows), limit, x[rows]),
+        slices_of(*x.shape),
+    )
+    return torch.from_numpy(x)
+
+
+@kernel
 def parts_of(dither: Tensor, num: int) -> NDArray[np.int8]:
     """floor(num v) of a dither v, fp32 in [-1/2, 1/2): int8 of the same shape."""
-    if dither.device.type == "cpu":
-        parts = np.empty(dither.shape, np.int8)
-        v = dither.numpy()
-        each(lambda rows: fill_parts(v[rows], num, parts[rows]), slices_of(*v.shape))
-        return parts
     of_device: NDArray[np.int8] = (dither * num).floor_().to(torch.int8).cpu().numpy()
     return of_device
+
+
+@parts_of.on("cpu")
+def _parts_on_cpu(dither: Tensor, num: int) -> NDArray[np.int8]:
+    parts = np.empty(dither.shape, np.int8)
+    v = dither.numpy()
+    each(lambda rows: fill_parts(v[rows], num, parts[rows]), slices_of(*v.shape))
+    return parts
 
 
 def _positive(units: Tensor) -> Tensor:

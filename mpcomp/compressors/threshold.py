@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mpcomp.compressors import bits
 from mpcomp.compressors.base import Compressor, check_keep
 from mpcomp.compressors.gather import SentPositions, check_values
 from mpcomp.compressors.indices import nonzero
 from mpcomp.compressors.topk import kth_largest, largest_positions
+from mpcomp.core.kernels import kernel
 
 __all__ = ["RedSyncTopK", "SampledTopK"]
 
@@ -182,10 +182,14 @@ class _Counts:
             yield self._at(0.0)
 
 
+@kernel
 def at_least(flat: Tensor, threshold: float) -> Tensor:
     """Mask of magnitudes that reach ``threshold``, or either is NaN, the largest: bool [n]."""
-    if not bits.numpy_reads(flat):
-        return ~(flat.abs() < threshold)
+    return ~(flat.abs() < threshold)
+
+
+@at_least.on("cpu")
+def _at_least_on_cpu(flat: Tensor, threshold: float) -> Tensor:
     mask = torch.empty(flat.shape, dtype=torch.bool)
     magnitudes = torch.empty(min(_CPU_BLOCK, flat.numel()), dtype=flat.dtype)
     for start in range(0, flat.numel(), _CPU_BLOCK):
@@ -196,10 +200,16 @@ def at_least(flat: Tensor, threshold: float) -> Tensor:
     return mask
 
 
+@kernel
 def count_set(mask: Tensor) -> int:
     """Number of elements of a bool tensor that are set."""
-    # On a CPU numpy counts bools many times as fast as torch.
-    return int(np.count_nonzero(mask.numpy()) if bits.numpy_reads(mask) else mask.sum())
+    return int(mask.sum())
+
+
+@count_set.on("cpu")
+def _count_set_on_cpu(mask: Tensor) -> int:
+    # numpy counts bools many times as fast as torch
+    return int(np.count_nonzero(mask.numpy()))
 
 
 def _mean_and_largest(flat: Tensor) -> tuple[float, float]:

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mpcomp.compressors import bits
 from mpcomp.compressors.base import Compressor, check_keep
 from mpcomp.compressors.gather import SentPositions, ValuesAt, check_values
 from mpcomp.compressors.indices import nonzero
+from mpcomp.core.kernels import kernel
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.core.wire import Payload
 
@@ -104,15 +104,28 @@ def largest_positions(rows: Tensor, k: int) -> Tensor:
         chosen = rows.abs().sort(dim=1, descending=True, stable=True).indices[:, :k]
         mask = torch.zeros(rows.shape, dtype=torch.bool, device=rows.device)
         return nonzero(mask.scatter_(1, chosen, True).reshape(-1), num_rows * k)
-    mask = torch.empty(rows.shape, dtype=torch.bool, device=rows.device)
-    # On a CPU a few rows at a time: keys of eight bytes an element had better stay in the cache,
-    # and large temporaries are given back to the system and faulted in again at every call.
-    step = max(1, _CPU_BLOCK // n) if bits.numpy_reads(rows) else num_rows
+    return nonzero(mask_of_largest(rows, k).reshape(-1), num_rows * k)
+
+
+@kernel
+def mask_of_largest(rows: Tensor, k: int) -> Tensor:
+    """`largest_positions` as a mask: bool [rows, n], for 0 < k < n and floats of up to 32 bits."""
+    keys = _distinct_keys(rows)
+    return keys >= kth_largest(keys, k)
+
+
+@mask_of_largest.on("cpu")
+def _mask_of_largest_on_cpu(rows: Tensor, k: int) -> Tensor:
+    # A few rows at a time: keys of eight bytes an element had better stay in the cache, and large
+    # temporaries are given back to the system and faulted in again at every call.
+    num_rows, n = rows.shape
+    mask = torch.empty(rows.shape, dtype=torch.bool)
+    step = max(1, _CPU_BLOCK // n)
     for start in range(0, num_rows, step):
         block = slice(start, start + step)
         keys = _distinct_keys(rows[block])
         torch.ge(keys, kth_largest(keys, k), out=mask[block])
-    return nonzero(mask.reshape(-1), num_rows * k)
+    return mask
 
 
 def _distinct_keys(rows: Tensor) -> Tensor:
@@ -128,10 +141,14 @@ def _distinct_keys(rows: Tensor) -> Tensor:
     return keys
 
 
+@kernel
 def kth_largest(keys: Tensor, k: int) -> Tensor:
     """[rows, 1]: the k-th largest of each row."""
-    if bits.numpy_reads(keys):
-        # A vectorised quickselect, five to ten times as fast as torch.topk here.
-        at = keys.shape[1] - k
-        return torch.from_numpy(np.partition(keys.numpy(), at, axis=1)[:, at : at + 1])
     return keys.topk(k, dim=1, sorted=False).values.amin(dim=1, keepdim=True)
+
+
+@kth_largest.on("cpu")
+def _kth_largest_on_cpu(keys: Tensor, k: int) -> Tensor:
+    # A vectorised quickselect, five to ten times as fast as torch.topk here.
+    at = keys.shape[1] - k
+    return torch.from_numpy(np.partition(keys.numpy(), at, axis=1)[:, at : at + 1])

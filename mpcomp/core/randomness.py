@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mpcomp.core.compiled import compiled
+from mpcomp.core.kernels import kernel
 from mpcomp.core.threads import each, slices_of
 
 __all__ = [
@@ -56,22 +57,33 @@ def uniform(generator: torch.Generator, numel: int, device: torch.device) -> Ten
     and kernels may compute any element alone. int32 products wrap around.
     """
     keys = torch.randint(-(1 << 31), 1 << 31, (2,), generator=generator).tolist()
-    if device.type == "cpu" and numel >= _MANY:
-        numbers = np.empty(numel, np.float32)
-        each(
-            lambda some: fill_uniform(numbers[some], keys[0] + some.start, keys[1]),
-            slices_of(numel, 1),
-        )
-        return torch.from_numpy(numbers)
-    x = torch.arange(numel, dtype=torch.int32, device=device) + keys[0]
+    return hashed(device, numel, *keys)
+
+
+@kernel
+def hashed(device: torch.device, numel: int, first: int, second: int) -> Tensor:
+    """The numbers of `uniform`, for its two keys: fp32 [numel]."""
+    x = torch.arange(numel, dtype=torch.int32, device=device) + first
     x ^= (x >> 16) & 0xFFFF  # >> of a signed number copies the sign: mask it away
     x *= 0x7FEB352D
-    x ^= keys[1]  # in the middle, so that two streams are not one stream shifted
+    x ^= second  # in the middle, so that two streams are not one stream shifted
     x ^= (x >> 15) & 0x1FFFF
     x *= 0x846CA68B - (1 << 32)
     x ^= (x >> 16) & 0xFFFF
     mantissa: Tensor = (x >> 8) & 0xFFFFFF
     return mantissa.to(torch.float32) / (1 << 24)
+
+
+@hashed.on("cpu")
+def _hashed_on_cpu(device: torch.device, numel: int, first: int, second: int) -> Tensor:
+    if numel < _MANY:
+        return hashed.anywhere(device, numel, first, second)
+    numbers = np.empty(numel, np.float32)
+    each(
+        lambda some: fill_uniform(numbers[some], first + some.start, second),
+        slices_of(numel, 1),
+    )
+    return torch.from_numpy(numbers)
 
 
 @compiled

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kernels import run_anywhere
 from methods import same_bits
 
 from mpcomp.compressors import bits
@@ -31,7 +32,7 @@ def packed_by_hand(values: list[int], width: int) -> list[int]:
 def test_packing_is_the_format_and_comes_back(width, accelerator, monkeypatch):
     """Bytes as in the module's text, for every width and a count that fills no byte."""
     if accelerator:
-        monkeypatch.setattr(bits, "numpy_reads", lambda x: False)
+        run_anywhere(monkeypatch)
     for count in (0, 1, 3, 8, 19):
         values = torch.randint(0, 1 << width, (2, count)) if width else torch.zeros(2, count).long()
         packed = bits.pack(values, width)
@@ -54,7 +55,7 @@ def test_bytes_can_be_packed_as_well_as_long_integers(width):
 @pytest.mark.parametrize("accelerator", [False, True])
 def test_the_first_bool_is_the_lowest_bit(accelerator, monkeypatch):
     if accelerator:
-        monkeypatch.setattr(bits, "numpy_reads", lambda x: False)
+        run_anywhere(monkeypatch)
     mask = torch.tensor([True, False, False, True, False, False, False, False, True])
     assert bits.pack_bools(mask).tolist() == [0b1001, 0b1]
     assert torch.equal(bits.unpack_bools(bits.pack_bools(mask), 9), mask)

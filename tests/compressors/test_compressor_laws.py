@@ -11,11 +11,12 @@ import torch
 from everyday import slow_but_one_a_class
 from hypothesis import given
 from hypothesis import strategies as st
+from kernels import run_anywhere
 from methods import COMPRESSORS, FLOATS, drawn, round_trip, same_bits
 from torch import Tensor
 
 from mpcomp import Cast, FixedPoint, Quantize, Sign, TensorMeta, TopK
-from mpcomp.compressors import Compressor, bits
+from mpcomp.compressors import Compressor
 
 SHAPES = [(), (1,), (37,), (1, 1), (5, 23), (1, 64), (3, 7, 12), (3, 6, 5, 4), (2, 1, 3, 1, 5)]
 EMPTY = [(0,), (0, 4), (3, 0), (0, 4, 2, 2), (2, 0, 3, 3)]
@@ -162,14 +163,14 @@ def test_paths_of_accelerators_give_the_same_bytes(compressor, monkeypatch):
     """Law 4 across devices: the paths without numpy, run here on the CPU."""
     tensors = [torch.relu(torch.randn(shape)) for shape in SHAPES]
     with_numpy = [compressor.compress(x, drawn()) for x in tensors]
-    monkeypatch.setattr(bits, "numpy_reads", lambda x: False)
+    run_anywhere(monkeypatch)
     for x, expected in zip(tensors, with_numpy, strict=True):
         payload = compressor.compress(x, drawn())
         assert all(same_bits(a, b) for a, b in zip(payload, expected, strict=True)), x.shape
         decoded = compressor.decompress(payload, TensorMeta.of(x), drawn())
         monkeypatch.undo()
         assert same_bits(decoded, compressor.decompress(expected, TensorMeta.of(x), drawn()))
-        monkeypatch.setattr(bits, "numpy_reads", lambda x: False)
+        run_anywhere(monkeypatch)
 
 
 BY_VALUE_ALONE: list[Compressor] = [

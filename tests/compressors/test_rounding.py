@@ -55,12 +55,12 @@ def test_one_pass_gives_the_bits_of_torch(width, centred, alone, dithered, dead_
     v = dither(width) if dithered else None
     before = x.clone()
     q = rounded(x, on, v, dead_zone, LIMIT)
-    expected = rounding.rounded_by_torch(x, on, v, dead_zone, LIMIT)
+    expected = rounded.anywhere(x, on, v, dead_zone, LIMIT)
     assert q.dtype == torch.int16 and torch.equal(q, expected) and q.any()
     assert torch.equal(x.nan_to_num(), before.nan_to_num()), "what was given is as it was"
     for limit in (3.0e38, 100.0):
         back = restored(q, on, v, limit)
-        there = rounding.restored_by_torch(q, on, v, limit)
+        there = restored.anywhere(q, on, v, limit)
         assert torch.equal(back, there) and back.abs().max() <= limit
 
 
