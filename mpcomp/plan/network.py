@@ -118,6 +118,15 @@ class Network:
         rate = self.rate_of(host, link)
         return self.message_s + num_bytes / PACKET_SHARE * 8e-6 / rate
 
+    def between_s(self, source: int, target: int, num_bytes: float) -> float:
+        """Seconds of a message between any two hosts, on a connection of its own and after a pause.
+
+        Its latency and rate are those of the way between the last host and the first.
+        """
+        wires = [_Wire() for _ in self.host_mbps]
+        way = _Connections(self, len(wires) - 1, (source, target), wires)
+        return way.arrival(num_bytes, 0.0)
+
 
 class Wires:
     """The wires and connections of a network in use: what is on its way when.

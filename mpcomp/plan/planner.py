@@ -22,16 +22,16 @@ from mpcomp.core.account import NOTHING, Account, agreed_in_step
 from mpcomp.core.sent import Sent
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.links.auto import TIE_COMP
-from mpcomp.links.build import boundaries_of
+from mpcomp.links.build import MethodLike, boundaries_of
 from mpcomp.links.state_size import state_of_link
 from mpcomp.plan.coding import CutCost, measure_coding
 from mpcomp.plan.known_quality import Known, known_of
-from mpcomp.plan.network import PACKET_SHARE, Network
+from mpcomp.plan.network import Network
 from mpcomp.plan.prediction import Compute, Prediction, predict
 from mpcomp.plan.profile import Profile
 from mpcomp.plan.timing import Settle, typical
 
-__all__ = ["BASELINE", "DENSE", "Pair", "PlannedStep", "Planner", "at_rate"]
+__all__ = ["BASELINE", "DENSE", "Pair", "PlannedStep", "Planner", "at_rate", "tie_cost", "tie_s"]
 
 #: Methods of activations and gradients.
 Pair = tuple[str, str]
@@ -172,7 +172,7 @@ class Planner:
     def on(self, network: Network, step: PlannedStep) -> float:
         """Seconds that a planned step takes on other links."""
         pipelined = self._predict(step.counts, step.cuts, network).step_s
-        return pipelined + _tie_s(step.ties, network) + step.exchange_s
+        return pipelined + tie_s(step.ties, network) + step.exchange_s
 
     def asynchronous_s(self, step: PlannedStep, updates: int) -> float | None:
         """Seconds that a planned step takes where the pipeline does not drain between so many.
@@ -211,7 +211,7 @@ class Planner:
             tie_comp=tie_comp,
             ties=ties,
             prediction=self._predict(counts, cuts, self.network),
-            tie_s=_tie_s(ties, self.network),
+            tie_s=tie_s(ties, self.network),
             exchange_s=self._exchange_s,
             state_bytes=self._state_bytes(pair, metas),
             known=known_of(self._task, *pair),
@@ -261,10 +261,7 @@ class Planner:
     def _tie_cost(self, method: str, meta: TensorMeta) -> CutCost:
         key = ((method, method), meta)
         if key not in self._costs:
-            numel = min(meta.numel, _LARGEST)
-            rows = torch.randn(1, numel, generator=torch.Generator().manual_seed(0))
-            measured = measure_coding(method, method, rows, rows, repeats=4, settle=self._settle)
-            self._costs[key] = measured.times(meta.numel / numel)
+            self._costs[key] = tie_cost(method, meta, settle=self._settle)
         return self._costs[key]
 
     def _state_bytes(self, pair: Pair, metas: Sequence[TensorMeta]) -> int | None:
@@ -301,15 +298,41 @@ def _part(meta: TensorMeta) -> tuple[slice, ...]:
     return tuple(part)
 
 
-def _tie_s(ties: Sequence[tuple[int, int, CutCost]], network: Network) -> float:
-    """Seconds for tied weights, one after the other; hosts send to each other at once."""
-    latency = max(network.latency_s, default=0.0)
-    seconds = 0.0
-    for first, last, (coding, messages) in ties:
-        mbps = min(network.host_mbps[first], network.host_mbps[last])
-        on_link = messages.act_bytes / PACKET_SHARE * 8e-6 / mbps + network.message_s
-        seconds += coding.encode_act_s + latency + on_link + coding.decode_act_s
-    return seconds
+def tie_cost(method: MethodLike, meta: TensorMeta, *, settle: Settle = typical) -> CutCost:
+    """The cost of the gradients of a tied weight: of the first copy's, and of the last one's.
+
+    Args:
+        method: what is done to them.
+        meta: of the weight.
+        settle: what repeats stand for.
+
+    Raises:
+        ValueError: no such method.
+    """
+    numel = min(meta.numel, _LARGEST)
+    rows = torch.randn(1, numel, generator=torch.Generator().manual_seed(0))
+    measured = measure_coding(method, method, rows, rows, repeats=4, settle=settle)
+    return measured.times(meta.numel / numel)
+
+
+def tie_s(ties: Sequence[tuple[int, int, CutCost]], network: Network) -> float:
+    """Seconds for tied weights, one after the other; hosts send to each other at once.
+
+    Args:
+        ties: of each the hosts that have copies, and what its messages cost.
+        network: of all hosts.
+    """
+    return sum(
+        max(
+            coding.encode_act_s
+            + network.between_s(first, last, messages.act_bytes)
+            + coding.decode_act_s,
+            coding.encode_grad_s
+            + network.between_s(last, first, messages.grad_bytes)
+            + coding.decode_grad_s,
+        )
+        for first, last, (coding, messages) in ties
+    )
 
 
 def at_rate(network: Network, mbps: float) -> Network:

@@ -7,12 +7,14 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tabulate import tabulate
 
 from mpcomp.plan import Coding, Compute, CutCost, Messages, Network, predict
 from mpcomp.plan.network import FIRST_WINDOW
+from mpcomp.plan.planner import tie_s
 from recipes.bench.link_bound import MESSAGE_HEADER_BYTES, PACKET_HEADER_BYTES, least_step_s
 from recipes.bench.link_worker import METHODS, REFERENCE, TORCH_DTYPES
 from recipes.bench.report import (
@@ -27,6 +29,7 @@ from recipes.bench.report import (
     range_of,
     rate_text,
     ratios,
+    scaled,
     spread,
     spread_of_any,
     text,
@@ -58,7 +61,8 @@ TRAFFIC_HEADERS = ("variant", "MB a step, metered", "headers", "counted", "unexp
 LEGEND = f"""\
 ratios are of steps in the same repetition, those to {TWO_BYTES} of medians
 dense unlimited: {REFERENCE} on unlimited links
-bound: the dense computation and the counted bytes, with fill and drain; see link_bound.py
+bound: the dense computation and the counted bytes, with fill and drain; see link_bound.py; not \
+known of tied models
 predicted: by mpcomp.plan, from computing and coding measured between the steps, side by side, and \
 the metered bytes; error: of that, against the median
 metered: messages at the cuts and of the tie, all hosts; counted: by the interfaces that sent them
@@ -82,6 +86,7 @@ def summarise(
     num_cores: int,
     latency_ms: float = 0.0,
     steps_before: int = 0,
+    tie_coding: Mapping[str, Mapping[str, Sequence[float]]] = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
     """One figure for each number of stages, rate and variant, in the order of measurement."""
     groups = grouped(steps, lambda step: (step["num_stages"], step["rate_mbps"], step["variant"]))
@@ -110,6 +115,7 @@ def summarise(
                 own,
                 compute[str(num_stages)],
                 Coding(*times),
+                Coding(*tie_coding.get(str(num_stages), {}).get(name, ())),
                 latency_ms,
                 # After a pause windows are small again.
                 math.inf if steps_before else FIRST_WINDOW,
@@ -127,9 +133,20 @@ def _traffic(steps: Sequence[Record], chunks: int) -> dict[str, float | None]:
     return {"metered_bytes": metered, "headers_bytes": headers, "interface_bytes": sent}
 
 
+def _ties(steps: Sequence[Record]) -> str | None:
+    """The place of a tied weight; records from before there were such models do not say it."""
+    place: str | None = steps[0].get("ties")
+    return place
+
+
+def _num_cuts(steps: Sequence[Record]) -> int:
+    """Cuts of the pipeline: one more leads back to the first host where it has the head."""
+    return int(steps[0]["num_stages"]) - 1 + (_ties(steps) == "together")
+
+
 def _num_messages(steps: Sequence[Record], chunks: int) -> int:
-    """Messages of a step at all cuts, both ways."""
-    return int(2 * (steps[0]["num_stages"] - 1) * chunks)
+    """Messages of a step, both ways: at all cuts, and of a tied weight that two hosts have."""
+    return 2 * (_num_cuts(steps) * chunks + (_ties(steps) == "apart"))
 
 
 def _connections(steps: Sequence[Record]) -> int:
@@ -151,8 +168,10 @@ def _bound(
     compute: Sequence[Mapping[str, float]],
     chunks: int,
     num_cores: int,
-) -> float:
-    """The least step time of the median step's traffic at its rate."""
+) -> float | None:
+    """The least step time of the median step's traffic at its rate; None of a tied model."""
+    if _ties(steps) is not None:
+        return None
     rate, hosts = steps[0]["rate_mbps"], len(compute)
     bytes_per_s = float("inf") if rate is None else rate * 1e6 / 8
     sent, received = (
@@ -181,6 +200,7 @@ def _predicted(
     steps: Sequence[Record],
     compute: Sequence[Mapping[str, float]],
     coding: Coding,
+    tie_coding: Coding,
     latency_ms: float,
     window_bytes: float,
     *,
@@ -190,23 +210,42 @@ def _predicted(
     """Seconds of a step of mpcomp's with the bytes that were metered."""
     num_stages, rate, name = (steps[0][key] for key in ("num_stages", "rate_mbps", "variant"))
     metered = statistics.mean(step["metered_bytes"] for step in steps)
-    one = metered / _num_messages(steps, chunks) + _connections(steps) * MESSAGE_HEADER_BYTES
+    # Of each host; records from before there were tied models do not say it.
+    tied = [
+        statistics.mean(sent)
+        for sent in zip(*(step.get("tie_bytes", (0, 0)) for step in steps), strict=True)
+    ]
+    num_cuts = _num_cuts(steps)
+    one = (metered - sum(tied)) / (2 * num_cuts * chunks)
+    one += _connections(steps) * MESSAGE_HEADER_BYTES
     depth = METHODS[name].in_flight
-    return predict(
-        [Compute(one["mean_forward_s"], one["mean_backward_s"]) for one in compute],
-        [CutCost(coding, Messages(one, one))] * (num_stages - 1),
-        Network.alike(
-            num_stages,
-            math.inf if rate is None else rate,
-            latency_ms / 1e3,
-            window_bytes=window_bytes,
-            connections=_connections(steps),
-        ),
+    network = Network.alike(
+        num_stages,
+        math.inf if rate is None else rate,
+        latency_ms / 1e3,
+        window_bytes=window_bytes,
+        connections=_connections(steps),
+    )
+    pipelined = predict(
+        _stage_compute(compute, num_cuts + 1),
+        [CutCost(coding, Messages(one, one))] * num_cuts,
+        network,
         chunks=chunks,
         updates=_updates(steps),
         in_flight=None if depth is None else depth(num_stages, chunks),
         num_cores=num_cores,
-    ).step_s
+    )
+    if _ties(steps) != "apart":
+        return pipelined.step_s
+    exchange = CutCost(tie_coding, Messages(tied[0], tied[-1]))
+    return pipelined.step_s + tie_s([(0, num_stages - 1, exchange)], network)
+
+
+def _stage_compute(compute: Sequence[Mapping[str, float]], num_stages: int) -> list[Compute]:
+    """What each stage computes; the head of a tied model was measured alone."""
+    own = [Compute(each["mean_forward_s"], each["mean_backward_s"]) for each in compute]
+    last = Compute(*map(sum, zip(*own[num_stages - 1 :], strict=True)))
+    return [*own[: num_stages - 1], last]
 
 
 def tables(figures: Sequence[Record]) -> str:
@@ -264,7 +303,7 @@ def _times(figure: Record, rows: Sequence[Record]) -> tuple[str, ...]:
         *both(figure["speedup"], 1, ".2f"),
         times_of(rows, TWO_BYTES, "seconds", figure),
         text(figure["over_unlimited"], 1, ".2f"),
-        f"{1e3 * figure['bound_s']:.0f}",
+        scaled(figure["bound_s"], 1e3, ".0f"),
         *prediction_cells(figure),
         str(figure["n"]),
     )

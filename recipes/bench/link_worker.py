@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import mpcomp
+from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.plan import Coding, measure_coding
+from mpcomp.plan.planner import tie_cost
 from recipes.bench import workers
 from recipes.bench.accelerator import WaitingBlock
 from recipes.decoder import decoder, equal_stages, token_batch, token_loss
@@ -149,6 +151,10 @@ class Variant:
     updates: int = 1
     #: Of each direction of a cut.
     connections: int = 1
+    #: The place of a tied weight: "together" or "apart", None where the model has none.
+    ties: str | None = None
+    #: Bytes that this rank sent of the tied weight's gradient so far.
+    tie_bytes: Callable[[], float] = lambda: 0.0
 
 
 class Part:
@@ -179,7 +185,7 @@ class Part:
             variant.step()
             variant.module.zero_grad()
             start = time.perf_counter()
-        sent_before = variant.metered_bytes()
+        sent_before, tied_before = variant.metered_bytes(), variant.tie_bytes()
         loss = variant.step()
         end = time.perf_counter()
         if variant.updates == 1:
@@ -190,17 +196,29 @@ class Part:
             "metered_bytes": (variant.metered_bytes() - sent_before) / variant.updates,
             "loss": None if loss is None else loss.item(),
             "connections": variant.connections,
+            "ties": variant.ties,
+            "tie_bytes": (variant.tie_bytes() - tied_before) / variant.updates,
         }
 
-    def compute(self) -> dict[str, list[float]]:
-        """Seconds of the stage's forwards and backwards of a microbatch, of a few."""
-        return _compute(self._job)
+    def compute(self) -> list[dict[str, list[float]]]:
+        """Seconds of the stage's forwards and backwards of a microbatch, of a few.
+
+        Where the model is tied its head is a stage of its own, which the first rank measures.
+        """
+        return [_compute(self._job, stage, **ends) for stage, ends in _timed_stages(self._job)]
 
     def coding(self, name: str) -> Coding:
         """Seconds for which a variant of mpcomp's codes a microbatch."""
         act, grad = METHODS[name].act, METHODS[name].grad
         x = torch.randn(self._job.microbatch, self._job.context, self._job.width)
         return measure_coding(act, grad, x, x.clone())[0]
+
+    def tie_coding(self, name: str) -> Coding:
+        """Seconds for which a variant of mpcomp's codes both gradients of the tied weight."""
+        pipe = self._variants[name].module
+        assert isinstance(pipe, mpcomp.Pipeline)
+        (tie,) = pipe.ties
+        return tie_cost(tie.links[0].method, TensorMeta((self._job.vocab, self._job.width))).coding
 
 
 def _variants(job: Job) -> dict[str, Variant]:
@@ -277,7 +295,7 @@ def _torch_variant(name: str, job: Job) -> Variant:
     step_bytes = 2 * (job.size - 1) * job.cut_elements * dtype.itemsize
     tie = _TorchTie(job, own, dtype) if job.tied else None
     if tie is not None:
-        step_bytes += tie.step_bytes
+        step_bytes += 2 * tie.copy_bytes  # both copies are sent once each
     num_steps = 0
 
     def step() -> Tensor | None:
@@ -292,7 +310,15 @@ def _torch_variant(name: str, job: Job) -> Variant:
             tie.add_up()
         return torch.stack(losses).mean() if last else None
 
-    return Variant(step, module, lambda: num_steps * step_bytes, Output(own[-1]))
+    own_bytes = tie.copy_bytes if tie is not None and job.rank in (0, job.size - 1) else 0
+    return Variant(
+        step,
+        module,
+        lambda: num_steps * step_bytes,
+        Output(own[-1]),
+        ties="apart" if job.tied else None,
+        tie_bytes=lambda: num_steps * own_bytes,
+    )
 
 
 class _TorchTie:
@@ -312,8 +338,8 @@ class _TorchTie:
             self._weight = own[0].get_parameter("token.weight")
         elif job.rank == job.size - 1:
             self._weight = own[-1].get_parameter("to_logits.weight")
-        #: Both copies are sent once each.
-        self.step_bytes = 2 * job.vocab * job.width * dtype.itemsize
+        #: Of one copy's gradient.
+        self.copy_bytes = job.vocab * job.width * dtype.itemsize
 
     def add_up(self) -> None:
         """Gives both copies the sum of their gradients."""
@@ -355,15 +381,36 @@ def _mpcomp_variant(name: str, job: Job) -> Variant:
     def step() -> Tensor:
         return pipe.forward_backward(x, y, sample_ids=ids, update=within, updates=setting.updates)
 
-    connections = pipe.engine.connections
-    return Variant(step, pipe, lambda: pipe.wire_bytes, output, setting.updates, connections)
+    return Variant(
+        step,
+        pipe,
+        lambda: pipe.wire_bytes,
+        output,
+        setting.updates,
+        pipe.engine.connections,
+        ties=("apart" if pipe.ties else "together") if job.tied else None,
+        tie_bytes=lambda: sum(
+            link.meter.train.sent.wire_bytes for tie in pipe.ties for link in tie.links
+        ),
+    )
 
 
-def _compute(job: Job) -> dict[str, list[float]]:
-    """Seconds of this stage's forwards and backwards of a step, two microbatches under way."""
-    stage = _stage_of(job, _model(job))
+def _timed_stages(job: Job) -> list[tuple[nn.Sequential, dict[str, bool]]]:
+    """The stages that this rank measures, and whether they begin and end the model."""
+    model = _model(job)
+    own, last = _stage_of(job, model), job.rank == job.size - 1
+    if not job.tied:
+        return [(own, {"first": job.rank == 0, "last": last})]
+    if job.rank == 0:
+        head = nn.Sequential(model[-1])
+        return [(own, {"first": True, "last": False}), (head, {"first": False, "last": True})]
+    return [(own[:-1] if last else own, {"first": False, "last": False})]
+
+
+def _compute(job: Job, stage: nn.Sequential, *, first: bool, last: bool) -> dict[str, list[float]]:
+    """Seconds of a stage's forwards and backwards of a step, two microbatches under way."""
     x, y = (each[: job.microbatch] for each in _batch(job))
-    if job.rank:
+    if not first:
         x = torch.randn(job.microbatch, job.context, job.width, requires_grad=True)
     times: dict[str, list[float]] = {"forward_s": [], "backward_s": []}
     under_way: deque[Tensor] = deque()
@@ -371,7 +418,7 @@ def _compute(job: Job) -> dict[str, list[float]]:
     def forward() -> None:
         start = time.perf_counter()
         out = stage(x)
-        under_way.append(token_loss(out, y) if job.rank == job.size - 1 else out)
+        under_way.append(token_loss(out, y) if last else out)
         times["forward_s"].append(time.perf_counter() - start)
 
     def backward() -> None:

@@ -27,10 +27,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Final, NamedTuple
@@ -76,6 +77,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     links: dict[str, Any] = {}
     compute: dict[str, list[dict[str, float]]] = {}
     coding: dict[str, dict[str, list[float]]] = {}
+    tie_coding: dict[str, dict[str, list[float]]] = {}
     for num_stages in options.stages:
         with contextlib.ExitStack() as stack:
             hosts = choose_hosts(stack, num_stages, options)
@@ -86,6 +88,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             steps += measured.steps
             compute[str(num_stages)] = measured.compute
             coding[str(num_stages)] = measured.coding
+            tie_coding[str(num_stages)] = measured.tie_coding
     figures = summarise(
         steps,
         compute,
@@ -94,6 +97,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         num_cores=cores_shared(vars(options), num_cores()),
         latency_ms=options.latency_ms,
         steps_before=options.before,
+        tie_coding=tie_coding,
     )
     changes = changes_of(steps)
     print(tables(figures), table_of_changes(changes), sep="\n\n")
@@ -104,6 +108,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "links": links,
         "compute": compute,
         "coding": coding,
+        "tie_coding": tie_coding,
         "figures": figures,
         "changes": changes,
         "steps": steps,
@@ -209,32 +214,40 @@ class Measured(NamedTuple):
 
     Attributes:
         steps: every step of every variant at every rate.
-        compute: of each stage's forward and backward of a microbatch, the least and the mean.
+        compute: of each stage's forward and backward of a microbatch, the least and the mean; the
+            head of a tied model is a stage of its own.
         coding: of each variant, seconds of a microbatch at a cut.
+        tie_coding: of each variant that exchanges a tied weight's gradients, seconds of both.
     """
 
     steps: list[dict[str, Any]]
     compute: list[dict[str, float]]
     coding: dict[str, list[float]]
+    tie_coding: dict[str, list[float]]
 
 
 def _measure(
     workers: Workers, rates: Sequence[float | None], options: argparse.Namespace
 ) -> Measured:
     names: list[str] = options.variants
-    # The prediction knows no head on the first host.
-    coded = [] if options.tied else [name for name in names if name in METHODS]
+    coded = [name for name in names if name in METHODS]
+    exchanged = [name for name in coded if options.tied and METHODS[name].ties == "apart"]
     hosts, num_stages = workers.hosts, workers.hosts.num_hosts
     for name in names * options.warmups:
         _step(workers, name, 0)
     steps, compute = [], []
     coding: dict[str, list[list[float]]] = {name: [] for name in coded}
+    tie_coding: dict[str, list[list[float]]] = {name: [] for name in exchanged}
     total = options.repeats * len(rates) * len(names)
     with tqdm(total=total, unit="step", desc=f"{num_stages} stages") as bar:
         for repeat in range(options.repeats):
-            compute.append(workers.ask_side_by_side("compute"))
+            first, *others = workers.ask_side_by_side("compute")
+            own, *heads = first  # of a tied model
+            compute.append([own, *itertools.chain(*others), *heads])
             for name in coded:
                 coding[name] += workers.ask_side_by_side("coding", name=name)
+            for name in exchanged:
+                tie_coding[name] += workers.ask_side_by_side("tie_coding", name=name)
             for rate in rates:
                 hosts.set_rate(rate)
                 for name in rotated(names, repeat):
@@ -249,11 +262,14 @@ def _measure(
         least = {name: min(min(one[name]) for one in of_stage) for name in names}
         means = {f"mean_{name}": median(fmean(one[name]) for one in of_stage) for name in names}
         found.append({**least, **means})
-    medians = {
+    return Measured(steps, found, _medians(coding), _medians(tie_coding))
+
+
+def _medians(coding: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, list[float]]:
+    return {
         name: [median(times) for times in zip(*of_name, strict=True)]
         for name, of_name in coding.items()
     }
-    return Measured(steps, found, medians)
 
 
 def _step(workers: Workers, name: str, before: int) -> dict[str, Any]:
@@ -268,6 +284,8 @@ def _step(workers: Workers, name: str, before: int) -> dict[str, Any]:
         "loss": answers[-1]["loss"],
         "metered_bytes": answers[0]["metered_bytes"],
         "connections": answers[0]["connections"],
+        "ties": answers[0]["ties"],
+        "tie_bytes": [answer["tie_bytes"] for answer in answers],
         "changes": [answer["change"] for answer in answers[:-1]],  # behind the last is no cut
         "interfaces": interfaces,
     }

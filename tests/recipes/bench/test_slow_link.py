@@ -6,7 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from mpcomp.plan.network import PACKET_SHARE
 from recipes.bench import slow_link
+from recipes.bench.link_bound import MESSAGE_HEADER_BYTES
+from recipes.bench.link_report import summarise
 from recipes.bench.link_worker import REFERENCE, Output, descend
 
 
@@ -43,6 +46,89 @@ def test_short_run(tmp_path, capsys):
     assert changes["mpcomp none"] == pytest.approx(changes[REFERENCE], rel=1e-3)
     said = capsys.readouterr().out
     assert "mpcomp topk:0.1+fp16" in said and "change from one step to the next" in said
+
+
+@pytest.mark.slow
+def test_short_run_of_a_tied_model(tmp_path, capsys):
+    """Both uses on the first host, and exchanged: each row of mpcomp's has its prediction."""
+    out = tmp_path / "link.json"
+    tiny = "--stages 2 --blocks 2 --width 16 --context 8 --vocab 20 --chunks 2 --microbatch 1"
+    few = "--repeats 1 --warmups 1 --threads 1 --loopback --tied"
+    variants = [REFERENCE, "mpcomp none", "mpcomp none apart", "mpcomp auto", "mpcomp auto apart"]
+    slow_link.main([*tiny.split(), *few.split(), "--variants", *variants, "--out", str(out)])
+    result = json.loads(out.read_text())
+    steps = {step["variant"]: step for step in result["steps"]}
+    placed = [steps[name]["ties"] for name in variants]
+    assert placed == ["apart", "together", "apart", "together", "apart"]
+    message, weight = 8 * 16 * 4, 20 * 16 * 4
+    dense, none, apart, auto, auto_apart = (steps[name] for name in variants)
+    assert dense["tie_bytes"] == [weight, weight] and not any(none["tie_bytes"] + auto["tie_bytes"])
+    assert dense["metered_bytes"] == 2 * 2 * message + 2 * weight
+    assert 2 * 4 * message < none["metered_bytes"] < 1.1 * 2 * 4 * message  # two cuts
+    assert all(weight / 2 < sent < 1.1 * weight for sent in apart["tie_bytes"])
+    assert apart["metered_bytes"] < 1.1 * dense["metered_bytes"]
+    assert all(0 < sent < weight / 3 for sent in auto_apart["tie_bytes"])
+    assert none["loss"] == pytest.approx(dense["loss"], abs=1e-5)
+    assert len(result["compute"]["2"]) == 3  # the head alone
+    assert list(result["tie_coding"]["2"]) == ["mpcomp none apart", "mpcomp auto apart"]
+    predicted = [figure.get("predicted_s") for figure in result["figures"]]
+    assert predicted[0] is None and all(seconds > 0 for seconds in predicted[1:])
+    assert "predictions: " in capsys.readouterr().out
+
+
+#: Of the first blocks, of the last ones, and of the head: seconds forward and back.
+COMPUTE = [(1.0, 2.0), (0.5, 1.25), (0.25, 0.75)]
+CODING = (0.01, 0.02, 0.03, 0.04)
+SIZE = 4e6
+
+
+@pytest.mark.parametrize("ties", [None, "together", "apart"])
+@pytest.mark.parametrize("sent", [(0.0, 0.0), (SIZE, SIZE), (1e3, SIZE), (SIZE, 1e3)])
+@pytest.mark.parametrize("latency_ms", [0.0, 50.0])
+def test_a_step_of_one_microbatch_is_predicted_as_it_adds_up(ties, sent, latency_ms):
+    """One thing after the other; at the end a tie's gradients, both ways at once."""
+    if ties != "apart":
+        sent = (0.0, 0.0)
+    num_cuts = 2 if ties == "together" else 1
+    steps = [
+        {
+            "num_stages": 2,
+            "rate_mbps": 8.0,
+            "variant": name,
+            "seconds": 1.0,
+            "loss": 1.0,
+            "metered_bytes": 2 * num_cuts * 1e6 + sum(sent),
+            "interfaces": [],
+            **({} if ties is None else {"ties": ties, "tie_bytes": list(sent)}),
+        }
+        for name in (REFERENCE, "mpcomp none")
+    ]
+    names = ("forward_s", "backward_s", "mean_forward_s", "mean_backward_s")
+    compute = [dict(zip(names, times * 2, strict=True)) for times in COMPUTE]
+    if ties is None:
+        compute = compute[:2]
+    _, figure = summarise(
+        steps,
+        {"2": compute},
+        {"2": {"mpcomp none": CODING}},
+        chunks=1,
+        num_cores=2,
+        latency_ms=latency_ms,
+        steps_before=1,
+        tie_coding={"2": {"mpcomp none": (0.1, 0.2, 0.3, 0.4)}},
+    )
+
+    def on_link(num_bytes):
+        return num_bytes / PACKET_SHARE * 8e-6 / 8.0 + latency_ms / 1e3
+
+    # Of one message a way the sender meters the fidelity, which takes a decoding.
+    coding = sum(CODING) + CODING[1] + CODING[3]
+    expected = sum(map(sum, COMPUTE[: len(compute)])) + 2 * latency_ms / 1e3
+    expected += num_cuts * (coding + 2 * on_link(1e6 + MESSAGE_HEADER_BYTES))
+    if ties == "apart":
+        expected += max(0.1 + on_link(sent[0]) + 0.2, 0.3 + on_link(sent[1]) + 0.4)
+    assert figure["predicted_s"] == pytest.approx(expected)
+    assert (figure["bound_s"] is None) == (ties is not None)
 
 
 def test_weights_move_by_a_part_of_their_norm():
