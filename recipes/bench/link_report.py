@@ -61,8 +61,7 @@ TRAFFIC_HEADERS = ("variant", "MB a step, metered", "headers", "counted", "unexp
 LEGEND = f"""\
 ratios are of steps in the same repetition, those to {TWO_BYTES} of medians
 dense unlimited: {REFERENCE} on unlimited links
-bound: the dense computation and the counted bytes, with fill and drain; see link_bound.py; not \
-known of tied models
+bound: the dense computation and the counted bytes, with fill and drain; see link_bound.py
 predicted: by mpcomp.plan, from computing and coding measured between the steps, side by side, and \
 the metered bytes; error: of that, against the median
 metered: messages at the cuts and of the tie, all hosts; counted: by the interfaces that sent them
