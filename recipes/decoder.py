@@ -70,12 +70,14 @@ def decoder(
     context: int = 128,
     seed: int = 0,
     make_block: Callable[[], nn.Module] | None = None,
+    make_head: Callable[[], nn.Module] | None = None,
     tied: bool = False,
 ) -> nn.Sequential:
     """Embedding, blocks and head: tokens [batch, time] -> logits [batch, time, vocab].
 
     Args:
         make_block: of another kind than `Block`; [batch, time, width] -> the same.
+        make_head: of another kind than `Head`; its ``to_logits`` is linear.
         tied: the head's weight is that of the tokens' embedding.
     """
     with torch.random.fork_rng(devices=[]):
@@ -84,9 +86,9 @@ def decoder(
         blocks = [
             make_block() if make_block else Block(width, num_heads) for _ in range(num_blocks)
         ]
-        head = Head(width, vocab)
+        head = make_head() if make_head else Head(width, vocab)
     if tied:
-        head.to_logits.weight = embedding.token.weight
+        head.get_submodule("to_logits").weight = embedding.token.weight
         with torch.no_grad():
             embedding.token.weight.mul_(0.02)  # logits of a size to begin with
     return nn.Sequential(embedding, *blocks, head)

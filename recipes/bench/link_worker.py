@@ -19,7 +19,7 @@ from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.plan import Coding, measure_coding
 from mpcomp.plan.planner import tie_cost
 from recipes.bench import workers
-from recipes.bench.accelerator import WaitingBlock
+from recipes.bench.accelerator import WaitingBlock, WaitingHead, loss_of_mixtures
 from recipes.decoder import decoder, equal_stages, token_batch, token_loss
 
 REFERENCE: Final = "torch fp32"
@@ -106,6 +106,16 @@ class Job(workers.Job):
     tied: bool
     accelerator_ms: float
     variants: Sequence[str]
+
+    @property
+    def head_waits(self) -> bool:
+        """Whether the head waits as the blocks do: a tied weight's is no small part."""
+        return self.tied and self.accelerator_ms > 0
+
+    @property
+    def loss(self) -> Callable[[Tensor, Tensor], Tensor]:
+        """The loss of a microbatch."""
+        return loss_of_mixtures if self.head_waits else token_loss
 
     @property
     def cut_elements(self) -> int:
@@ -242,7 +252,10 @@ def descend(module: nn.Module, lr: float) -> None:
 
 
 def _model(job: Job) -> nn.Sequential:
-    waiting = functools.partial(WaitingBlock, job.width, job.accelerator_ms / 1e3)
+    block_s = job.accelerator_ms / 1e3
+    head_s = block_s * job.vocab / (12 * job.width)  # 12 width^2 are the weights of a block
+    waiting = functools.partial(WaitingBlock, job.width, block_s)
+    head = functools.partial(WaitingHead, job.width, job.vocab, job.context, head_s)
     return decoder(
         num_blocks=job.num_blocks,
         width=job.width,
@@ -250,6 +263,7 @@ def _model(job: Job) -> nn.Sequential:
         vocab=job.vocab,
         seed=job.seed,
         make_block=waiting if job.accelerator_ms else None,
+        make_head=head if job.head_waits else None,
         tied=job.tied,
     )
 
@@ -288,7 +302,7 @@ def _torch_variant(name: str, job: Job) -> Variant:
     if dtype != torch.float32:
         module = _CastAtCuts(module, dtype, last=last)
     stage = PipelineStage(module, job.rank, job.size, torch.device("cpu"))
-    schedule = Schedule1F1B(stage, job.chunks, loss_fn=token_loss)
+    schedule = Schedule1F1B(stage, job.chunks, loss_fn=job.loss)
     x, y = _batch(job)
     inputs = (x,) if job.rank == 0 else ()
     # torch has no meter: what the tensors at the cuts hold.
@@ -362,7 +376,7 @@ def _mpcomp_variant(name: str, job: Job) -> Variant:
         split=equal_stages(job.num_blocks, job.size),
         act_comp=setting.act,
         grad_comp=setting.grad,
-        loss_fn=token_loss,
+        loss_fn=job.loss,
         in_flight=None if depth is None else depth(job.size, job.chunks),
         connections=setting.connections,
         ties=setting.ties,
@@ -395,7 +409,7 @@ def _mpcomp_variant(name: str, job: Job) -> Variant:
     )
 
 
-def _timed_stages(job: Job) -> list[tuple[nn.Sequential, dict[str, bool]]]:
+def _timed_stages(job: Job) -> list[tuple[nn.Module, dict[str, bool]]]:
     """The stages that this rank measures, and whether they begin and end the model."""
     model = _model(job)
     own, last = _stage_of(job, model), job.rank == job.size - 1
@@ -407,7 +421,7 @@ def _timed_stages(job: Job) -> list[tuple[nn.Sequential, dict[str, bool]]]:
     return [(own[:-1] if last else own, {"first": False, "last": False})]
 
 
-def _compute(job: Job, stage: nn.Sequential, *, first: bool, last: bool) -> dict[str, list[float]]:
+def _compute(job: Job, stage: nn.Module, *, first: bool, last: bool) -> dict[str, list[float]]:
     """Seconds of a stage's forwards and backwards of a step, two microbatches under way."""
     x, y = (each[: job.microbatch] for each in _batch(job))
     if not first:
@@ -418,7 +432,7 @@ def _compute(job: Job, stage: nn.Sequential, *, first: bool, last: bool) -> dict
     def forward() -> None:
         start = time.perf_counter()
         out = stage(x)
-        under_way.append(token_loss(out, y) if last else out)
+        under_way.append(job.loss(out, y) if last else out)
         times["forward_s"].append(time.perf_counter() - start)
 
     def backward() -> None:

@@ -18,7 +18,8 @@ the results have the changes at each cut. What is timed of a memory are later ep
 visit of the samples is in the warm-up.
 
 Hosts here share the machine's cores. With ``--accelerator-ms`` they do not compute on them
-(`recipes.bench.accelerator`): what is left is coding and links, as on hosts of their own.
+(`recipes.bench.accelerator`): what is left is coding and links, as on hosts of their own. With
+``--tied`` the head waits as well, for as many blocks as its weight is large.
 
 Without the rights for namespaces everything runs over loopback, unlimited.
 """

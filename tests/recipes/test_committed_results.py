@@ -41,6 +41,7 @@ def check_figures(name, result):
             num_cores=cores,
             latency_ms=result["settings"]["latency_ms"],
             steps_before=result["settings"].get("before", 0),
+            tie_coding=result.get("tie_coding", {}),
         )
     elif name.startswith("slow_shards"):
         figures = shard_report.summarise(result["turns"])
