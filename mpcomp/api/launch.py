@@ -26,7 +26,7 @@ from mpcomp.api.config import PipelineConfig
 from mpcomp.comm.handshake import announcing_failure, exchange, shake_hands, show_secret
 from mpcomp.comm.joining import join
 from mpcomp.comm.mesh import ProcessMesh
-from mpcomp.comm.probe import choose_connections
+from mpcomp.comm.probe import transport_for
 from mpcomp.core.dtensor import on_meta
 from mpcomp.data_parallel.base import ReplicaMethod
 from mpcomp.data_parallel.connect import connect_replicas
@@ -354,20 +354,16 @@ class DistributedLaunch(Launch):
                 },
                 sharding=self._sharding,
             )
-        connections = config.connections
-        if isinstance(connections, str):
-            connections = choose_connections(mesh)
         engine = DistributedEngine(
             cut,
             boundaries,
-            mesh,
+            transport_for(mesh, config.connections),
             self._schedule,
             chunks=config.chunks,
             recompute=config.recompute,
             seed=config.seed,
             in_flight=config.in_flight,
             in_flight_bytes=config.in_flight_bytes,
-            connections=connections,
             ties=ties,
             plain=plain.cut,
             replica_sync=replica_sync,

@@ -30,7 +30,6 @@ from torch.distributed.tensor import DTensor
 
 from mpcomp.comm.all_gather import LARGEST_RECORD, AllGather
 from mpcomp.comm.clocks import Offset, offset_to_first
-from mpcomp.comm.connections import several_connections
 from mpcomp.comm.failures import Faults, PeerError, Waits, first_line, grace_of
 from mpcomp.comm.loader_workers import attend_to_the_rank_alone
 from mpcomp.comm.secret import Secret
@@ -318,7 +317,13 @@ class ProcessMesh(Mesh):
             close=self.close,
         )
 
-    def pair(self, a: int, b: int, *, connections: int = 1) -> dist.ProcessGroup | None:
+    @property
+    def backend(self) -> str:
+        """Name of what torch moves tensors of this mesh's device by, such as "gloo" or "nccl"."""
+        name: str = self.pipe_group._get_backend(self.device).name()
+        return name
+
+    def pair(self, a: int, b: int, backend: str | None = None) -> dist.ProcessGroup | None:
         """A group of two places of every pipeline; None where this rank is neither.
 
         All ranks call this in the same order.
@@ -326,15 +331,14 @@ class ProcessMesh(Mesh):
         Args:
             a: one place.
             b: the other.
-            connections: of gloo, which takes that of a message's tag, modulo their number.
+            backend: of the group; None for those of all ranks.
         """
         own = None
-        with several_connections(connections):
-            for row in range(self.num_replicas):
-                ranks = [row * self.num_in_pipeline + place for place in (a, b)]
-                group = self._group(sorted(ranks))
-                if self.rank in ranks:
-                    own = group
+        for row in range(self.num_replicas):
+            ranks = [row * self.num_in_pipeline + place for place in (a, b)]
+            group = self._group(sorted(ranks), backend)
+            if self.rank in ranks:
+                own = group
         return own
 
     def rank_at(self, place: int) -> int:

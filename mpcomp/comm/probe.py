@@ -10,12 +10,15 @@ from typing import Final
 import torch
 
 from mpcomp.comm.all_gather import num_rounds
-from mpcomp.comm.channels import Channel, WireChannel
+from mpcomp.comm.channels import Channel
 from mpcomp.comm.connections import CONNECTIONS
+from mpcomp.comm.gloo import Gloo
 from mpcomp.comm.mesh import Mesh, ProcessMesh
+from mpcomp.comm.nccl import NCCL
 from mpcomp.comm.reach import INTERFACES, gloo_address
+from mpcomp.comm.transport import Transport
 
-__all__ = ["choose_connections", "measure_chain", "measure_link"]
+__all__ = ["choose_connections", "measure_chain", "measure_link", "transport_for"]
 
 #: Latency from which on a message waits longer for windows than stripes cost it.
 _LONG_LATENCY_S: Final = 0.01
@@ -84,6 +87,21 @@ def choose_connections(mesh: Mesh) -> int:
     return CONNECTIONS
 
 
+def transport_for(mesh: ProcessMesh, connections: int | str) -> Transport:
+    """What carries messages between these ranks; all of them call it.
+
+    Args:
+        mesh: of connected ranks.
+        connections: of gloo between two of them; "auto" has the ranks choose.
+
+    Raises:
+        PeerError: a rank failed, or did not come.
+    """
+    if mesh.backend == "nccl":
+        return NCCL(mesh)  # which has connections of its own
+    return Gloo(mesh, choose_connections(mesh) if isinstance(connections, str) else connections)
+
+
 def measure_chain(mesh: ProcessMesh) -> list[tuple[float, float]]:
     """Measures the links between neighbours, one after the other; all ranks call it.
 
@@ -97,31 +115,26 @@ def measure_chain(mesh: ProcessMesh) -> list[tuple[float, float]]:
         PeerError: a rank failed, or did not come.
     """
     own: list[tuple[float, float] | None] = []
-    opened: list[WireChannel] = []
+    opened: list[Channel] = []
+    transport = transport_for(mesh, 1)
     with mesh.failing_together("measuring links"):
         for place in range(mesh.num_in_pipeline - 1):
-            groups = [mesh.pair(place, place + 1) for _ in range(2)]
-            sends = mesh.place == place
-            peer = mesh.rank_at(place + 1 if sends else place)
-            channels = [
-                WireChannel(
-                    group,
-                    peer,
-                    name=f"link {place}",
-                    device=mesh.device,
-                    timeout_s=mesh.wait_s,
-                    waits=mesh.waits,
-                    at=lambda: "measuring links",
-                )
-                for group in groups
-                if group is not None
+            both = [
+                transport.open(place, place + 1, f"link {place}", varies=False, at=_measuring)
+                for _ in range(2)
             ]
+            channels = [channel for channel in both if channel is not None]
+            sends = mesh.place == place
             own.append(measure_link(*channels, sends=sends) if channels else None)
             opened += channels
     found = mesh.all_gather_object(own, "measured links")
     for channel in opened:  # whose last messages have arrived by now
         channel.close()
     return [next(filter(None, of_link)) for of_link in zip(*found, strict=True)]
+
+
+def _measuring() -> str:
+    return "measuring links"
 
 
 def _exchange(there: Channel, back: Channel, tag: int, size: int, sends: bool) -> float:

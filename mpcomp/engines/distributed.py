@@ -26,6 +26,7 @@ import stages as staging
 from mpcomp.comm.handshake import StepFingerprint, check_step, step_name
 from mpcomp.comm.mesh import ProcessMesh
 from mpcomp.comm.probe import measure_link
+from mpcomp.comm.transport import Transport
 from mpcomp.core.loss import StepLoss
 from mpcomp.core.step import Step
 from mpcomp.data_parallel.replica_sync import ReplicaSync
@@ -55,14 +56,13 @@ class DistributedEngine(Engine):
     Args:
         cut: all stages of the pipeline, those of other ranks on "meta".
         boundaries: one fewer.
-        mesh: the connected ranks.
+        transport: between the connected ranks.
         schedule: places stages and orders microbatches.
         chunks: number of microbatches in training.
         recompute: recompute activations in backward.
         seed: of the run.
         in_flight: depth of the engine's own schedule, as `Depth` takes it.
         in_flight_bytes: bound on what a rank keeps for backward.
-        connections: between two ranks, of each direction of a cut or tie.
         ties: parameters that two of the stages share.
         plain: all stages, with copies on "meta" of those that are sharded; for plans.
         replica_sync: the replicas of this rank's stages; None for one replica.
@@ -75,7 +75,7 @@ class DistributedEngine(Engine):
         self,
         cut: Sequence[staging.Stage],
         boundaries: Sequence[Boundary],
-        mesh: ProcessMesh,
+        transport: Transport,
         schedule: Schedule,
         *,
         chunks: int,
@@ -83,20 +83,19 @@ class DistributedEngine(Engine):
         seed: int,
         in_flight: int | str | None = None,
         in_flight_bytes: int | None = None,
-        connections: int = 1,
         ties: Sequence[Tie] = (),
         plain: Sequence[staging.Stage] | None = None,
         replica_sync: ReplicaSync | None = None,
     ) -> None:
-        self.mesh = mesh
-        self.connections = connections
+        self.mesh = mesh = transport.mesh
+        self.connections = transport.connections
         self.together = cut[0].together
         self._bounded = in_flight_bytes is not None
         self._places = [schedule.place_of(i, mesh.num_in_pipeline) for i in range(len(cut))]
         self.output_place = self._places[-1]
         self._replica_sync = replica_sync
         self._stages: list[CutStage] = []
-        self._wiring = Wiring(boundaries, mesh, self._places, connections=connections)
+        self._wiring = Wiring(boundaries, transport, self._places)
         mesh.close_first(self._close)
         connected = self._wiring.boundaries
         self._planner = Planner(plain or cut, self.device)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mpcomp.comm.channels import Channel, LocalChannel, WireChannel
-from mpcomp.comm.mesh import ProcessMesh
+from mpcomp.comm.channels import Channel, LocalChannel
+from mpcomp.comm.transport import Transport
 from mpcomp.links.boundary import Boundary, ConnectedBoundary
 from mpcomp.links.link import Link
 
@@ -16,25 +16,18 @@ class Wiring:
     """Makes channels. All ranks ask for all of them, in the same order, as groups are made by all.
 
     Args:
-        mesh: the connected ranks.
+        transport: between ranks.
         places: of each stage the rank of a pipeline that has it.
-        connections: between two ranks, of each direction of a cut or tie.
 
     Attributes:
         boundaries: of each cut it and both channels; None where this rank has neither side of it.
     """
 
     def __init__(
-        self,
-        boundaries: Sequence[Boundary],
-        mesh: ProcessMesh,
-        places: Sequence[int],
-        *,
-        connections: int = 1,
+        self, boundaries: Sequence[Boundary], transport: Transport, places: Sequence[int]
     ) -> None:
-        self._mesh = mesh
+        self._transport = transport
         self._places = places
-        self._connections = connections
         self._channels: list[Channel] = []
         self.boundaries = [self._connected(boundary) for boundary in boundaries]
 
@@ -51,25 +44,12 @@ class Wiring:
         return first, second
 
     def _channel(self, link: Link) -> Channel | None:
-        mesh = self._mesh
         ends = sorted(self._places[stage] for stage in (link.sender_stage, link.receiver_stage))
         link.defers_nonfinite = True
         if ends[0] == ends[1]:
             link.on_wire = False
-            return LocalChannel(mesh.device)
-        group = mesh.pair(*ends, connections=self._connections)
-        if group is None:
-            return None
-        return WireChannel(
-            group,
-            mesh.rank_at(ends[1] if ends[0] == mesh.place else ends[0]),
-            connections=self._connections,
-            name=link.name,
-            device=mesh.device,
-            timeout_s=mesh.wait_s,
-            waits=mesh.waits,
-            at=lambda: mesh.where.partition(",")[0],
-        )
+            return LocalChannel(self._transport.mesh.device)
+        return self._transport.open(ends[0], ends[1], link.name, varies=link.varies)
 
     @property
     def waited_s(self) -> float:
@@ -77,7 +57,6 @@ class Wiring:
         return sum(channel.waited_s for channel in self._channels)
 
     def close(self) -> None:
-        """Closes what crosses the network."""
+        """Closes all channels."""
         for channel in self._channels:
-            if isinstance(channel, WireChannel):
-                channel.close()
+            channel.close()

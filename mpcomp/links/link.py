@@ -411,6 +411,19 @@ class Link:
     def _message_bytes(self, plan: Plan) -> int:
         return message_bytes(plan.layout, variable=plan.variable, checked=self.checked)
 
+    @property
+    def varies(self) -> bool:
+        """Whether a message may be shorter than both ends know ahead."""
+        # Of a method that is neither, such as one whose ratio changes, nothing is known.
+        return any(getattr(coder, "variable_length", True) for coder in self._coders)
+
+    @property
+    def _coders(self) -> tuple[Any, ...]:
+        """What codes the parts of a message."""
+        if self.feedback is None:
+            return (self.method,)
+        return (*self.feedback.coders, self.feedback.first or Identity())
+
     def room(self, meta: TensorMeta) -> int:
         """Bytes that are kept for a message, as it may be another than the one that is due.
 
@@ -650,10 +663,7 @@ class Link:
         The methods' names are not all of it: of one name there may be code of two dates. Of each
         part of a message, layouts of a small tensor and a large one, and what headers are like.
         """
-        coders: tuple[Any, ...] = (self.method,)
-        if self.feedback is not None:
-            coders = (*self.feedback.coders, self.feedback.first or Identity())
-        plain = [coder for coder in coders if isinstance(coder, Compressor)]
+        plain = [coder for coder in self._coders if isinstance(coder, Compressor)]
         return [
             *FORMAT,
             *(

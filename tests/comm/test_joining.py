@@ -90,6 +90,8 @@ def joined(port, size, patience_s, odd, machines):
     begin = time.monotonic()
     try:
         joining.join(torch.device("cpu"), patience_s, patience_s=patience_s)
+        if odd in (None, hides):
+            dist.barrier()  # a rank that ends at once may do so while another connects to it
     except (PeerError, ValueError) as error:
         return type(error).__name__, str(error), time.monotonic() - begin
     return "", "", time.monotonic() - begin

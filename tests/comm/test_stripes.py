@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mpcomp.comm.channels import WireChannel
+from mpcomp.comm.gloo import Gloo
 from mpcomp.comm.mesh import ProcessMesh
 from mpcomp.comm.stripes import LEAST_BYTES, closed_up, stripe_bytes, stripes_of
 from mpcomp.core.tensor_meta import TensorMeta
@@ -81,20 +81,10 @@ def exchanged(connections: int) -> tuple[int, list[bool]]:
     rank = dist.get_rank()
     mesh = ProcessMesh(1, TIMEOUT_S, torch.device("cpu"))
     before = _num_connections()
-    group = mesh.pair(0, 1, connections=connections)
+    channel = Gloo(mesh, connections).open(0, 1, "test", at=lambda: "test")
     dist.barrier()
     made = _num_connections() - before
-    assert group is not None
-    channel = WireChannel(
-        group,
-        1 - rank,
-        connections=connections,
-        name="test",
-        device=mesh.device,
-        timeout_s=TIMEOUT_S,
-        waits=mesh.waits,
-        at=lambda: "test",
-    )
+    assert channel is not None
     messages = [message_of(length, variable=True) for length in LENGTHS]
     same = []
     if rank == 1:

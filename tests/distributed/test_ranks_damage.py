@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from models import mlp, rows
 
 import mpcomp
-from mpcomp.comm.channels import WireChannel
+from mpcomp.comm.transport import GroupChannel
 from mpcomp.core.wire import COMPRESSED, Header, frame, seal
 
 #: Of what ends at once.
@@ -65,19 +65,19 @@ DAMAGES = {
 
 def errors(connections):
     """What each rank says of each damage, one pipeline after another; then a good one."""
-    found, send = {}, WireChannel.send
+    found, send = {}, GroupChannel.send
     for name, damage in DAMAGES.items():
         pipe = pipe_of(checks="message", connections=connections)
         step(pipe, 0)
 
         def damaged(channel, microbatch, message, damage=damage):
-            if channel._name == "boundary 0 act" and microbatch == 1:
+            if channel.name == "boundary 0 act" and microbatch == 1:
                 message = damage(message)
             send(channel, microbatch, message)
 
-        WireChannel.send = damaged
+        GroupChannel.send = damaged
         found[name] = error_of(lambda pipe=pipe: step(pipe, 1))
-        WireChannel.send = send
+        GroupChannel.send = send
     pipe = pipe_of()
     step(pipe, 0)
     spoilt_state(pipe)

@@ -25,11 +25,11 @@ from runs import (
     train_all,
     with_stages,
 )
+from strict import strictly
 from torch import Tensor, nn
 
 import mpcomp
 from mpcomp import Adaptive, ErrorFeedback, TopK
-from mpcomp.comm.channels import WireChannel
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*would not shrink")
 
@@ -287,48 +287,24 @@ def test_updates_within_a_step(ranks):
             assert all(same_bits(state[name], value) for name, value in alone[1].items())
 
 
-def train_as_over_nccl(runs):
-    """As `train_all`, with gloo bound by NCCL's rules; lengths by channel, as sent and awaited."""
-    init, send, start = WireChannel.__init__, WireChannel.send, WireChannel._start
-    sent, awaited = {}, {}
-
-    def made(channel, *args, **kwargs):
-        init(channel, *args, **kwargs)
-        channel._in_order = channel.equal_lengths = True
-
-    def sending(channel, microbatch, message):
-        sent.setdefault(channel._name, []).append(message.numel())
-        send(channel, microbatch, message)
-
-    def starting(channel, rooms, microbatch):
-        awaited.setdefault(channel._name, []).append(rooms.numel())
-        return start(channel, rooms, microbatch)
-
-    WireChannel.__init__, WireChannel.send, WireChannel._start = made, sending, starting
-    try:
-        return train_all(runs), sent, awaited
-    finally:
-        WireChannel.__init__, WireChannel.send, WireChannel._start = init, send, start
-
-
 @pytest.mark.timeout(120)
 def test_where_lengths_must_be_equal_and_nothing_is_posted_ahead(ranks):
     """NCCL's rules: a notice is as long as the message that was due, and is waited for as one."""
     members = ("several detached", "detached at times", "constant at times", "tied and at times")
-    runs = runs_of(members, METHODS[:2])
-    results = ranks(train_as_over_nccl, 2, runs)
-    for run, *ours in zip(runs, *(outcomes for outcomes, _, _ in results), strict=True):
-        assert_same(run, ours, train(run))
-    sent, awaited = ({k: v for each in results for k, v in each[i].items()} for i in (1, 2))
-    assert len(sent) == 4 and sent == awaited  # a cut and a tie, both ways, each at one rank
-    varying = [
-        Run(member, steps=8, chunks=2, rows=(64,), ids=64, act="topk:0.5", grad="klt+step:0.05")
-        for member in members
+    runs = [
+        *runs_of(members, METHODS[:2]),
+        *(
+            Run(each, steps=8, chunks=2, rows=(64,), ids=64, act="topk:0.5", grad="klt+step:0.05")
+            for each in members
+        ),
     ]
-    results = ranks(train_as_over_nccl, 2, varying)
-    for run, *ours in zip(varying, *(outcomes for outcomes, _, _ in results), strict=True):
-        alone = train(run)
-        assert_same(run, ours, alone)
+    for run, *ours in zip(runs, *ranks(train_strictly, 2, runs), strict=True):
+        assert_same(run, ours, train(run))
+
+
+def train_strictly(runs):
+    with strictly():
+        return train_all(runs)
 
 
 # -- replicas --------------------------------------------------------------------------------------
