@@ -51,6 +51,7 @@ __all__ = [
     "Parts",
     "Payload",
     "aligned_length",
+    "byte_parts",
     "frame",
     "layout_check",
     "message_bytes",
@@ -100,7 +101,7 @@ def packed_length(layout: Sequence[TensorMeta], start: int = 0) -> int:
     return _offsets(layout, start)[1]
 
 
-def _bytes(payload: Payload, start: int) -> tuple[list[Tensor], int]:
+def byte_parts(payload: Payload, start: int) -> tuple[list[Tensor], int]:
     """The tensors as uint8, from byte ``start`` of a message on, and where they end.
 
     Each is behind the zeros that align it; zeros, so that equal payloads are equal messages.
@@ -131,7 +132,7 @@ def pack(payloads: Iterable[Payload]) -> Tensor:
     """Payloads behind each other, uint8 [n] on their device."""
     payload = tuple(part for each in payloads for part in each)
     device = payload[0].device if payload else torch.device("cpu")
-    parts, end = _bytes(payload, 0)
+    parts, end = byte_parts(payload, 0)
     rest = torch.zeros(_aligned(end) - end, dtype=torch.uint8, device=device)
     return torch.cat([*parts, rest])
 
@@ -369,7 +370,7 @@ def frame(
     """
     if variable:
         assert payload and payload[-1].dtype == torch.uint8 and payload[-1].dim() == 1
-    parts, length = _bytes(payload, _header_bytes(variable, checked))
+    parts, length = byte_parts(payload, _header_bytes(variable, checked))
     if variable or checked:
         header = replace(header, length=length, checked=checked)
     head = header.to_tensor()

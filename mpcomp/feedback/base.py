@@ -57,6 +57,9 @@ class Feedback(SpecValue, Memory, ABC):
     adaptable: ClassVar[bool] = True
     at_cuts: ClassVar[bool] = True
     between_replicas: ClassVar[bool] = True
+    #: Whether what is kept of a row that is not sent may wait until it is, as nothing else that is
+    #: kept follows from it. Then rows of a tied weight's gradient that are zero are left out.
+    rows_wait: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         self.check()

@@ -54,6 +54,7 @@ class ErrorFeedback(ErrorMemory, Feedback):
     eval: EvalChoice = "compressed"
     decay: float = 1.0
     spec: ClassVar[str] = "ef"
+    rows_wait: ClassVar[bool] = True
 
     def check(self) -> None:
         super().check()
@@ -88,6 +89,7 @@ class EFMixed(ErrorFeedback):
     spec: ClassVar[str] = "efmixed"
     adaptable: ClassVar[bool] = False
     between_replicas: ClassVar[bool] = False
+    rows_wait: ClassVar[bool] = False  # each half selects from a tensor of its own
 
     def check(self) -> None:
         super().check()

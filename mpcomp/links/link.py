@@ -21,6 +21,7 @@ from torch import Tensor
 from mpcomp.comm.channels import Channel
 from mpcomp.compressors.base import Compressor
 from mpcomp.compressors.identity import Identity, or_dense, shrinks
+from mpcomp.compressors.rows import InRows
 from mpcomp.core.bit_sum import bit_sum
 from mpcomp.core.checks import check_tensor, nonfinite_error
 from mpcomp.core.padding import blanked, padded_positions
@@ -93,6 +94,8 @@ class Link:
         name: for messages; by default of the form ``boundary 0 act``.
         adaptive: what chooses the ratio of an adaptive method; None of others.
         checked: whether each message has a sum over its bits, which the receiver compares.
+        num_rows: of tensors whose rows are left out where they are zero (`InRows`), if the method
+            has no need of them; None for tensors that go whole.
     """
 
     def __init__(
@@ -108,6 +111,7 @@ class Link:
         name: str | None = None,
         adaptive: Policy | None = None,
         checked: bool = False,
+        num_rows: int | None = None,
     ) -> None:
         self.method = method
         self.boundary = boundary
@@ -119,6 +123,7 @@ class Link:
         )
         self.warmup_steps = warmup_steps
         self.checked = checked
+        self.num_rows = num_rows
         self.meter = Meter()
         #: Whether messages leave the rank; if not they are coded all the same, but not counted.
         self.on_wire = True
@@ -164,6 +169,7 @@ class Link:
             name=self.name,
             adaptive=None if self.adaptive is None else self.adaptive.fresh(),
             checked=self.checked,
+            num_rows=self.num_rows,
         )
         link.stand_where(self)
         return link
@@ -420,9 +426,12 @@ class Link:
     @property
     def _coders(self) -> tuple[Any, ...]:
         """What codes the parts of a message."""
-        if self.feedback is None:
-            return (self.method,)
-        return (*self.feedback.coders, self.feedback.first or Identity())
+        coders: tuple[Any, ...] = (self.method,)
+        if self.feedback is not None:
+            coders = (*self.feedback.coders, self.feedback.first or Identity())
+        if self.num_rows is not None:
+            coders = (*coders, InRows(Identity(), self.num_rows))
+        return coders
 
     def room(self, meta: TensorMeta) -> int:
         """Bytes that are kept for a message, as it may be another than the one that is due.
@@ -585,7 +594,7 @@ class Link:
                 assert self.feedback is not None
                 keys = list(self.feedback.slots(context, meta.num_rows))
                 self._noted.setdefault(side, {})[microbatch] = end, keys
-        coder = self._coder(side, meta, step, microbatch, positions)
+        coder = self._in_rows(self._coder(side, meta, step, microbatch, positions))
         if isinstance(coder, Feedback):
             if end is not None:
                 return MemoryPlan(coder, end, meta, context, padded, device)
@@ -622,6 +631,17 @@ class Link:
             method = Identity() if positions is None else method.at(positions)
         assert isinstance(method, Compressor | Feedback)
         return method
+
+    def _in_rows(self, coder: Compressor | Feedback) -> Compressor | Feedback:
+        """A coder that leaves out rows that are zero, where there may be any."""
+        if self.num_rows is None:
+            return coder
+        if isinstance(coder, Compressor):
+            return InRows(coder, self.num_rows)
+        if coder.rows_wait:
+            inner = InRows(coder.inner, self.num_rows)
+            return replace(coder, inner=inner)  # type: ignore[type-var]
+        return coder
 
     def _learns(self, step: Step) -> bool:
         """Whether a basis is learned from the messages of a step."""

@@ -12,6 +12,10 @@ Order of a step: all backwards, the sum over the tie, the mean over replicas, th
 parameter counts once), the optimizer. The messages are metered like those of a cut, and may be
 compressed; both ends then add up what the messages say, not what they were made from. A copy
 without a gradient says so, and where neither has one both stay without.
+
+An embedding's gradient has rows of the batch's tokens only, and these alone are sent, with their
+numbers. Compressors are given them as a smaller tensor. Error feedback keeps the error of a row
+until the token comes again; methods that keep an estimate of all rows send all.
 """
 
 from __future__ import annotations
@@ -174,6 +178,9 @@ class TiedWeights(Tie):
             assert channels is None
             channels = LocalChannel(self.here[1].device), LocalChannel(self.here[0].device)
         self._channels = channels or ()
+        if any(channel.equal_lengths for channel in self._channels):
+            for link in self.links:  # a message of few rows would be as long as one of all
+                link.num_rows = None
 
     @contextmanager
     def crossed_anew(self) -> Iterator[None]:
@@ -317,6 +324,7 @@ def ties_of(
                 "stages; two can share one: cut the model elsewhere"
             )
         number = len(cut) - 1 + len(ties)
+        shape = cut[copies[0][0]].get_parameter(copies[0][1]).shape
         first, last = (
             Link(
                 method,
@@ -328,6 +336,7 @@ def ties_of(
                 checked=checked,
                 ends=(copies[i][0], copies[1 - i][0]),
                 name=f"tied {copies[0][1]}, copy of stage {copies[i][0]}",
+                num_rows=shape[0] if len(shape) > 1 else None,
             )
             for i, direction in enumerate(DIRECTIONS)
         )

@@ -118,6 +118,14 @@ def full(count: int, seed: int) -> tuple[Any, Tensor]:
     return text(count, seed, "")
 
 
+def few(count: int, seed: int) -> tuple[Any, Tensor]:
+    """Sequences of four words out of all, other ones in each step."""
+    batch, labels = text(count, seed)
+    words = 4 * (seed % 5)
+    batch["input_ids"] = batch["input_ids"] % 4 + words
+    return batch, torch.where(labels < 0, labels, labels % 4 + words)
+
+
 def tied_llama() -> nn.Module:
     return llama(tied=True)
 
@@ -137,6 +145,7 @@ runs.KINDS.update(
         "gpt2": Kind(gpt2, text, BLOCKS),
         "gpt2 left": Kind(gpt2, left, BLOCKS),
         "gpt2 full": Kind(gpt2, full, BLOCKS),
+        "gpt2 few": Kind(gpt2, few, BLOCKS),
         "deep gpt2": Kind(deep, text, 8),
         "calm gpt2": Kind(calm, text, BLOCKS),
         "llama": Kind(llama, text, BLOCKS),

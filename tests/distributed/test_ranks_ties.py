@@ -136,6 +136,16 @@ def test_each_rank_reads_its_own_tensors(ranks, tmp_path):
         assert_same_tensors(our_state, state)
 
 
+def test_rows_of_the_batchs_tokens_alone_are_sent(ranks):
+    """By any compressor, as in one process; methods that keep all rows send all."""
+    methods = ["none", "topk:0.3", "ef+quant:4", "ef+topk:0.3", "ef21+topk:0.3"]
+    runs = [apart("gpt2 few", pipeline={"tie_comp": method}) for method in methods]
+    scaled = apart("gpt2 few", pipeline={"tie_comp": "ef+topk:0.3"}, scale=64.0, overflow=(1, 1))
+    for method, ours in zip([*methods, "scaled"], check(ranks, 2, [*runs, scaled]), strict=True):
+        first, last = ours[0].sent[FIRST][0], ours[1].sent[LAST][0]
+        assert (first < last / 3) if method != "ef21+topk:0.3" else (first > last / 2), method
+
+
 # -- replicas -------------------------------------------------------------------------------------
 
 WAYS = {

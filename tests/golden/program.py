@@ -15,6 +15,8 @@ others, were made anew::
     dgc with clip=                      clips to clip * sqrt(replicas), not divided by it
     whatever is sent in messages        version 3, whose check takes the layout in; all else in
                                         them, what arrives and is remembered stayed the same
+    what is sent on ties                says how many rows are not zero, and which; what arrives and
+                                        is remembered stayed the same
 
 ``--only PART`` runs a part, such as "cut", whose entries alone are then printed.
 """
