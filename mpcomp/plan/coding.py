@@ -80,11 +80,19 @@ def measure_coding(
     *,
     repeats: int = 5,
     changes: tuple[float, float] = (0.0, 0.0),
+    num_rows: int | None = None,
     settle: Settle = typical,
 ) -> CutCost:
     """The cost alone of `measure_cut`, where arguments and errors are described."""
     return measure_cut(
-        act_comp, grad_comp, activation, gradient, repeats=repeats, changes=changes, settle=settle
+        act_comp,
+        grad_comp,
+        activation,
+        gradient,
+        repeats=repeats,
+        changes=changes,
+        num_rows=num_rows,
+        settle=settle,
     ).cost
 
 
@@ -96,6 +104,7 @@ def measure_cut(
     *,
     repeats: int = 5,
     changes: tuple[float, float] = (0.0, 0.0),
+    num_rows: int | None = None,
     settle: Settle = typical,
 ) -> MeasuredCut:
     """Codes one microbatch again and again, as the two ends of a cut do.
@@ -113,6 +122,7 @@ def measure_cut(
         repeats: that are measured.
         changes: of the activation's energy and of the gradient's, the share that the same samples'
             have changed by when they come again, which is all that methods with a memory send.
+        num_rows: of both, as of `mpcomp.links.link.Link`.
         settle: what repeats of one kind of message stand for; by default their median.
 
     Returns:
@@ -126,6 +136,8 @@ def measure_cut(
         raise ValueError(f"repeats is {repeats}: pass at least 1")
     given = tuple(zip((activation, gradient), changes, strict=True))
     (boundary,) = boundaries_of(act_comp, grad_comp, ("cut",), seed=0, replica=0, warmup_steps=0)
+    for link in boundary.links:
+        link.num_rows = num_rows
     act_meta, grad_meta = TensorMeta.of(activation), TensorMeta.of(gradient)
     rows = len(activation)
     ids = tuple(tuple((row,) for row in range(start, start + rows)) for start in (0, rows))

@@ -29,6 +29,7 @@ from mpcomp.plan.known_quality import Known, known_of
 from mpcomp.plan.network import Network
 from mpcomp.plan.prediction import Compute, Prediction, predict
 from mpcomp.plan.profile import Profile
+from mpcomp.plan.timeline import Timeline
 from mpcomp.plan.timing import Settle, typical
 
 __all__ = ["BASELINE", "DENSE", "Pair", "PlannedStep", "Planner", "at_rate", "tie_cost", "tie_s"]
@@ -158,6 +159,7 @@ class Planner:
         self._num_samples = num_samples
         self._settle = settle
         self._costs: dict[tuple[Pair, TensorMeta], CutCost] = {}
+        self._tie_costs: dict[tuple[str, TensorMeta, int], CutCost] = {}
 
     def step(self, pair: Pair) -> PlannedStep:
         """The fastest step with a pair of methods.
@@ -171,8 +173,9 @@ class Planner:
 
     def on(self, network: Network, step: PlannedStep) -> float:
         """Seconds that a planned step takes on other links."""
-        pipelined = self._predict(step.counts, step.cuts, network).step_s
-        return pipelined + tie_s(step.ties, network) + step.exchange_s
+        prediction = self._predict(step.counts, step.cuts, network)
+        exchanged_s = tie_s(step.ties, network, prediction.timeline)
+        return prediction.step_s + exchanged_s + step.exchange_s
 
     def asynchronous_s(self, step: PlannedStep, updates: int) -> float | None:
         """Seconds that a planned step takes where the pipeline does not drain between so many.
@@ -189,10 +192,13 @@ class Planner:
         cuts = tuple(self._cost(pair, meta) for meta in metas)
         tie_comp = pair[0] if pair in (DENSE, BASELINE) else self._tie_comp
         apart = list(self._apart(counts))
-        ties = tuple((first, last, self._tie_cost(tie_comp, meta)) for first, last, meta in apart)
+        ties = tuple(
+            (first, last, self._tie_cost(tie_comp, meta, num_rows))
+            for first, last, meta, num_rows in apart
+        )
         account = Account(
             cuts=2 * self.chunks * _dense(metas),
-            ties=2 * _dense([meta for *_, meta in apart]),
+            ties=2 * _dense([meta for *_, meta, _ in apart]),
             replicas=self._replicas,
             agreements=agreed_in_step(len(counts), 2 * (len(metas) + len(ties))),
         )
@@ -203,6 +209,7 @@ class Planner:
             ),
             ties=replace(account.ties, wire_bytes=sum(sum(cost.messages) for *_, cost in ties)),
         )
+        prediction = self._predict(counts, cuts, self.network)
         return PlannedStep(
             pair=pair,
             counts=counts,
@@ -210,8 +217,8 @@ class Planner:
             account=account,
             tie_comp=tie_comp,
             ties=ties,
-            prediction=self._predict(counts, cuts, self.network),
-            tie_s=tie_s(ties, self.network),
+            prediction=prediction,
+            tie_s=tie_s(ties, self.network, prediction.timeline),
             exchange_s=self._exchange_s,
             state_bytes=self._state_bytes(pair, metas),
             known=known_of(self._task, *pair),
@@ -246,8 +253,11 @@ class Planner:
             self._costs[pair, meta] = measured.times(meta.numel / activation.numel())
         return self._costs[pair, meta]
 
-    def _apart(self, counts: Sequence[int]) -> Iterator[tuple[int, int, TensorMeta]]:
-        """The hosts of each tied weight that have copies of it, and its gradient."""
+    def _apart(self, counts: Sequence[int]) -> Iterator[tuple[int, int, TensorMeta, int]]:
+        """The hosts of each tied weight that have copies, it, and rows of the first's gradient.
+
+        How many tokens of a step differ is not known: as many as may.
+        """
         host_of = [
             stage % len(counts)
             for stage, own in enumerate(self.profile.stages(counts))
@@ -256,13 +266,16 @@ class Planner:
         for tie in self.profile.ties:
             first, last = host_of[tie.first], host_of[tie.last]
             if first != last:
-                yield first, last, tie.meta
+                num_rows, output = tie.meta.num_rows, self.profile.blocks[tie.first].output
+                if tie.by_token:
+                    num_rows = min(num_rows, self.chunks * output.numel // output.last_dim)
+                yield first, last, tie.meta, num_rows
 
-    def _tie_cost(self, method: str, meta: TensorMeta) -> CutCost:
-        key = ((method, method), meta)
-        if key not in self._costs:
-            self._costs[key] = tie_cost(method, meta, settle=self._settle)
-        return self._costs[key]
+    def _tie_cost(self, method: str, meta: TensorMeta, num_rows: int) -> CutCost:
+        key = method, meta, num_rows
+        if key not in self._tie_costs:
+            self._tie_costs[key] = tie_cost(method, meta, num_rows, settle=self._settle)
+        return self._tie_costs[key]
 
     def _state_bytes(self, pair: Pair, metas: Sequence[TensorMeta]) -> int | None:
         """Bytes that the host between two cuts keeps at most, or that at the only one."""
@@ -298,41 +311,54 @@ def _part(meta: TensorMeta) -> tuple[slice, ...]:
     return tuple(part)
 
 
-def tie_cost(method: MethodLike, meta: TensorMeta, *, settle: Settle = typical) -> CutCost:
+def tie_cost(
+    method: MethodLike, meta: TensorMeta, num_rows: int, *, settle: Settle = typical
+) -> CutCost:
     """The cost of the gradients of a tied weight: of the first copy's, and of the last one's.
 
     Args:
         method: what is done to them.
         meta: of the weight.
+        num_rows: rows of the first copy's gradient that are not zero.
         settle: what repeats stand for.
 
     Raises:
         ValueError: no such method.
     """
-    numel = min(meta.numel, _LARGEST)
-    rows = torch.randn(1, numel, generator=torch.Generator().manual_seed(0))
-    measured = measure_coding(method, method, rows, rows, repeats=4, settle=settle)
-    return measured.times(meta.numel / numel)
+    width = min(meta.row_numel, _LARGEST)
+    some = max(1, min(meta.num_rows, _LARGEST // width))
+    generator = torch.Generator().manual_seed(0)
+    last = torch.randn(some, width, generator=generator).to(meta.dtype)
+    first = last.clone()
+    first[torch.randperm(some, generator=generator)[some * num_rows // meta.num_rows :]] = 0
+    rows = [each.reshape(1, -1) for each in (first, last)]
+    measured = measure_coding(
+        method, method, *rows, repeats=4, num_rows=some if some > 1 else None, settle=settle
+    )
+    return measured.times(meta.numel / last.numel())
 
 
-def tie_s(ties: Sequence[tuple[int, int, CutCost]], network: Network) -> float:
-    """Seconds for tied weights, one after the other; hosts send to each other at once.
+def tie_s(ties: Sequence[tuple[int, int, CutCost]], network: Network, timeline: Timeline) -> float:
+    """Seconds for tied weights after the last backward, one after the other.
+
+    A host sends its gradient as soon as it has done its own work: the last one does so while the
+    others' backwards are on their way to the first.
 
     Args:
         ties: of each the hosts that have copies, and what its messages cost.
         network: of all hosts.
+        timeline: of the microbatches, each stage on a host of its own.
     """
-    return sum(
-        max(
-            coding.encode_act_s
-            + network.between_s(first, last, messages.act_bytes)
-            + coding.decode_act_s,
-            coding.encode_grad_s
-            + network.between_s(last, first, messages.grad_bytes)
-            + coding.decode_grad_s,
+    ready = timeline.ends_s
+    for first, last, (coding, messages) in ties:
+        sent = ready[first] + coding.encode_act_s, ready[last] + coding.encode_grad_s
+        arrived = (
+            sent[0] + network.between_s(first, last, messages.act_bytes),
+            sent[1] + network.between_s(last, first, messages.grad_bytes),
         )
-        for first, last, (coding, messages) in ties
-    )
+        ready[first] = max(sent[0], arrived[1]) + coding.decode_grad_s
+        ready[last] = max(sent[1], arrived[0]) + coding.decode_act_s
+    return max(ready) - timeline.step_s
 
 
 def at_rate(network: Network, mbps: float) -> Network:

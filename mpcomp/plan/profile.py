@@ -77,11 +77,19 @@ class BlockProfile:
 
 
 class Tie(NamedTuple):
-    """A parameter that two blocks share: their numbers, and its gradient as it is sent."""
+    """A parameter that two blocks share.
+
+    Attributes:
+        first: number of the first block.
+        last: number of the last one.
+        meta: of the parameter; [1, n] of one that has no rows.
+        by_token: whether the first block's gradient has rows of the batch's tokens only.
+    """
 
     first: int
     last: int
     meta: TensorMeta
+    by_token: bool = False
 
 
 @dataclass(frozen=True)
@@ -406,8 +414,16 @@ def _ties(model: nn.Module, units: Sequence[Block]) -> Iterator[tuple[Tie, tuple
         ]
         if len(users) > 1:
             parameter = model.get_parameter(names[0])
-            meta = TensorMeta((1, parameter.numel()), parameter.dtype)
-            yield Tie(users[0], users[-1], meta), names
+            shape = parameter.shape if parameter.dim() > 1 else (1, parameter.numel())
+            meta = TensorMeta(tuple(shape), parameter.dtype)
+            yield Tie(users[0], users[-1], meta, _embeds(units[users[0]], names)), names
+
+
+def _embeds(unit: Block, names: Sequence[str]) -> bool:
+    """Whether a block looks tokens up in the parameter of these names."""
+    own = [p for name, p in _named(unit, remove_duplicate=False) if name in names]
+    embeddings = (m for m in unit.module.modules() if isinstance(m, nn.Embedding))
+    return any(embedding.weight is p for embedding in embeddings for p in own)
 
 
 def _named(unit: Block, *, remove_duplicate: bool) -> Iterator[tuple[str, nn.Parameter]]:

@@ -97,6 +97,14 @@ class Timeline:
         return sums
 
     @property
+    def ends_s(self) -> list[float]:
+        """Seconds at which each stage has done all of its work."""
+        ends = [0.0] * self.num_stages
+        for stage, _, _, _, end_s in self._work:
+            ends[stage] = max(ends[stage], end_s)
+        return ends
+
+    @property
     def bubble(self) -> float:
         """The share of all hosts' time in which they waited."""
         return 1 - sum(self.busy_s) / (self.num_hosts * self.step_s)

@@ -237,11 +237,12 @@ def _predicted(
     if _ties(steps) != "apart":
         return pipelined.step_s
     exchange = CutCost(tie_coding, Messages(tied[0], tied[-1]))
-    return pipelined.step_s + tie_s([(0, num_stages - 1, exchange)], network)
+    ties = [(0, num_stages - 1, exchange)]
+    return pipelined.step_s + tie_s(ties, network, pipelined.timeline)
 
 
 def _stage_compute(compute: Sequence[Mapping[str, float]], num_stages: int) -> list[Compute]:
-    """What each stage computes; the head of a tied model was measured alone."""
+    """Computing of each stage; the head of a tied model was measured alone."""
     own = [Compute(each["mean_forward_s"], each["mean_backward_s"]) for each in compute]
     last = Compute(*map(sum, zip(*own[num_stages - 1 :], strict=True)))
     return [*own[: num_stages - 1], last]

@@ -228,7 +228,9 @@ class Part:
         pipe = self._variants[name].module
         assert isinstance(pipe, mpcomp.Pipeline)
         (tie,) = pipe.ties
-        return tie_cost(tie.links[0].method, TensorMeta((self._job.vocab, self._job.width))).coding
+        job, meta = self._job, TensorMeta((self._job.vocab, self._job.width))
+        num_rows = int(_batch(job)[0].flatten().bincount().count_nonzero())
+        return tie_cost(tie.links[0].method, meta, num_rows).coding
 
 
 def _variants(job: Job) -> dict[str, Variant]:
@@ -418,7 +420,9 @@ def _timed_stages(job: Job) -> list[tuple[nn.Module, dict[str, bool]]]:
     if job.rank == 0:
         head = nn.Sequential(model[-1])
         return [(own, {"first": True, "last": False}), (head, {"first": False, "last": True})]
-    return [(own[:-1] if last else own, {"first": False, "last": False})]
+    if last:
+        own = nn.Sequential(*list(own)[:-1])
+    return [(own, {"first": False, "last": False})]
 
 
 def _compute(job: Job, stage: nn.Module, *, first: bool, last: bool) -> dict[str, list[float]]:

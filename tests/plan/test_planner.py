@@ -110,6 +110,17 @@ def test_what_comes_after_the_last_backward_is_added(profile: Profile) -> None:
     coded = coding.encode_act_s + coding.decode_act_s
     assert steps[DENSE].tie_s == pytest.approx(on_link + coded, rel=1e-2)
     assert steps[DENSE].step_s == pytest.approx(steps[DENSE].prediction.step_s + steps[DENSE].tie_s)
+    # The first host's gradient has rows of the tokens, of which a step has 4 x 32 at most.
+    by_token = Tie(0, 7, mpcomp.TensorMeta((2048, numel // 2048)), by_token=True)
+    some = dataclasses.replace(profile, ties=(by_token,))
+    tokens = 4 * profile.blocks[0].output.numel // profile.blocks[0].output.last_dim
+    assert tokens < 2048
+    for pair, all_rows in steps.items():
+        step = planner(some, 100.0).step(pair)
+        ((_, _, (_, messages)),) = step.ties
+        assert messages.grad_bytes == pytest.approx(all_rows.tie_bytes / 2, rel=1e-3)
+        assert messages.act_bytes == pytest.approx(messages.grad_bytes * tokens / 2048, rel=0.1)
+        assert step.tie_s < all_rows.tie_s * 1.2 and step.account.ties.num_elements == 2 * numel
     # Two blocks of one stage share it without sending anything.
     inside = dataclasses.replace(profile, ties=(Tie(0, 1, mpcomp.TensorMeta((1, numel))),))
     assert planner(inside, 100.0).step(DENSE).tie_s == 0

@@ -109,7 +109,7 @@ def test_a_model_without_weights_is_measured_like_one_with() -> None:
         for each in found.samples.values():
             assert each.activation.isfinite().all() and each.gradient.isfinite().all()
     (tie,) = full.ties
-    assert (tie.first, tie.last, tie.meta.numel) == (0, 3, 64 * 32)
+    assert (tie.first, tie.last, tie.meta.shape) == (0, 3, (64, 32)) and tie.by_token
     assert full.num_parameters == sum(p.numel() for p in gpt2("cpu").parameters())
 
 
@@ -151,6 +151,14 @@ def tied_chain(num_blocks: int = 4) -> nn.Sequential:
     return nn.Sequential(embedding, *middle, nn.LayerNorm(16), head)
 
 
+def test_only_of_an_embedding_rows_of_tokens_are_sent() -> None:
+    """Of layers that share a weight all rows have a gradient, and of a vector there are none."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.LayerNorm(8))
+    model[2].weight, model[3].weight = model[0].weight, model[1].weight
+    ties = count_profile(model, torch.randn(4, 8), flops_per_s=1e9).ties
+    assert {(tie.meta.shape, tie.by_token) for tie in ties} == {((8, 8), False), ((1, 8), False)}
+
+
 TOKENS = torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(0))
 
 
@@ -165,7 +173,7 @@ def test_both_uses_of_a_weight_on_the_first_host(kind: str, how: str) -> None:
     else:
         found = measure_profile(model, sample, loss, repeats=1, together=True)
     plain = count_profile(model, sample, flops_per_s=1e9)
-    assert plain.again is None and len(plain.ties) == 1
+    assert plain.again is None and [tie.by_token for tie in plain.ties] == [True]
     assert found.ties == ()
     assert found.num_blocks == plain.num_blocks == len(stages.blocks(model))
     assert found.num_parameters == plain.num_parameters
