@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 import mpcomp.compressors.rounding
+import mpcomp.compressors.rows
 import mpcomp.compressors.threshold  # noqa: F401
 from mpcomp.core.kernels import KERNELS
 

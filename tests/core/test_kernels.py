@@ -36,6 +36,7 @@ def given():
         "compressors.topk.kth_largest": [(q.long(), 100), (x.abs(), 1)],
         "compressors.threshold.at_least": [(x.reshape(-1), 0.7), (x[4], torch.nan)],
         "compressors.threshold.count_set": [(mask,)],
+        "compressors.rows.rows_with_bits": [(q,), (torch.zeros(5, 3, dtype=torch.int32),)],
         "compressors.rounding.norms_of": [(x,)],
         "compressors.rounding.sums_of": [(x, grid)],
         "compressors.rounding.rounded": [
