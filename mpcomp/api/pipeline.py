@@ -479,9 +479,10 @@ class Pipeline(OriginalNames):
             update: trains within this call, asynchronously: changes the weights of this rank by
                 their gradients and sets those to zero. No rank waits for another before it, so a
                 link's latency costs next to nothing, and stage ``j`` of ``n`` computes with weights
-                that lack up to ``n - 1 - j`` updates (PipeDream, Narayanan et al. 2019). Most
-                optimizers suffer by that; NAdam with betas (0.99, 0.999) does not much (Ajanthan et
-                al. 2025). See docs/guide/asynchronous.md.
+                that lack up to ``n - 1 - j`` updates (PipeDream, Narayanan et al. 2019). A tied
+                weight changes when both its uses' gradients are complete; the last stage, beside
+                the first, then lacks ``n // 2``. Most optimizers suffer by that; NAdam with betas
+                (0.99, 0.999) does not much (Ajanthan et al. 2025). See docs/guide/asynchronous.md.
             updates: so many times, after ``chunks / updates`` microbatches each, by the mean loss
                 of these; links and `num_steps` count one step all the same.
             with_output: return ``(output, loss)``, for figures of training such as an accuracy.
@@ -1154,7 +1155,7 @@ class Pipeline(OriginalNames):
             updates,
             chunks=self.chunks,
             scaler=self.scaler,
-            ties=[*self.ties, *self.shared_weights],
+            ties=self.ties,
             stages=list(self.stages),
             engine=self.engine,
         )

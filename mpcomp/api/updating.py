@@ -32,7 +32,7 @@ def updates_within(
         count: how often within a step.
         chunks: microbatches of a step.
         scaler: of the losses, if any.
-        ties: parameters that two stages share.
+        ties: parameters that two stages have copies of.
         stages: of this rank.
         engine: that is to make them.
 
@@ -56,8 +56,9 @@ def updates_within(
     tied = [tie.name for tie in ties if tie.trains]
     if tied:
         raise ValueError(
-            f"updates within a step, and two stages share {tied[0]}, whose gradients are added up "
-            "at the end of it: untie or freeze it, or leave update out"
+            f"updates within a step, and two stages have copies of {tied[0]}, which exchange their "
+            "gradients at the end of it: let one rank have both uses (ties='together', which says "
+            "why where it cannot), untie or freeze it, or leave update out"
         )
     hooked = [n for stage in stages for n, p in stage.named_parameters() if has_hooks(p)]
     if hooked:

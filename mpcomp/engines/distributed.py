@@ -227,11 +227,14 @@ class DistributedEngine(Engine):
         # With updates the depth is given: on it depends by which weights gradients are made.
         searches = self._depth if updates is None else None
         choosing = searches.choosing() if searches else nullcontext()
-        if isinstance(self.schedule, InFlight1F1B):
-            self.schedule.updates = updates
         with choosing, self.mesh.failing_together():
-            with separate_gradients(self._ties, step):
+            with separate_gradients(self._ties, step) as added_up:
                 parts = parts or self._begin(microbatches, step, updates)
+                if isinstance(self.schedule, InFlight1F1B):
+                    stashed = [one.stashed for one in self._stages if one.stashed is not None]
+                    self.schedule.updates = (
+                        None if updates is None else updates.completed(stashed, added_up)
+                    )
                 self._post(trained)
                 run_schedule(self.schedule, parts, targets)
                 self._finish(train=True)

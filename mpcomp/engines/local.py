@@ -148,19 +148,25 @@ class LocalEngine(Engine):
         updates: Updates,
     ) -> None:
         """Runs one microbatch after the other, each with weights as old as in many processes."""
-        for runner in self._runners:
-            lag = lag_of(runner.index, len(self._runners))
-            runner.stashed = StashedWeights(runner.stage, updates, lag, kept=lag)
+        num_stages = len(self._runners)
         try:
-            for i, (batch, target) in enumerate(zip(microbatches, targets, strict=True)):
-                (output,) = self._run([(i, batch)], step)
-                self._backward(output, target, i, step, loss)
-                if updates.follows(i):
-                    with step.during("update", len(self._runners) - 1, i):
-                        updates.function()
-                        for runner in self._runners:
-                            assert runner.stashed is not None
-                            runner.stashed.updated()
+            with separate_gradients(self._ties, step) as added_up:
+                stashed = []
+                for runner in self._runners:
+                    lag = lag_of(runner.index, num_stages, together=self.together)
+                    ahead = self.together and runner is self._runners[-1]
+                    runner.stashed = StashedWeights(
+                        runner.stage, updates, lag, kept=lag, gathers_ahead=ahead
+                    )
+                    stashed.append(runner.stashed)
+                updates = updates.completed(stashed, added_up)
+                for i, (batch, target) in enumerate(zip(microbatches, targets, strict=True)):
+                    (output,) = self._run([(i, batch)], step)
+                    with stashed[-1].gathering(i):
+                        self._backward(output, target, i, step, loss)
+                    if updates.follows(i):
+                        with step.during("update", num_stages - 1, i):
+                            updates.function()
         finally:
             for runner in self._runners:
                 runner.stashed = None
@@ -168,8 +174,14 @@ class LocalEngine(Engine):
     def _backward(self, output: Tensor, target: Any, i: int, step: Step, loss: StepLoss) -> None:
         """Differentiates the loss of microbatch ``i``, through all stages."""
         last = len(self._runners) - 1
+        stashed = self._runners[last].stashed
         with step.during("loss", last, i):
-            part = loss(output, target, i)
+            # A loss's own parameters are as old as those of the stage that has them.
+            part = (
+                loss(output, target, i)
+                if stashed is None
+                else stashed.call(i, lambda: loss(output, target, i))
+            )
         if step.trace is not None:
             step.trace.open("backward", last, i)
         part.backward()  # type: ignore[no-untyped-call]

@@ -14,13 +14,14 @@ The order of backwards does not depend on the depth, so neither does the result,
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from mpcomp.core.spec import closest
-from mpcomp.engines.updates import Updates, in_flight_of
+from mpcomp.engines.updates import Updates, behind_of, in_flight_of
 
 __all__ = [
     "OWN",
@@ -192,7 +193,9 @@ class InFlight1F1B(PipelineScheduleSingle):  # type: ignore[misc, unused-ignore]
         stage.perform_reduce_grad(1)
 
 
-def ring_order(count: int, in_flight: int, num_ranks: int) -> Iterator[tuple[str, int]]:
+def ring_order(
+    count: int, in_flight: int, num_ranks: int, behind: int | None = None
+) -> Iterator[tuple[str, int]]:
     """Passes of the rank with the first stage and the last: ("F", "L" or "B", microbatch) each.
 
     F and B are forward and backward of the first stage, L is both of the last. All others wait for
@@ -204,15 +207,19 @@ def ring_order(count: int, in_flight: int, num_ranks: int) -> Iterator[tuple[str
         count: microbatches.
         in_flight: of them, between F and B.
         num_ranks: of the pipeline.
+        behind: of them, between L and B, from the first to the last; None for what is said here.
+            On it depends by which weights gradients are made, where these change in between.
     """
-    ahead = min(in_flight, max(num_ranks, -(-in_flight // 2)), count)
+    ahead = max(num_ranks, -(-in_flight // 2)) if behind is None else in_flight - behind
+    ahead = min(in_flight, ahead, count)
     yield from (("F", i) for i in range(ahead))
-    behind = in_flight - ahead
+    # As many of its gradients are on their way back as activations may not be on their way up.
+    steady = in_flight - ahead if behind is None else behind
+    drained = max(steady, num_ranks) if behind is None else behind
     forward, back = ahead, 0
     for last in range(count):
         yield "L", last
-        # As many of its gradients are on their way back as activations may not be on their way up.
-        if last - back == (behind if forward < count else max(behind, num_ranks)):
+        if last - back == (steady if forward < count else drained):
             yield "B", back
             back += 1
         if forward < count:
@@ -235,14 +242,21 @@ class Ring1F1B(InFlight1F1B):
     ) -> None:
         first, last, torchs = cast(Any, self._stage), self.last, cast(Any, self)
         args, _ = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
-        num_ranks = first.num_stages - 1
-        for what, i in ring_order(self._n_microbatches, self.in_flight, num_ranks):
+        num_stages, updates = first.num_stages, self.updates
+        depth, behind = self.in_flight, None
+        if updates is not None:
+            depth = in_flight_of(updates.microbatches, num_stages)
+            behind = behind_of(updates.microbatches, num_stages)
+        for what, i in ring_order(self._n_microbatches, depth, num_stages - 1, behind):
             if what == "F":
                 first.forward_one_chunk(i, args[i])
             elif what == "L":
-                output = last.forward_one_chunk(i, args[i])
-                torchs._maybe_compute_loss(last, output, target_mbs, i)
-                last.backward_one_chunk(i, loss=torchs._maybe_get_loss(last, i))
+                with nullcontext() if updates is None else last.stashed.gathering(i):
+                    output = last.forward_one_chunk(i, args[i])
+                    torchs._maybe_compute_loss(last, output, target_mbs, i)
+                    last.backward_one_chunk(i, loss=torchs._maybe_get_loss(last, i))
             else:
                 first.backward_one_chunk(i)
+                if updates is not None and updates.follows(i):
+                    first.update(updates, i)
         torchs._update_losses([first, last], losses)

@@ -92,6 +92,11 @@ class CutStage(PipelineStage):
         return self._runner.has_trainable
 
     @property
+    def stashed(self) -> StashedWeights | None:
+        """Its weights in a step in which they change; None in other steps."""
+        return self._runner.stashed
+
+    @property
     def forward_s(self) -> float:
         """Seconds of its forward passes with gradients so far."""
         return self._runner.forward_s
@@ -119,9 +124,12 @@ class CutStage(PipelineStage):
         self._autocast = autocast
         self.has_backward = step.train
         if updates is not None:
-            lag = lag_of(self.stage_index, self.num_stages)
+            together = self._runner.stage.together
+            lag = lag_of(self.stage_index, self.num_stages, together=together)
             # The schedule runs forwards as late as that: those to come want the newest weights.
-            self._runner.stashed = StashedWeights(self.submod, updates, lag, kept=0)
+            self._runner.stashed = StashedWeights(
+                self.submod, updates, lag, kept=0, gathers_ahead=together and self.is_last
+            )
         self.chunks = len(metas)
         self.clear_runtime_states()
 
@@ -279,11 +287,9 @@ class CutStage(PipelineStage):
 
     def update(self, updates: Updates, microbatch: int) -> None:
         """Changes the weights behind the backward of a microbatch. Called by the schedule."""
-        assert self._runner.stashed is not None
         self._at(microbatch, "update")
         with self._step.during("update", self.stage_index, microbatch):
             updates.function()
-            self._runner.stashed.updated()
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         pass  # the engine does, once a step and after the sum over tied weights

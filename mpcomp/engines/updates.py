@@ -11,21 +11,41 @@ As in PipeDream (Narayanan et al. 2019): the microbatches of update ``t`` run fo
 with the weights that it had after ``t - lag`` updates, where ``lag`` is the number of stages that
 follow, and backward with the same ones (weight stashing). By which weights a gradient was made
 depends on nothing else, so results are the same whatever the links and the engine.
+
+Of stages that are together (`stages.together`) the last one runs where the first does, and a tied
+weight is there once. It changes when the gradients of both uses are complete, which is when the
+first stage's are; all weights of the rank change with it. Until then the last stage goes on, and
+keeps apart what it gathers for updates to come::
+
+    rank 0   F0 F1 .. L0 F2 .. L1 B0 U F3 .. L2 B1 U       F, B: the first stage; L: the last, both
+
+A microbatch is half of its way behind it when L has it. So half of the updates that the first stage
+lacks the last one lacks as well, rounded up.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from mpcomp.core.embeddings import check_max_norm
 
-__all__ = ["StashedWeights", "Updates", "check_stashable", "in_flight_of", "lag_of"]
+__all__ = [
+    "StashedWeights",
+    "Updates",
+    "behind_of",
+    "check_stashable",
+    "in_flight_of",
+    "lag_of",
+]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -50,15 +70,49 @@ class Updates:
         """Whether an update follows the backward of this microbatch."""
         return (microbatch + 1) % self.microbatches == 0
 
+    def completed(
+        self,
+        stashed: Sequence[StashedWeights],
+        added_up: Callable[[], AbstractContextManager[None]],
+    ) -> Updates:
+        """The same ones, with a function that does all that belongs to an update.
+
+        Args:
+            stashed: weights of this rank's stages.
+            added_up: a context in which tied weights have the sum of both uses' gradients.
+        """
+
+        def function() -> None:
+            for each in stashed:
+                each.complete()
+            with added_up():
+                self.function()
+            for each in stashed:
+                each.updated()
+
+        return replace(self, function=function)
+
 
 def in_flight_of(microbatches: int, num_stages: int) -> int:
     """Microbatches under way on the first stage, of so many an update: all that its lag allows."""
     return microbatches * lag_of(0, num_stages) + 1
 
 
-def lag_of(stage: int, num_stages: int) -> int:
-    """Updates that a stage's weights lack when it runs a microbatch forward, once it is filled."""
-    return num_stages - 1 - stage
+def behind_of(microbatches: int, num_stages: int) -> int:
+    """Microbatches of these that the last stage is done with, where it is beside the first."""
+    return microbatches * lag_of(num_stages - 1, num_stages, together=True)
+
+
+def lag_of(stage: int, num_stages: int, *, together: bool = False) -> int:
+    """Updates that a stage's weights lack when it runs a microbatch forward, once it is filled.
+
+    Args:
+        stage: its number.
+        num_stages: of the pipeline.
+        together: whether the last stage changes its weights with the first.
+    """
+    following = num_stages - 1 - stage
+    return num_stages // 2 if together and not following else following
 
 
 class StashedWeights:
@@ -72,37 +126,104 @@ class StashedWeights:
         updates: of the step.
         lag: of the stage; of each parameter by name, where a whole model stands for all stages.
         kept: how many updates back weights can still be asked for.
+        gathers_ahead: whether the stage gathers gradients of an update before earlier ones are
+            made; see `gathering`.
     """
 
     def __init__(
-        self, stage: nn.Module, updates: Updates, lag: int | Mapping[str, int], *, kept: int
+        self,
+        stage: nn.Module,
+        updates: Updates,
+        lag: int | Mapping[str, int],
+        *,
+        kept: int,
+        gathers_ahead: bool = False,
     ) -> None:
         self._stage, self._updates, self._lag = stage, updates, lag
+        self._gathers_ahead = gathers_ahead
         self._num_updates = 0
+        #: What was gathered ahead, by the number of its update.
+        self._ahead: dict[int, dict[nn.Parameter, Tensor | None]] = {}
         self._versions: deque[dict[str, Tensor]] = deque([self._copied()], maxlen=kept + 1)
+
+    def _trained(self) -> dict[str, nn.Parameter]:
+        """Parameters, each by one name; a second use of a weight is one of its own."""
+        names: dict[nn.Parameter, str] = {}
+        for name, parameter in self._stage.named_parameters(remove_duplicate=False):
+            names.setdefault(parameter, name)
+        return {name: parameter for parameter, name in names.items() if parameter.requires_grad}
 
     def _copied(self) -> dict[str, Tensor]:
         """Copies that lead gradients on to the parameters."""
-        return {
-            name: parameter.clone()
-            for name, parameter in self._stage.named_parameters()
-            if parameter.requires_grad
-        }
+        return {name: parameter.clone() for name, parameter in self._trained().items()}
+
+    @contextmanager
+    def gathering(self, microbatch: int) -> Iterator[None]:
+        """Within it gradients gather apart, for the update that the microbatch belongs to.
+
+        That is where others are made before; else they gather in the parameters, as ever.
+        """
+        if not self._gathers_ahead:
+            yield
+            return
+        number = self._updates.number_of(microbatch)
+        apart = self._ahead.setdefault(number, dict.fromkeys(self._trained().values()))
+        _swap(apart)
+        try:
+            yield
+        finally:
+            _swap(apart)
+
+    def complete(self) -> None:
+        """Adds what was gathered apart for the update that is made next."""
+        for parameter, grad in self._ahead.pop(self._num_updates, {}).items():
+            if grad is not None:
+                parameter.grad = grad if parameter.grad is None else parameter.grad + grad
 
     def updated(self) -> None:
         """Takes note of an update."""
         self._num_updates += 1
-        if self._num_updates < self._updates.count:  # nothing runs forward behind the last one
+        if self._num_updates < self._updates.count:
             self._versions.append(self._copied())
+        else:  # nothing runs forward behind the last one
+            self._versions.clear()
+
+    def call(self, microbatch: int, function: Callable[[], T]) -> T:
+        """Calls a function while the stage has the weights for a microbatch."""
+        weights = self._weights(microbatch, "stage.")
+        found: T = functional_call(_Holding(self._stage), weights, (function,))
+        return found
 
     def stage_for(self, microbatch: int) -> Callable[..., Any]:
         """The stage with the weights for a microbatch, to be called as the stage is."""
+        weights = self._weights(microbatch)
+        return lambda *args, **kwargs: functional_call(self._stage, weights, args, kwargs)
+
+    def _weights(self, microbatch: int, prefix: str = "") -> dict[str, Tensor]:
         number = self._updates.number_of(microbatch)
         weights = {}
         for name in self._versions[-1]:
             lag = self._lag if isinstance(self._lag, int) else self._lag[name]
-            weights[name] = self._versions[max(0, number - lag) - self._num_updates - 1][name]
-        return lambda *args, **kwargs: functional_call(self._stage, weights, args, kwargs)
+            version = self._versions[max(0, number - lag) - self._num_updates - 1]
+            weights[prefix + name] = version[name]
+        return weights
+
+
+class _Holding(nn.Module):
+    """A module that has a stage, and calls any function."""
+
+    def __init__(self, stage: nn.Module) -> None:
+        super().__init__()
+        self.stage = stage
+
+    def forward(self, function: Callable[[], T]) -> T:
+        return function()
+
+
+def _swap(gradients: dict[nn.Parameter, Tensor | None]) -> None:
+    """Gives parameters these gradients for those that they have, and the other way round."""
+    for parameter, grad in gradients.items():
+        gradients[parameter], parameter.grad = parameter.grad, grad
 
 
 def check_stashable(stages: Sequence[nn.Module]) -> None:

@@ -21,8 +21,8 @@ until the token comes again; methods that keep an estimate of all rows send all.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
 from torch import Tensor, nn
@@ -272,18 +272,37 @@ def check_alike(ties: Sequence[Tie], trained: int, frozen: int) -> None:
 
 
 @contextmanager
-def separate_gradients(ties: Sequence[Tie], step: Step) -> Iterator[None]:
+def separate_gradients(
+    ties: Sequence[Tie], step: Step
+) -> Iterator[Callable[[], AbstractContextManager[None]]]:
     """Within it both uses of a tie gather their gradients apart; at its end they are added up.
 
-    If it ends with an error, they have what they had before.
+    What it gives is a context for an update before the end, in which they are added up as well. If
+    it ends with an error, they have what they had before.
     """
     check_alike(ties, *trained_and_frozen(ties))
     training = [tie for tie in ties if tie.trains]
     before = [tie.take_gradients() for tie in training]
-    try:
-        yield
+
+    def follow() -> None:
+        for tie in ties:
+            tie.follow()
+
+    def add_up() -> None:
         for tie, held in zip(training, before, strict=True):
             tie.add_up(held, step)
+
+    @contextmanager
+    def added_up() -> Iterator[None]:
+        add_up()
+        yield
+        before[:] = [tie.take_gradients() for tie in training]
+        follow()
+
+    follow()
+    try:
+        yield added_up
+        add_up()
     except BaseException:
         for tie, held in zip(training, before, strict=True):
             tie.put_back(held)

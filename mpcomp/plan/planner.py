@@ -180,9 +180,9 @@ class Planner:
     def asynchronous_s(self, step: PlannedStep, updates: int) -> float | None:
         """Seconds that a planned step takes where the pipeline does not drain between so many.
 
-        None where it must, for weights that are used twice or replicas.
+        None where it must, for copies of a weight on two hosts or replicas.
         """
-        if step.ties or step.exchange_s or self.profile.again is not None:
+        if step.ties or step.exchange_s:
             return None
         return self._predict(step.counts, step.cuts, self.network, updates).step_s
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mpcomp.comm.all_gather import num_rounds
-from mpcomp.engines.updates import in_flight_of
+from mpcomp.engines.updates import behind_of, in_flight_of
 from mpcomp.plan.coding import Coding, CutCost
 from mpcomp.plan.network import Network
 from mpcomp.plan.timeline import StageTimes, Timeline, timeline
@@ -69,8 +69,11 @@ def predict(
     """
     if updates < 1:
         raise ValueError(f"updates is {updates}: pass at least 1")
+    behind = None
     if updates > 1:
         in_flight = in_flight_of(chunks, len(compute))
+        if len(compute) > len(network.host_mbps):
+            behind = behind_of(chunks, len(compute))
     chunks *= updates
     none = Coding()
     after = [*(cut.coding for cut in cuts), none]
@@ -92,6 +95,7 @@ def predict(
         network,
         chunks=chunks,
         in_flight=in_flight,
+        behind=behind,
         num_cores=num_cores,
     )
     # Once before the first microbatch and once after the last, between all ranks.

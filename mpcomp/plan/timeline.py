@@ -117,6 +117,7 @@ def timeline(
     *,
     chunks: int,
     in_flight: int | None = None,
+    behind: int | None = None,
     num_cores: int | None = None,
 ) -> Timeline:
     """Simulates a step.
@@ -127,13 +128,15 @@ def timeline(
         network: of the hosts.
         chunks: microbatches of a step.
         in_flight: microbatches under way on the first stage; None for the engine's own choice.
+        behind: of them, where a last stage on the first host is done with them, as `ring_order`
+            has it.
         num_cores: that all hosts share; None gives each its own.
 
     Raises:
         ValueError: numbers of stages, cuts and hosts that do not fit, or a count below 1.
     """
     _check(stages, messages, network, chunks, in_flight, num_cores)
-    return _Simulation(stages, messages, network, chunks, in_flight, num_cores).run()
+    return _Simulation(stages, messages, network, chunks, in_flight, behind, num_cores).run()
 
 
 def _check(
@@ -217,11 +220,11 @@ class _Stage:
                 yield self.forward
 
     def order_with(
-        self, last: _Stage, chunks: int, depth: int, num_hosts: int
+        self, last: _Stage, chunks: int, depth: int, num_hosts: int, behind: int | None
     ) -> Iterator[_Passes]:
         """The order of `Ring1F1B`, on the host of the first stage, this one, and of the last."""
         passes = {"F": [self.forward], "L": [last.forward, last.backward], "B": [self.backward]}
-        for what, _ in ring_order(chunks, depth, num_hosts):
+        for what, _ in ring_order(chunks, depth, num_hosts, behind):
             yield from passes[what]
 
 
@@ -240,6 +243,7 @@ class _Simulation:
         network: Network,
         chunks: int,
         in_flight: int | None,
+        behind: int | None,
         num_cores: int | None,
     ) -> None:
         num_stages, num_hosts = len(stages), len(network.host_mbps)
@@ -249,11 +253,13 @@ class _Simulation:
         for (one, other), sent in zip(itertools.pairwise(made), messages, strict=True):
             one.forward.send_to(other.forward, sent.act_bytes)
             other.backward.send_to(one.backward, sent.grad_bytes)
-        depth = min(chunks, in_flight or 2 * num_stages - 1)
+        depth = in_flight or 2 * num_stages - 1
+        if behind is None:
+            depth = min(chunks, depth)
         for i, (host, stage) in enumerate(zip(self._hosts, made, strict=False)):
-            host.order = stage.order(chunks, warmup_of(i, num_stages, depth))
+            host.order = stage.order(chunks, min(chunks, warmup_of(i, num_stages, depth)))
         if num_stages > num_hosts:
-            self._hosts[0].order = made[0].order_with(made[-1], chunks, depth, num_hosts)
+            self._hosts[0].order = made[0].order_with(made[-1], chunks, depth, num_hosts, behind)
         self._wires = Wires(network, num_stages)
         self._free_cores = num_hosts if num_cores is None else num_cores
         #: Passes of which one could begin, in the order in which they could.

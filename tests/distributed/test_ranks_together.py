@@ -11,6 +11,7 @@ from runs import KINDS, train
 
 import mpcomp
 from mpcomp.engines.schedules import ring_order
+from mpcomp.engines.updates import behind_of, in_flight_of, lag_of
 
 CODED = {"act": "ef+topk:0.3", "grad": "ef21+topk:0.3"}
 
@@ -171,3 +172,26 @@ def test_the_order_of_the_first_rank(count, in_flight, num_ranks):
         assert done["F"] >= done["L"] >= done["B"]
         assert done["F"] - done["B"] <= in_flight
     assert done == Counter(F=count, L=count, B=count)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("of_each", [1, 2, 3])
+@pytest.mark.parametrize("updates", [1, 2, 5, 12])
+def test_the_order_of_the_first_rank_with_updates(updates, of_each, num_ranks):
+    """Each pass of the first stage and the last one comes after as many updates as its lag says."""
+    stages = num_ranks + 1
+    lags = {"F": num_ranks, "L": -(-num_ranks // 2)}
+    assert lags == {
+        "F": lag_of(0, stages, together=True),
+        "L": lag_of(num_ranks, stages, together=True),
+    }
+    in_flight, behind = in_flight_of(of_each, stages), behind_of(of_each, stages)
+    done: Counter[str] = Counter()
+    for what, i in ring_order(updates * of_each, in_flight, num_ranks, behind):
+        assert done[what] == i
+        if what in lags:
+            assert done["B"] // of_each == max(0, i // of_each - lags[what])
+        done[what] += 1
+        assert done["F"] >= done["L"] >= done["B"]
+        assert done["F"] - done["B"] <= in_flight and done["L"] - done["B"] <= behind + 1
+    assert done == Counter(dict.fromkeys("FLB", updates * of_each))

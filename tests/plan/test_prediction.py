@@ -40,6 +40,23 @@ def test_a_pipeline_that_does_not_drain_waits_once_a_call() -> None:
         predict(compute, [cut] * 3, network, chunks=2, updates=0)
 
 
+@pytest.mark.parametrize("num_hosts", [2, 3, 4, 8])
+@pytest.mark.parametrize("latency_s", [0.0, 0.5])
+def test_a_last_stage_on_the_first_host_drains_once_a_call(
+    num_hosts: int, latency_s: float
+) -> None:
+    """The first host is as busy as can be, within what a microbatch takes around the ring."""
+    compute = [Compute(1, 2)] * num_hosts + [Compute(0.25, 0.5)]
+    cut = CutCost(Coding(), Messages(0, 0))
+    network = Network.alike(num_hosts, math.inf, latency_s)
+    times = [
+        predict(compute, [cut] * num_hosts, network, chunks=2, updates=updates).step_s
+        for updates in (1, 2, 8, 64)
+    ]
+    assert times == sorted(times, reverse=True)
+    assert 2 * 3.75 <= times[-1] <= 1.3 * 2 * 3.75
+
+
 def test_ranks_agree_and_not_stages() -> None:
     """Sixteen have each other's records after one round; the seventeenth stage is on the first."""
     latency_s, cut = 0.25, CutCost(Coding(), Messages(0, 0))

@@ -79,16 +79,16 @@ def test_a_rest_of_an_epoch_that_fills_no_call_is_left_out():
 def test_two_processes_train_the_run_of_one(ranks, tmp_path, words):
     """Also where it is resumed; a mistake is said by one of them, before there is a folder."""
     methods = ["--act", "quant:4", "--grad", "ef+topk:0.2"]
-    command = [*TEXT, "--data", words, *methods]
+    tied = [one for one in TEXT if one != "--untie"]
+    command = [*tied, "--data", words, *methods]
     parts, alone, none = tmp_path / "parts", tmp_path / "alone", tmp_path / "none"
-    tied = [one for one in command if one != "--untie"]
     *ended, mistaken = zip(
         *ranks(
             recipes_of,
             2,
             [*command, "--out", str(parts), "--stop-after", "1"],
             ["--resume", str(parts)],
-            [*tied, "--out", str(none)],
+            [*command, "--tie", "none", "--out", str(none)],
         ),
         strict=True,
     )
