@@ -95,6 +95,7 @@ class RaceConfig(RunConfig):
     )
 
     rival: str | None = None  # a name in RIVALS and its rank ÷ the width, as in subspace:5/32
+    tied: bool = False  # the head's weight is the embedding's
     model: str = "small"  # one of SIZES
     split: str = "8"
     epochs: int = 1
@@ -165,11 +166,13 @@ class Entrant(ABC):
 
     Attributes:
         module: whose parameters are trained.
+        num_cuts: between its stages.
         act_bytes: that crossed all cuts forward so far, in training.
         grad_bytes: and backward.
     """
 
     module: nn.Module
+    num_cuts: int
     act_bytes: float
     grad_bytes: float
 
@@ -201,6 +204,7 @@ class Piped(Entrant):
                 vocab=size.vocab,
                 context=size.context,
                 seed=config.seed,
+                tied=config.tied,
             ),
             chunks=size.chunks * config.updates,
             split=equal_stages(size.num_blocks, size.num_blocks),
@@ -210,6 +214,7 @@ class Piped(Entrant):
             loss_fn=token_loss,
             seed=config.seed,
         )
+        self.num_cuts = len(self._pipe.boundaries)
 
     def train(self, batches: Sequence[Batch], update: Callable[[], None]) -> None:
         if self._updates > 1:
@@ -271,6 +276,7 @@ class Changed(Entrant):
         ).to(device)
         self.act_bytes = self.grad_bytes = 0.0
         self._num_stages = size.num_blocks
+        self.num_cuts = size.num_blocks - 1
         self._stage_of = {name: self._stage(name) for name, _ in self._model.named_parameters()}
 
     def _stage(self, name: str) -> int:
@@ -290,8 +296,7 @@ class Changed(Entrant):
             model = self._model if stashed is None else stashed.stage_for(i)
             token_loss(model(x), y).backward()  # type: ignore[no-untyped-call]
             self._clip_gradients()
-            num_cuts = len(self._model.blocks) - 1
-            sent = num_cuts * x.numel() * self._model.numbers_sent * NUMBER_BYTES
+            sent = self.num_cuts * x.numel() * self._model.numbers_sent * NUMBER_BYTES
             self.act_bytes += sent
             self.grad_bytes += sent
             update()
@@ -351,7 +356,7 @@ def race(config: RaceConfig, text: RaceText, device: torch.device) -> Line:
             if smoothed(readings)[-1][1] <= config.target:
                 break
     size = config.size
-    elements = step * (size.num_blocks - 1) * size.chunks * size.message_elements
+    elements = step * entrant.num_cuts * size.chunks * size.message_elements
     return {
         "steps": steps_to(config.target, readings),
         "trained_steps": step,
@@ -365,6 +370,7 @@ def race(config: RaceConfig, text: RaceText, device: torch.device) -> Line:
         "act": config.act[0],
         "grad": config.grad[0],
         "updates": config.updates,
+        "tied": config.tied,
     }
 
 

@@ -122,8 +122,10 @@ def _headlines(
         if own_shape is not None:
             codings.append(_coding(row, runs, own_shape))
         # With 64 microbatches a step is long: what one that does not drain lacks was not counted.
+        # Nor was what the stage more of a tied model takes.
+        counted = _updates(runs) == 1 and not _tied(runs)
         seconds_at_shape = [
-            None if coding is None or _updates(runs) > 1 else benchmark_step_s(bits, coding)
+            None if coding is None or not counted else benchmark_step_s(bits, coding)
             for coding in codings
         ]
         cells.append(MISSING if seconds_at_shape[0] is None else f"{seconds_at_shape[0]:.1f}")
@@ -168,9 +170,9 @@ def _connections(rows: Mapping[str, Mapping[int, Run]], speed: Mapping[str, Any]
 def _seconds(
     row: str, runs: Mapping[int, Run], links: Links, speed: Mapping[str, Any]
 ) -> float | None:
-    """Of a step; None if its coding was not measured."""
+    """Of a step; None if its coding or stages were not measured."""
     coding, bits = _coding(row, runs, speed), _bits(list(runs.values()))
-    if coding is None:
+    if coding is None or _tied(runs):
         return None
     size = SIZES["small"]
     codes = coding.times(size.message_elements)
@@ -181,6 +183,11 @@ def _updates(runs: Mapping[int, Run]) -> int:
     """Steps between which the pipeline of a row does not drain; lines of before do not say so."""
     found: int = max(run.get("updates", 1) for run in runs.values())
     return found
+
+
+def _tied(runs: Mapping[int, Run]) -> bool:
+    """Whether the last stage of a row's model is one more, on the first host."""
+    return any(run.get("tied", False) for run in runs.values())
 
 
 def _in_words(seconds: float | None) -> str:

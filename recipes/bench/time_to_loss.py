@@ -31,12 +31,14 @@ class Row(NamedTuple):
         grad: method of gradients.
         rival: the model, and its rank ÷ the width.
         updates: steps between which the pipeline does not drain; NAdam then makes them.
+        tied: the head's weight is the embedding's, and the last stage is on the first rank.
     """
 
     act: str = "none"
     grad: str = "none"
     rival: str | None = None
     updates: int = 1
+    tied: bool = False
 
 
 _SYNCHRONOUS: Final[dict[str, Row]] = {
@@ -67,11 +69,15 @@ _BOTH_WAYS: Final = (
     *("bf16", "tiles of 64, 4 bits", "auto:scratch", "klt, step 0.4 / 1, dithered"),
     "subspace, rank 5/32",
 )
+#: In both ways as well.
+_TIED: Final = {f"{name}, tied": _SYNCHRONOUS[name]._replace(tied=True) for name in ("bf16",)}
 ROWS: Final[dict[str, Row]] = {
     **_SYNCHRONOUS,
     **{
         f"{name}{ASYNCHRONOUS}": _SYNCHRONOUS[name]._replace(updates=UPDATES) for name in _BOTH_WAYS
     },
+    **_TIED,
+    **{f"{name}{ASYNCHRONOUS}": row._replace(updates=UPDATES) for name, row in _TIED.items()},
 }
 
 
@@ -128,8 +134,8 @@ def runs(options: argparse.Namespace, num_processes: int) -> Runs[RaceConfig]:
 
 def configuration(options: argparse.Namespace, row: str, seed: int) -> RaceConfig:
     """The race of one row and seed."""
-    act, grad, rival, updates = ROWS[row]
-    chosen = {**given(options, RaceConfig), "precision": "fp32", "updates": updates}
+    act, grad, rival, updates, tied = ROWS[row]
+    chosen = {**given(options, RaceConfig), "precision": "fp32", "updates": updates, "tied": tied}
     return RaceConfig(**{**chosen, "act": (act,), "grad": (grad,), "rival": rival, "seed": seed})
 
 

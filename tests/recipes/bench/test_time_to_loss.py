@@ -36,6 +36,8 @@ def test_the_better_of_on_and_off_counts() -> None:
         pytest.param("bf16", marks=pytest.mark.slow),
         pytest.param("klt, step 0.2 / 1", marks=pytest.mark.slow),
         pytest.param("bf16, asynchronous", marks=pytest.mark.slow),
+        pytest.param("bf16, tied", marks=pytest.mark.slow),
+        pytest.param("bf16, tied, asynchronous", marks=pytest.mark.slow),
         pytest.param("subspace, rank 5/32, asynchronous", marks=pytest.mark.slow),
         "subspace, rank 5/32",
     ],
@@ -52,7 +54,9 @@ def test_short_race(row: str, tmp_path, capsys) -> None:
     (line,) = read_json_lines(tmp_path / "race.jsonl")
     assert line["steps"] is None
     assert line["trained_steps"] == steps
-    expected = {"bf16": (16.0, 16.1), "subspace, rank 5/32": (2.5, 2.5)}.get(
+    assert line["tied"] == (", tied" in row)
+    dense = (16.0, 16.1)
+    expected = {"bf16": dense, "bf16, tied": dense, "subspace, rank 5/32": (2.5, 2.5)}.get(
         row.partition(", asyn")[0], (1.0, 8.0)
     )
     for key in ("act_bits", "grad_bits"):
@@ -164,6 +168,15 @@ def test_rows_that_do_not_drain_between_steps() -> None:
             assert cell == f"{seconds:.3f}"
     # What such steps cost at the benchmark's own shape was not counted.
     assert asynchronous[0][-3:] == ["–"] * 3 and "–" not in half[0]
+
+
+def test_a_tied_row_has_steps_and_no_seconds() -> None:
+    """What a stage more takes was not measured."""
+    lines = [line("bf16", 0, 100.0, 16), {**line("bf16, tied", 0, 120.0, 16), "tied": True}]
+    tables = render(lines, FREE).split("\n\n")
+    tied = [row.split() for row in "\n".join(tables).splitlines() if row.startswith("bf16, tied")]
+    assert tied[0][2:6] == ["1/1", "120", "16.00", "/"] and tied[0][-7:] == ["–"] * 7
+    assert set(tied[1][2:]) == set(tied[2][2:]) == {"–"}
 
 
 def test_a_pipeline_that_does_not_drain_takes_less_time_the_longer_its_calls_are() -> None:
