@@ -395,6 +395,11 @@ def _refuse(pipe: Pipeline, args: TrainingArguments, kwargs: dict[str, Any]) -> 
             f"PipelineTrainer with replicas={pipe.num_replicas}: its ranks see the same batches; "
             "train replicas in a loop of your own, with mpcomp.ReplicaSampler"
         )
+    if pipe.first_data is not None:
+        raise ValueError(
+            "PipelineTrainer with data='first': its loop takes a batch on every rank; build the "
+            "pipeline with data='all', or train in a loop of your own"
+        )
     for name, cure in _CURES.items():
         value = kwargs[name] if name in kwargs else getattr(args, name, None)
         if value:

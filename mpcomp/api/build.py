@@ -44,6 +44,7 @@ def pipeline(
     tie_comp: MethodLike = None,
     ties: str | None = None,
     network: ReplicaNetwork | None = None,
+    data: str = "all",
     split: Where | None = None,
     sample: Any = None,
     devices: str | torch.device | Sequence[str | torch.device] | None = None,
@@ -69,7 +70,8 @@ def pipeline(
     In one process all stages are here, share the model's parameters and move to their devices.
     Under torchrun, or in an initialised process group, each rank keeps its own stages and lets go
     of the rest; every rank calls this with the same arguments, and then makes the same calls with
-    the same data. The result is the same; on CPUs bit for bit, with as many threads a process.
+    the same data (or see ``data``). The result is the same; on CPUs bit for bit, with as many
+    threads a process.
 
     Args:
         model: an `nn.Sequential` (such as `stages.resnet18`), a causal language model of
@@ -94,6 +96,10 @@ def pipeline(
             blocks give crosses one more cut. "apart" gives both stages a copy. None is "together"
             with the engine's own schedule where the model allows it and ``tie_comp`` is not given.
         network: how replicas are connected, which decides about the way of their gradients.
+        data: which ranks are given batches: "all", or "first" for the first of each pipeline alone,
+            which tells the others sizes, masks, positions and sample ids (`Pipeline.has_data`).
+            Inputs and targets do not leave it. It needs the last stage on that rank too, as where
+            ``ties`` are together.
         split: number of stages, block counts, names of blocks to cut after, "paper", or "time";
             by default one stage a device or rank (two a rank with interleaved and V schedules).
             "time" makes as many, balanced by the time that each block takes on ``sample``: with
@@ -175,6 +181,7 @@ def build(model: nn.Module, config: PipelineConfig) -> Pipeline:
     }
     with launch.failing_together():
         cut = launch.cut(model)
+        config.check_data(cut)
         loss_fn = config.loss_for(cut)
         boundaries = boundaries_of(
             config.act_comp,
@@ -233,4 +240,5 @@ def build(model: nn.Module, config: PipelineConfig) -> Pipeline:
         replica_sync=replica_sync,
         plain_model=plain.model,
         compares_copies=config.checks != "none",
+        data_first=config.data == "first",
     )

@@ -28,6 +28,7 @@ __all__ = ["PipelineConfig"]
 _ENGINES = ("local", "distributed")
 _CHECKS = ("none", "state", "message")
 _TIES = ("together", "apart")
+_DATA = ("all", "first")
 
 
 def _same(shown: Callable[[Any], Any] = lambda value: value, name: str = "") -> dict[str, Any]:
@@ -65,6 +66,7 @@ class PipelineConfig:
     tie_comp: MethodLike = field(metadata=_of_rank("links compare the methods that it comes to"))
     ties: str | None = field(metadata=_of_rank("ranks compare the stages that it comes to"))
     network: ReplicaNetwork | None = field(metadata=_same(str))
+    data: str = field(metadata=_same())
     split: Where | None = field(metadata=_of_rank("ranks compare the stages that it comes to"))
     sample: Any = field(
         metadata=_of_rank("a batch to measure with, and every rank measures itself")
@@ -118,6 +120,8 @@ class PipelineConfig:
             raise ValueError(f"ties={self.ties!r}: expected one of {', '.join(_TIES)}, or None")
         if self.ties == "together":
             self._check_together()
+        if self.data not in _DATA:
+            raise ValueError(f"data={self.data!r}: expected one of {', '.join(_DATA)}")
         for name in ("in_flight", "in_flight_bytes"):
             if getattr(self, name) is not None and self.schedule is not None:
                 raise ValueError(
@@ -170,6 +174,33 @@ class PipelineConfig:
                 raise ValueError(
                     f"ties='together' with {name}={value!r}: {why}; leave one of the two out"
                 )
+
+    def check_data(self, cut: Sequence[staging.Stage]) -> None:
+        """Checks that the first rank can be the only one with data.
+
+        Raises:
+            ValueError: another has the last stage.
+        """
+        v_shaped = schedule_named(self.schedule).v_shaped
+        if self.data == "all" or len(cut) == 1 or cut[0].together or v_shaped:
+            return
+        apart = {"ties": self.ties, "tie_comp": self.tie_comp, "shard": self.shard}
+        given = {name: value for name, value in apart.items() if value}
+        if self.schedule is not None:
+            why = (
+                f"schedule={self.schedule!r} places it on the last rank; leave schedule out, or "
+                "take 'ZBVZeroBubble' or 'DualPipeV'"
+            )
+        elif given and not self.together:
+            shown = ", ".join(f"{name}={value!r}" for name, value in given.items())
+            why = f"with {shown} it is on the last rank; leave that out"
+        else:
+            why = cut[0].why_apart or "no weight of the first stage is used in it again"
+            why += "; leave data out, and give every rank the batches"
+        raise ValueError(
+            "data='first', but the last stage, which needs targets, is not on the first rank: "
+            + why
+        )
 
     def compared(self) -> dict[str, Any]:
         """The fields that must be the same on all ranks, as words and numbers."""

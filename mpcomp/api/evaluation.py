@@ -9,45 +9,46 @@ from typing import Any
 from torch import Tensor, nn
 
 from mpcomp.comm.mesh import Mesh
-from mpcomp.core.loss import is_sum, num_terms, with_target
+from mpcomp.core.loss import is_sum, num_terms
 from mpcomp.core.loss_check import LossCheck
 from mpcomp.core.microbatch import map_tensors
 
-__all__ = ["Metric", "evaluating", "mean_over", "pair_of"]
+__all__ = ["Metric", "Sums", "evaluating", "mean_of", "pair_of", "sums_over"]
 
 Metric = Callable[[Tensor, Any], Any]
 
 
-def mean_over(
-    infer: Callable[[Any, Any], tuple[list[Tensor], list[Any]]],
-    loader: Iterable[Any],
-    metric: Metric,
-    mesh: Mesh,
-    check: LossCheck,
-) -> float | dict[str, float]:
-    """The mean of ``metric`` over the terms of a loader: rows, or what the metric says.
+#: Of the rows that a rank has judged: sums by name, terms, whether names are the metric's, and
+#: whether it is a sum.
+Sums = tuple[dict[str, float], float, bool, bool]
 
-    What it gives for all rows of the loader together: of a sum the sum.
+
+def sums_over(
+    inferred: Iterable[tuple[list[Tensor], list[Any], Any]],
+    metric: Metric,
+    check: LossCheck,
+    mesh: Mesh,
+) -> Sums | None:
+    """The sums of ``metric`` over the terms of a loader: rows, or what the metric says.
 
     Args:
-        infer: called with each batch and target, gives the outputs and targets of microbatches;
-            no outputs on a rank without them.
-        loader: yields (batch, target), (batch, target, anything else), or mappings with labels.
+        inferred: of each batch, outputs and targets of its microbatches, and the target; no outputs
+            on a rank without them.
         metric: the mean over a microbatch: a number, a 0-d tensor, or a mapping of those.
-        mesh: the ranks; sums from those with outputs are added up.
         check: of the metric.
+        mesh: the ranks.
+
+    Returns:
+        The sums; None on a rank without outputs.
 
     Raises:
-        ValueError: the loader is empty, nothing in it counts, a metric is no single number, or the
-            check fails.
-        TypeError: the loader yields something else, or the metric returns something else.
+        ValueError: a metric is no single number, or the check fails.
+        TypeError: the metric returns something else.
     """
     totals: dict[str, float] = {}
     terms = 0.0
     judged, named, summed = False, True, is_sum(metric)
-    for item in loader:
-        batch, target = with_target(*pair_of(item))
-        outputs, targets = infer(batch, target)
+    for outputs, targets, target in inferred:
         watch = check.begin(len(outputs), target)
         for output, part in zip(outputs, targets, strict=bool(outputs)):
             judged = True
@@ -66,16 +67,29 @@ def mean_over(
             terms += weight
             for key, mean in means:
                 totals[key] = totals.get(key, 0.0) + mean * (1.0 if summed else weight)
-    own = [totals, terms, named] if judged else None
+    return (totals, terms, named, summed) if judged else None
+
+
+def mean_of(own: Sums | None, mesh: Mesh) -> float | dict[str, float]:
+    """The value of a metric for all rows of all loaders together: of a sum the sum.
+
+    Args:
+        own: of this rank.
+        mesh: the ranks.
+
+    Raises:
+        ValueError: there were no batches, or nothing in them counts; on every rank.
+    """
     found = [sums for sums in mesh.all_gather_object(own) if sums]
     if not found:
         raise ValueError("evaluate: the loader yielded no batch")
     found = [sums for sums in found if sums[1]]
     if not found:
         raise ValueError("evaluate: no token of the loader's batches has a label")
-    all_terms = 1.0 if summed else sum(terms for _, terms, _ in found)
+    _, _, named, summed = found[0]
+    all_terms = 1.0 if summed else sum(terms for _, terms, *_ in found)
     result = {key: sum(totals[key] for totals, *_ in found) / all_terms for key in found[0][0]}
-    return result if found[0][2] else result[""]
+    return result if named else result[""]
 
 
 def pair_of(item: object, caller: str = "evaluate") -> tuple[Any, Any]:

@@ -13,10 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import stages as staging
-from mpcomp.api.evaluation import evaluating
 from stages.language_models import StageCaches
 
 __all__ = ["generate"]
@@ -37,11 +36,9 @@ class NextTokens(Protocol):
 
 def generate(
     next_tokens: NextTokens,
-    model: nn.Module,
     cut: Sequence[staging.Stage],
     replica: int,
-    check_finite: Callable[[], None],
-    input_ids: Tensor,
+    input_ids: Tensor | None,
     *,
     attention_mask: Tensor | None = None,
     max_new_tokens: int = 20,
@@ -58,12 +55,12 @@ def generate(
 ) -> Tensor:
     """Continues token sequences; see `Pipeline.generate`, which documents the other arguments.
 
+    Called in evaluation mode and without gradients.
+
     Args:
         next_tokens: runs the stages.
-        model: those of this rank.
         cut: all stages.
         replica: which of the replicas, whose tokens `next_tokens` gives, is this one.
-        check_finite: raises FloatingPointError for NaN or Inf at a cut.
     """
     lm: Any = cut[0].original
     if not cut[0].is_causal_lm:
@@ -73,6 +70,8 @@ def generate(
             f"generate: {type(lm).__name__} is recurrent and keeps a state, but stages keep keys "
             "and values alone; generate with the whole model: pipe.merge().generate(...)"
         )
+    if input_ids is None:
+        raise ValueError("generate: there is no prompt: pass input_ids [b, s]")
     _check(cut, input_ids, attention_mask, max_new_tokens, temperature, top_p)
     config = getattr(lm, "generation_config", None)
     ends = _ids(eos_token_id if eos_token_id is not None else getattr(config, "eos_token_id", None))
@@ -113,35 +112,33 @@ def generate(
     agreed = (max_new_tokens, ends, do_sample, temperature, top_k, top_p, repetition_penalty, seed)
     if streamer is not None:
         streamer.put(ids)
-    with evaluating(model, *cut), torch.no_grad():
-        fed = ids
-        positions = (mask.cumsum(dim=-1) - 1).clamp(min=0)
-        for i in range(max_new_tokens):
-            batch = {
-                "input_ids": fed,
-                "attention_mask": mask,
-                "position_ids": positions,
-                "past_key_values": caches,
-                "logits_to_keep": 1,
-            }
-            same = None if i else (*agreed, pad_token_id)
-            tokens_of = next_tokens(batch, choose, call=i, same=same)
-            going = going or [torch.ones_like(tokens, dtype=torch.bool) for tokens in tokens_of]
-            own = going[replica]
-            chosen = torch.where(own, tokens_of[replica], pad_token_id)
-            if own.any():  # else this replica only keeps pace with another
-                ids = torch.cat([ids, chosen[:, None]], dim=1)
-                if streamer is not None:
-                    streamer.put(chosen)
-            for tokens, rows in zip(tokens_of, going, strict=True):
-                for end in ends:
-                    rows &= tokens != end
-            if not any(bool(rows.any()) for rows in going):
-                break
-            fed = chosen[:, None]
-            positions = positions[:, -1:] + 1
-            mask = torch.cat([mask, torch.ones_like(fed)], dim=1)
-    check_finite()  # a method may hide it
+    fed = ids
+    positions = (mask.cumsum(dim=-1) - 1).clamp(min=0)
+    for i in range(max_new_tokens):
+        batch = {
+            "input_ids": fed,
+            "attention_mask": mask,
+            "position_ids": positions,
+            "past_key_values": caches,
+            "logits_to_keep": 1,
+        }
+        same = None if i else (*agreed, pad_token_id)
+        tokens_of = next_tokens(batch, choose, call=i, same=same)
+        going = going or [torch.ones_like(tokens, dtype=torch.bool) for tokens in tokens_of]
+        own = going[replica]
+        chosen = torch.where(own, tokens_of[replica], pad_token_id)
+        if own.any():  # else this replica only keeps pace with another
+            ids = torch.cat([ids, chosen[:, None]], dim=1)
+            if streamer is not None:
+                streamer.put(chosen)
+        for tokens, rows in zip(tokens_of, going, strict=True):
+            for end in ends:
+                rows &= tokens != end
+        if not any(bool(rows.any()) for rows in going):
+            break
+        fed = chosen[:, None]
+        positions = positions[:, -1:] + 1
+        mask = torch.cat([mask, torch.ones_like(fed)], dim=1)
     if streamer is not None:
         streamer.end()
     return ids.to(input_ids.device)

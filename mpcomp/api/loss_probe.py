@@ -37,6 +37,8 @@ def measure_losses(
     targets: Sequence[Any],
     step: Step,
     loss_fn: LossFn,
+    *,
+    compares: bool,
 ) -> None:
     """Measures, for links that want it in this step; every rank makes the same passes.
 
@@ -48,17 +50,13 @@ def measure_losses(
         targets: of these.
         step: the step to come.
         loss_fn: of training.
+        compares: whether all ranks have the batch, and compare it.
     """
-    due = [
-        (link, state)
-        for link, state in zip(adaptation.links, adaptation.states, strict=True)
-        if state.measures_losses and link.enabled(step)
-    ]
+    due = adaptation.measuring(step)
     if not due:
         return
     chosen = step.index % len(microbatches)
     batch, target = microbatches[chosen], targets[chosen]
-    terms = num_terms(loss_fn, target, num_rows(batch))
     beside = replace(
         step,
         train=False,
@@ -69,9 +67,10 @@ def measure_losses(
 
     @cache  # most links share the pass in which nothing is changed
     def loss_with(probe: Probe) -> float:
-        outputs = engine.forward([batch], replace(beside, probe=probe), (batch,))
-        if not outputs or not terms:  # the mean over nothing is NaN
-            return 0.0
+        same = (batch,) if compares else ()
+        outputs = engine.forward([batch], replace(beside, probe=probe), same)
+        if not outputs or not num_terms(loss_fn, target, num_rows(batch)):
+            return 0.0  # the mean over nothing is NaN
         on_device = map_tensors(target, lambda t: t.to(outputs[0].device))
         return float(loss_fn(outputs[0], on_device))
 

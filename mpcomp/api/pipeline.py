@@ -9,7 +9,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -20,7 +20,8 @@ import stages as staging
 from mpcomp import checkpoint
 from mpcomp.api.comparison import Comparison
 from mpcomp.api.equal_copies import EqualCopies
-from mpcomp.api.evaluation import Metric, evaluating, mean_over
+from mpcomp.api.evaluation import Metric, Sums, evaluating, mean_of, pair_of, sums_over
+from mpcomp.api.first_data import FirstData
 from mpcomp.api.generation import generate
 from mpcomp.api.gradient_hooks import hooks_once
 from mpcomp.api.learned_loss import LeafCheck
@@ -62,6 +63,8 @@ from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.data_parallel.exchange import Exchange
 from mpcomp.data_parallel.replica_sync import ReplicaSync
 from mpcomp.engines.base import Engine
+from mpcomp.engines.distributed import DistributedEngine
+from mpcomp.engines.outline import Outline
 from mpcomp.engines.shape_inference import Planner
 from mpcomp.engines.stage_runner import Autocast
 from mpcomp.engines.updates import Updates
@@ -69,14 +72,40 @@ from mpcomp.links.adaptation import Adaptation
 from mpcomp.links.boundary import Boundary
 from mpcomp.links.link import Link
 from mpcomp.links.tied_weights import SharedWeight, Tie, TiedWeights
+from stages.language_models import StageCaches
 
 __all__ = ["LossFn", "Metric", "Pipeline"]
 
 #: Attributes in which steps leave something, beside links, weights and generators.
 _LEFT_BY_STEPS = (
     *("adaptation", "_copies", "step_times", "num_steps", "step_skipped", "_sent_by_all"),
-    *("_open", "_began", "_warmup_steps"),
+    *("_open", "_began", "_warmup_steps", "_told"),
 )
+
+
+@dataclass(frozen=True)
+class _Given:
+    """The batch of a training step, as a rank has it.
+
+    Attributes:
+        step: the step.
+        sizes: rows of its microbatches.
+        parts: of each what the stages here are called with, or take.
+        targets: of each; None without data.
+        terms: of each, see `num_terms`.
+        same: what must be the same on all ranks of a replica.
+        data: batch and target; empty without data.
+        watch: called with each output and target, see `LossCheck`.
+    """
+
+    step: Step
+    sizes: Sequence[int]
+    parts: Sequence[Any]
+    targets: Sequence[Any]
+    terms: Sequence[float]
+    same: tuple[Any, ...] = ()
+    data: tuple[Any, ...] = ()
+    watch: Callable[[Tensor, Any], None] | None = None
 
 
 class Pipeline(OriginalNames):
@@ -90,7 +119,8 @@ class Pipeline(OriginalNames):
 
     ``parameters()``, ``state_dict()`` and so on have the original model's names. With several
     processes they are those of the stages on this rank; every rank makes the same calls, with the
-    same data, and the second way to train is not available.
+    same data (or, with ``data="first"``, without any: see `has_data`), and the second way to train
+    is not available.
 
     It begins in the mode of the model, training or evaluation; `train` and `eval` change it.
 
@@ -103,6 +133,7 @@ class Pipeline(OriginalNames):
         engine: runs the stages.
         mesh: the ranks.
         replica_sync: keeps the replicas of this rank's stages alike; None for one replica.
+        first_data: tells other ranks of batches, or hears of them; None where each has data.
         chunks: number of microbatches.
         num_steps: training steps so far, skipped ones counted.
         step_skipped: whether the last step was skipped (non-finite under a loss scaler).
@@ -124,6 +155,7 @@ class Pipeline(OriginalNames):
         replica_sync: ReplicaSync | None = None,
         plain_model: nn.Module | None = None,
         compares_copies: bool = True,
+        data_first: bool = False,
     ) -> None:
         # Where stages are sharded, plans are made with copies of them, which must follow too.
         elsewhere = [s for s in cut if all(s is not o for o in stages)]
@@ -164,6 +196,13 @@ class Pipeline(OriginalNames):
         self._copies = EqualCopies(
             self.mesh, self.links, self.ties, stages if alike else (), enabled=compares_copies
         )
+        self.first_data: FirstData | None = None
+        if data_first and isinstance(engine, DistributedEngine):
+            of_first = {i for i, place in enumerate(engine.places) if place == 0}
+            elsewhere = [stage for i, stage in enumerate(cut) if i not in of_first]
+            self.first_data = FirstData(engine, elsewhere)
+        #: What this rank has told others of its data, since a checkpoint was loaded.
+        self._told = Sent()
         #: Seconds of training calls on this rank so far.
         self.trained_s = 0.0
         #: Seconds of `evaluate` on this rank so far.
@@ -202,6 +241,18 @@ class Pipeline(OriginalNames):
     def num_replicas(self) -> int:
         """Number of pipelines."""
         return self.mesh.num_replicas
+
+    @property
+    def has_data(self) -> bool:
+        """Whether this rank is to be given batches: each is, but with ``data="first"``.
+
+        Then it is the first of each pipeline, and the others make the same calls without::
+
+            batches = loader if pipe.has_data else [(None, None)] * len(loader)
+            for x, y in batches:
+                pipe.forward_backward(x, y)
+        """
+        return self.first_data is None or self.first_data.tells
 
     # -- tools that expect a plain model ------------------------------------------------------
 
@@ -287,27 +338,33 @@ class Pipeline(OriginalNames):
     def account(self) -> Account:
         """All that training so far has sent, of all ranks, by what it was for; every rank calls it.
 
-        Replicas that average by DDP or share parameters count from the last checkpoint that was
-        loaded.
+        Replicas that average by DDP or share parameters, and what first ranks tell the others of
+        their data, count from the last checkpoint that was loaded.
         """
         sync = self.replica_sync
         between = Sent() if sync is None else sync.sent
         if sync is not None and not sync.counts_on:
             between -= self._loaded[1]
         links = ((link.direction, link.meter.train.sent) for link in self.links)
-        own = Account.of_links(links, replicas=between).to_dict()["parts"]
+        own = Account.of_links(links, replicas=between, agreements=self._told).to_dict()["parts"]
         total = sum(map(Account.from_dict, self.mesh.all_gather_object(own)), Account())
-        agreed = agreed_in_step(self.mesh.num_ranks, len(self.links))
-        return replace(total, agreements=self.num_steps * agreed)
+        return replace(total, agreements=total.agreements + self.num_steps * self._agreed_in_step)
+
+    @property
+    def _agreed_in_step(self) -> Sent:
+        return agreed_in_step(self.mesh.num_ranks, len(self.links))
 
     def _of_step(self, account: Account) -> Account:
         """The mean over the steps that each part was counted in."""
         of_step = (1 / max(1, self.num_steps)) * account
+        counted = 1 / max(1, self.num_steps - self._loaded[0])
+        agreed = self._agreed_in_step
+        told = account.agreements - self.num_steps * agreed
+        of_step = replace(of_step, agreements=agreed + counted * told)
         sync = self.replica_sync
         if sync is None or sync.counts_on:
             return of_step
-        counted = max(1, self.num_steps - self._loaded[0])
-        return replace(of_step, replicas=(1 / counted) * account.replicas)
+        return replace(of_step, replicas=counted * account.replicas)
 
     @property
     def sent(self) -> Sent:
@@ -348,16 +405,23 @@ class Pipeline(OriginalNames):
 
     @refuses_unpacked
     def forward(
-        self, batch: Any, target: Any = None, *, sample_ids: Any = None, everywhere: bool = True
+        self,
+        batch: Any = None,
+        target: Any = None,
+        *,
+        sample_ids: Any = None,
+        everywhere: bool = True,
     ) -> Any:
         """The model's output for ``batch`` on the last stage's device; with a target the loss too.
 
         Args:
-            batch: tensor [b, ...], tuple of tensors, or mapping (arguments of the first stage).
+            batch: tensor [b, ...], tuple of tensors, or mapping (arguments of the first stage);
+                None on a rank without data (`has_data`).
             target: second argument of the loss function; then ``(output, loss)`` is returned.
             sample_ids: for AQ-SGD in training; see `forward_backward`.
             everywhere: with several processes, give the output to all ranks; else it stays with
-                the last stage, and the other ranks get None.
+                the last stage, and the other ranks get None. With ``data="first"`` it stays there
+                in any case.
 
         Raises:
             ValueError: fewer rows than chunks in training, bad sample ids, training with several
@@ -383,9 +447,11 @@ class Pipeline(OriginalNames):
         if self.cut_stages[0].is_causal_lm and isinstance(batch, Mapping):
             batch = {name: value for name, value in batch.items() if name != "labels"}
         if not train:
-            output = gather(outputs) if (outputs := self._infer(batch, batch)[0]) else None
+            with self._inferring("pipe", batch) as infers:
+                outputs = self._infer(batch)[0] if infers else []
+            output = gather(outputs) if outputs else None
             self._check_finite()
-            return self._output_on_all(output) if everywhere else output
+            return self._output_on_all(output) if everywhere and self.first_data is None else output
         if self.mesh.num_ranks > 1:
             raise ValueError(
                 "pipe(x) with gradients: autograd does not reach other processes; train with "
@@ -412,20 +478,56 @@ class Pipeline(OriginalNames):
         with self._undone_on_error(train):
             return gather(self.engine.forward(parts, step, ()))
 
-    def _infer(self, batch: Any, same: Any, target: Any = None) -> tuple[list[Tensor], list[Any]]:
+    def _infer(self, batch: Any, target: Any = None) -> tuple[list[Tensor], list[Any]]:
         """Outputs, where the last stage is, and targets of the microbatches."""
         sizes = self._microbatch_rows(batch, False)
         if target is not None:
             check_target(target, sum(sizes))
         step = self._step(sizes, batch, None, False)
+        parts = scatter(batch, sizes)
+        if self.first_data is not None:
+            self.first_data.tell(batch, sizes, parts)
+        same = ((batch, target),) if self.first_data is None else None
         with self._undone_on_error(False):
-            outputs = self.engine.forward(scatter(batch, sizes), step, (same,))
+            outputs = self.engine.forward(parts, step, same)
         return outputs, [] if target is None else scatter(target, sizes)
+
+    @contextmanager
+    def _inferring(
+        self, what: str, *given: Any, infer: Callable[[int, Outline], object] | None = None
+    ) -> Iterator[bool]:
+        """A context for inference on ranks with data; on others all of it is done at once.
+
+        Args:
+            what: is called.
+            given: batches, where there are any.
+            infer: called without data, with each outline and its number.
+
+        Yields:
+            Whether this rank has data.
+        """
+        first, step = self.first_data, self._bare_step(False)
+        if first is None:
+            yield True
+            return
+        with self._undone_on_error(False):
+            if first.tells:
+                with first.telling(step, what):
+                    yield True
+                return
+            first.refuse(what, *given)
+            for number, outline in enumerate(first.heard(step, what)):
+                (infer or self._infer_outline)(number, outline)
+        yield False
+
+    def _infer_outline(self, number: int, outline: Outline) -> None:
+        step = self._step(outline.sizes, outline.beside, None, False)
+        self.engine.forward(outline.microbatches(), step, None)
 
     @overload
     def forward_backward(
         self,
-        batch: Any,
+        batch: Any = ...,
         target: Any = ...,
         *,
         sample_ids: Any = ...,
@@ -438,7 +540,7 @@ class Pipeline(OriginalNames):
     @overload
     def forward_backward(
         self,
-        batch: Any,
+        batch: Any = ...,
         target: Any = ...,
         *,
         sample_ids: Any = ...,
@@ -451,7 +553,7 @@ class Pipeline(OriginalNames):
     @refuses_unpacked
     def forward_backward(
         self,
-        batch: Any,
+        batch: Any = None,
         target: Any = None,
         *,
         sample_ids: Any = None,
@@ -459,7 +561,7 @@ class Pipeline(OriginalNames):
         update: Callable[[], object] | None = None,
         updates: int = 1,
         with_output: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Any:
         """Runs all microbatches forward and backward; gradients add up in ``.grad``.
 
         Each microbatch's loss is weighted by its share of the terms that it is the mean over, rows
@@ -469,7 +571,8 @@ class Pipeline(OriginalNames):
         ``register_post_accumulate_grad_hook`` run once, at the end (`mpcomp.api.gradient_hooks`).
 
         Args:
-            batch: tensor [b, ...], tuple of tensors, or mapping (arguments of the first stage).
+            batch: tensor [b, ...], tuple of tensors, or mapping (arguments of the first stage);
+                None on a rank without data (`has_data`), which has no target and no ids either.
             target: tensor [b, ...], tuple or mapping: second argument of the loss function; by
                 default the ``labels`` of a batch that is a mapping.
             sample_ids: what AQ-SGD finds its buffers by: [b] ids; [b, 2] (id, augmentation
@@ -486,18 +589,20 @@ class Pipeline(OriginalNames):
             updates: so many times, after ``chunks / updates`` microbatches each, by the mean loss
                 of these; links and `num_steps` count one step all the same.
             with_output: return ``(output, loss)``, for figures of training such as an accuracy.
-                With several processes the output then goes to every rank, uncompressed.
+                With several processes the output then goes to every rank, uncompressed; with
+                ``data="first"`` it stays on the first, and others get None for it.
 
         Returns:
             The loss of the batch, detached, unscaled; 0-d; the same on every rank. With replicas,
             that of their batches together. Its ``backward`` is an error, as this has done it.
 
         Raises:
-            ValueError: no loss function, evaluation mode, fewer rows than chunks, bad ids, a
-                weight that is no number, updates that cannot be made in between, a batch that was
-                computed by what would not be trained (`mpcomp.api.porting`), or a loss of which the
-                mean over microbatches is not its value for the batch (`mpcomp.core.loss_check`: the
-                first step finds out, or the first with padding).
+            ValueError: no loss function, evaluation mode, no batch on a rank that is to have one,
+                or one on a rank that is not, fewer rows than chunks, bad ids, a weight that is no
+                number, updates that cannot be made in between, a batch that was computed by what
+                would not be trained (`mpcomp.api.porting`), or a loss of which the mean over
+                microbatches is not its value for the batch (`mpcomp.core.loss_check`: the first
+                step finds out, or the first with padding).
             TypeError: a batch without tensors, or a stage whose output is not a tensor.
             FloatingPointError: NaN or Inf at a cut or in the loss (in a gradient, and in the loss,
                 only without a loss scaler). Links are then as before the step; gradients of the
@@ -524,29 +629,20 @@ class Pipeline(OriginalNames):
             raise ValueError(f"weight={weight!r}: expected a finite number, such as 1 / n")
         within = self._updates(update, updates)
         self._finish_step()
-        batch, target = with_target(batch, target)
-        sizes = self._microbatch_rows(batch, True)
-        check_target(target, sum(sizes))
-        for name, given in (("batch", batch), ("target", target)):
-            check_no_graph(name, given, alone=self.mesh.num_ranks == 1)
-        step = self._step(sizes, batch, sample_ids, True)
-        parts, targets = scatter(batch, sizes), scatter(target, sizes)
         begin, waited_before = time.perf_counter(), self.engine.waited_s
-        same = (batch, target, step.sample_ids, None if within is None else within.count)
-        terms = [
-            num_terms(self._loss_fn, part, size) for part, size in zip(targets, sizes, strict=True)
-        ]
+        count = None if within is None else within.count
+        given = self._given(batch, target, sample_ids, count)
+        step, parts, targets = given.step, given.parts, given.targets
         if self.engine.computes_loss:
             targets = [map_tensors(part, lambda t: t.to(self.mesh.device)) for part in targets]
-        assert self._loss_check is not None
         loss = StepLoss(
             self._loss_fn,
-            terms,
+            given.terms,
             self.scaler,
             weight=weight,
-            updates=1 if within is None else within.count,
+            updates=count or 1,
             keeps_outputs=with_output,
-            watch=self._loss_check.begin(len(sizes), target),
+            watch=given.watch,
             check=self._leaf_check,
         )
         if self.scaler is not None and not self.engine.computes_loss:
@@ -555,7 +651,14 @@ class Pipeline(OriginalNames):
         self._begin_adaptation(parts)
         with self._undone_on_error(False):
             measure_losses(
-                self.adaptation, self.engine, self.stages, parts, targets, step, self._loss_fn
+                self.adaptation,
+                self.engine,
+                self.stages,
+                parts,
+                targets,
+                step,
+                self._loss_fn,
+                compares=self.first_data is None,
             )
         with ExitStack() as stack:
             stack.enter_context(hooks_once(self.with_loss.named_parameters()))
@@ -565,7 +668,7 @@ class Pipeline(OriginalNames):
             stack.enter_context(self._undone_on_error(True))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(step.during("step"))
-            self.engine.forward_backward(parts, targets, step, loss, same, within)
+            self.engine.forward_backward(parts, targets, step, loss, given.same, within)
             with step.during("agree"):
                 total = self._finish_step(loss)
         assert total is not None
@@ -581,7 +684,61 @@ class Pipeline(OriginalNames):
         if not with_output:
             return total
         outputs = [output for _, output in sorted(loss.outputs.items())]
-        return self._output_on_all(gather(outputs) if outputs else None), total
+        whole = gather(outputs) if outputs else None
+        return self._output_on_all(whole) if self.first_data is None else whole, total
+
+    def _given(self, batch: Any, target: Any, sample_ids: Any, updates: int | None) -> _Given:
+        """The batch of a training step, as this rank has it."""
+        first, bare = self.first_data, self._bare_step(True)
+        if first is None:
+            made = self._made(batch, target, sample_ids)
+            return replace(made, same=(*made.data, made.step.sample_ids, updates))
+        if first.tells:
+            with first.telling_step(bare, (updates,)):
+                made = self._made(batch, target, sample_ids)
+                told = first.tell(made.data[0], made.sizes, made.parts, sample_ids)
+            self._told += Sent(told)
+            return replace(made, same=(updates,))
+        first.refuse("forward_backward", batch, target, sample_ids)
+        announce = not self.adaptation.acts_before(bare)
+        outline = first.hear_step(bare, (updates,), announce=announce)
+        count = len(outline.sizes)
+        return _Given(
+            step=self._step(outline.sizes, outline.beside, outline.sample_ids, True),
+            sizes=outline.sizes,
+            parts=outline.microbatches(),
+            targets=[None] * count,
+            terms=[0.0] * count,
+            same=(updates,),
+        )
+
+    def _made(self, batch: Any, target: Any, sample_ids: Any) -> _Given:
+        """The batch of a training step, of data that was given here."""
+        if batch is None:
+            raise ValueError(
+                "forward_backward without a batch: each rank is given one, or, in a pipeline that "
+                "is built with data='first', the first alone"
+            )
+        batch, target = with_target(batch, target)
+        sizes = self._microbatch_rows(batch, True)
+        check_target(target, sum(sizes))
+        for name, given in (("batch", batch), ("target", target)):
+            check_no_graph(name, given, alone=self.mesh.num_ranks == 1)
+        step = self._step(sizes, batch, sample_ids, True)
+        parts, targets = scatter(batch, sizes), scatter(target, sizes)
+        assert self._loss_fn is not None and self._loss_check is not None
+        return _Given(
+            step,
+            sizes,
+            parts,
+            targets,
+            terms=[
+                num_terms(self._loss_fn, part, size)
+                for part, size in zip(targets, sizes, strict=True)
+            ],
+            data=(batch, target),
+            watch=self._loss_check.begin(len(sizes), target),
+        )
 
     def check_updates(self, updates: int) -> None:
         """Refuses what `forward_backward` would, for a program that has not begun.
@@ -594,12 +751,13 @@ class Pipeline(OriginalNames):
         """
         self._updates(lambda: None, updates)
 
-    def evaluate(self, loader: Iterable[Any], metric: Metric | None = None) -> Any:
+    def evaluate(self, loader: Iterable[Any] | None = None, metric: Metric | None = None) -> Any:
         """The mean of ``metric`` over a loader, in evaluation mode, without gradients.
 
         Args:
             loader: yields (batch, target), (batch, target, anything else), or mappings with
-                ``labels``. Any batch size.
+                ``labels``. Any batch size. None on a rank without data (`has_data`), which needs
+                no metric either.
             metric: ``metric(output, target)``, the mean over a microbatch: a number, a 0-d tensor,
                 or a mapping of those. The loss function by default.
 
@@ -609,10 +767,25 @@ class Pipeline(OriginalNames):
             rank; the metric is called where the last stage is. Replicas are taken together.
 
         Raises:
-            ValueError: the loader is empty, there is neither metric nor loss function, or the
-                metric is a loss of which the mean over microbatches is not its value for a batch.
+            ValueError: the loader is empty, there is neither metric nor loss function, the metric
+                is a loss of which the mean over microbatches is not its value for a batch, or a
+                rank without data was given a loader.
             TypeError: the metric is no function, or the loader yields something else.
         """
+        begin = time.perf_counter()
+        self._align_replicas()
+        sums: Sums | None = None
+        with evaluating(self, *self.cut_stages), torch.no_grad():
+            with self._inferring("evaluate", loader) as infers:
+                if infers:
+                    sums = sums_over(self._judging(loader), *self._judged_by(metric), self.mesh)
+            mean = mean_of(sums, self.mesh)
+        self._check_finite()
+        self.evaluated_s += time.perf_counter() - begin
+        return mean
+
+    def _judged_by(self, metric: Metric | None) -> tuple[Metric, LossCheck]:
+        """The metric of an evaluation, and its check."""
         check_function("metric", metric, ". One batch is evaluated by pipe.evaluate([(x, y)])")
         metric = metric or self._loss_fn
         if metric is None:
@@ -622,28 +795,26 @@ class Pipeline(OriginalNames):
             check = self._metric_check
             if check is None or not check.is_of(metric):
                 check = self._metric_check = LossCheck(metric, "metric")
-        begin = time.perf_counter()
-        self._align_replicas()
-        with evaluating(self, *self.cut_stages), torch.no_grad():
-            mean = mean_over(
-                lambda batch, target: self._infer(batch, (batch, target), target),
-                loader,
-                metric,
-                self.mesh,
-                check,
-            )
-        self._check_finite()
-        self.evaluated_s += time.perf_counter() - begin
-        return mean
+        return metric, check
+
+    def _judging(
+        self, loader: Iterable[Any] | None
+    ) -> Iterator[tuple[list[Tensor], list[Any], Any]]:
+        """Outputs and targets of each batch of a loader, by microbatch, and the target."""
+        if loader is None:
+            raise ValueError("evaluate needs a loader: evaluate(loader, metric)")
+        for item in loader:
+            batch, target = with_target(*pair_of(item))
+            yield *self._infer(batch, target), target
 
     def generate(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         *,
         attention_mask: Tensor | None = None,
         max_new_tokens: int = 20,
         **options: Any,
-    ) -> Tensor:
+    ) -> Any:
         """Continues token sequences with a causal language model, with a cache in each stage.
 
         Greedy it gives the tokens of the model's own ``generate``, with compression off. Whether
@@ -652,6 +823,7 @@ class Pipeline(OriginalNames):
         Args:
             input_ids: prompts [b, s]; the same on every rank of a replica. All else is the same on
                 all ranks; replicas whose rows end earlier than those of others keep pace with them.
+                None on a rank without data (`has_data`), where nothing else counts either.
             attention_mask: [b, s], 0 where a prompt is padded, on its left.
             max_new_tokens: tokens to append at most.
             options: ``do_sample`` (False is greedy) with ``temperature``, ``top_k``, ``top_p`` and
@@ -662,23 +834,38 @@ class Pipeline(OriginalNames):
 
         Returns:
             Prompts and what follows, [b, s + n], on every rank; a row that has ended is padded.
+            None on a rank without data.
 
         Raises:
             ValueError: no language model, prompts padded on the right, more tokens than the
                 model has positions, or ranks that were given different arguments.
             FloatingPointError: NaN or Inf at a cut or in the logits.
         """
-        return generate(
-            self.next_tokens,
-            self,
-            self.cut_stages,
-            self.replica,
-            self._check_finite,
-            input_ids,
-            attention_mask=attention_mask,
-            max_new_tokens=max_new_tokens,
-            **options,
-        )
+        caches = StageCaches()
+
+        def infer(number: int, outline: Outline) -> None:
+            (told,) = outline.microbatches(past_key_values=caches)
+            step = replace(self._step(outline.sizes, told, None, False), call=number)
+            self.engine.next_tokens(told, step, _nothing_chosen, everywhere=False)
+
+        ids: Tensor | None = None
+        with (
+            evaluating(self, *self.cut_stages),
+            torch.no_grad(),
+            self._inferring("generate", input_ids, infer=infer) as infers,
+        ):
+            if infers:
+                ids = generate(
+                    self.next_tokens,
+                    self.cut_stages,
+                    self.replica if self.first_data is None else 0,
+                    input_ids,
+                    attention_mask=attention_mask,
+                    max_new_tokens=max_new_tokens,
+                    **options,
+                )
+        self._check_finite()  # a method may hide it
+        return ids
 
     def next_tokens(
         self,
@@ -697,17 +884,22 @@ class Pipeline(OriginalNames):
             same: in the first call, what else than the batch must be the same on all ranks.
 
         Returns:
-            What it chose, int64 [b] of each replica, on every rank.
+            What it chose, int64 [b] of each replica, on every rank; with ``data="first"`` of this
+            replica alone.
 
         Raises:
             FloatingPointError: NaN or Inf in the logits of one of the replicas; on every rank.
         """
         sizes = [num_rows(batch["input_ids"])]
         step = replace(self._step(sizes, batch, None, False), call=call)
+        everywhere = self.first_data is None
+        if self.first_data is not None:
+            self.first_data.tell(batch, sizes, [batch])
         with self._undone_on_error(False):
-            chosen = self.engine.next_tokens(batch, step, choose, same=same)
+            chosen = self.engine.next_tokens(batch, step, choose, same=same, everywhere=everywhere)
         if any(bool((each < 0).any()) for each in chosen):  # there was no number to choose by
-            self._check_finite()
+            if everywhere:
+                self._check_finite()
             raise FloatingPointError("generate: NaN or Inf in the logits; the model has diverged")
         return chosen
 
@@ -815,6 +1007,11 @@ class Pipeline(OriginalNames):
             ValueError: replicas, no batch, an unknown method, or a number that makes no sense.
             TypeError: an optimizer that is none of torch's, or data of another form.
         """
+        if self.first_data is not None:
+            raise ValueError(
+                "compare with data='first': a pilot runs over batches that every rank has; build "
+                "the pipeline with data='all' for it"
+            )
         self._finish_step()
         pilot = Pilot(
             model=self.with_loss,
@@ -1052,6 +1249,7 @@ class Pipeline(OriginalNames):
         for link in self.links:
             link.found_nonfinite(train=True)  # counts and clears
         self._sent_by_all = Sent.of(self.mesh.all_reduce_sum([*sent_by(self.links)]))
+        self._told = Sent()
         self._loaded = (
             self.num_steps,
             Sent() if self.replica_sync is None else self.replica_sync.sent,
@@ -1117,22 +1315,28 @@ class Pipeline(OriginalNames):
             )
         return rows_of_chunks(rows, min(self.chunks, rows))
 
-    def _step(self, sizes: Sequence[int], batch: Any, sample_ids: Any, train: bool) -> Step:
-        # Of this name and meaning in transformers; a model of one's own may mean the opposite.
-        marks = self.cut_stages[0].is_causal_lm and isinstance(batch, Mapping)
-        mask = batch.get("attention_mask") if marks else None
+    def _bare_step(self, train: bool) -> Step:
+        """The step to come, as far as it is known without its batch."""
         lr = self._lr_of.param_groups[0]["lr"] if self._lr_of is not None else None
         scaled = self.scaler is not None and self.scaler.is_enabled()
-        step = Step(
+        return Step(
             index=self.num_steps,
             train=train,
             compress_act=self._compress_act,
             compress_grad=self._compress_grad,
             compress_dp=self._compress_dp and self.num_steps >= self._warmup_steps,
-            sample_ids=split_sample_ids(sample_ids, sizes) if train else (),
             scaled=scaled,
             loss_scale=self.scaler.get_scale() if self.scaler is not None and scaled else 1.0,
             lr=None if lr is None else float(lr),
+        )
+
+    def _step(self, sizes: Sequence[int], batch: Any, sample_ids: Any, train: bool) -> Step:
+        # Of this name and meaning in transformers; a model of one's own may mean the opposite.
+        marks = self.cut_stages[0].is_causal_lm and isinstance(batch, Mapping)
+        mask = batch.get("attention_mask") if marks else None
+        step = replace(
+            self._bare_step(train),
+            sample_ids=split_sample_ids(sample_ids, sizes) if train else (),
             valid=valid_positions(mask, sizes),
             num_microbatches=len(sizes),
         )
@@ -1210,6 +1414,10 @@ class Pipeline(OriginalNames):
             for link in self.links:
                 link.found_nonfinite(train)  # counts and clears
             raise
+
+
+def _nothing_chosen(output: Tensor) -> Tensor:
+    raise AssertionError("a rank without data has no last stage")
 
 
 def _on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

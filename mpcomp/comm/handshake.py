@@ -31,6 +31,7 @@ from mpcomp.core.sketch import sketch, sketches_agree
 from mpcomp.core.step import Step
 
 __all__ = [
+    "NO_DATA",
     "Difference",
     "Meeting",
     "StepFingerprint",
@@ -44,6 +45,8 @@ __all__ = [
     "step_name",
 ]
 
+#: In place of the hash of a rank's data: it has none, as what was to give it failed.
+NO_DATA = -1
 #: In place of what a rank was to say.
 _FAILED = "failed before the handshake"
 #: Characters of what a rank says.
@@ -148,7 +151,8 @@ class StepFingerprint(NamedTuple):
     """A rank's announcement of what it is about to do.
 
     Attributes:
-        data: hash of what all ranks of a replica were handed, but for floating-point elements.
+        data: hash of what all ranks of a replica were handed, but for floating-point elements; or
+            `NO_DATA`.
         settings: hash of what must be the same on all ranks.
         terms: of the loss, or rows of the batch; weights may make them a fraction.
         trained: the first stage there with something to train, or the number of stages.
@@ -231,8 +235,14 @@ def check_step(gathered: Sequence[StepFingerprint], step: Step, num_in_pipeline:
     """Compares what all ranks have announced.
 
     Raises:
-        ValueError: ranks were handed other data, or take another step; on every rank.
+        ValueError: ranks were handed other data, or take another step, or one failed before it; on
+            every rank.
     """
+    for rank, one in enumerate(gathered):
+        if one.data == NO_DATA:
+            raise ValueError(
+                f"rank {rank} has no batch for {step_name(step)}: its own error says why"
+            )
     check_alike(
         [{"settings": one.settings} for one in gathered],
         lambda found: (

@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 from mpcomp.comm.all_gather import LARGEST_RECORD, AllGather
 from mpcomp.comm.clocks import Offset, offset_to_first
 from mpcomp.comm.failures import Faults, PeerError, Waits, first_line, grace_of
+from mpcomp.comm.from_first import FromFirst
 from mpcomp.comm.loader_workers import attend_to_the_rank_alone
 from mpcomp.comm.secret import Secret
 
@@ -285,6 +286,7 @@ class ProcessMesh(Mesh):
         self._groups: list[dist.ProcessGroup] = []
         self._closing: list[Callable[[], None]] = []
         self._guarded = False  # whether a `failing_together` is under way
+        self._telling: FromFirst | None = None
 
     def connect(self, names: Sequence[str]) -> None:
         """Makes the groups; all ranks together, once they agree that they want the same.
@@ -367,6 +369,7 @@ class ProcessMesh(Mesh):
         for close in self._closing:
             close()
         _destroy(self._groups)
+        self._telling = None
         for name in ("_control", "_records", "pipe_group", "replica_group", "device_mesh"):
             if hasattr(self, name):
                 delattr(self, name)
@@ -457,6 +460,26 @@ class ProcessMesh(Mesh):
             return x
         with self._collective(what):
             return x.full_tensor()
+
+    def tell(self, message: bytes, what: str) -> int:
+        """Sends from the first rank of this pipeline to its others, which all `hear` it.
+
+        Returns:
+            The bytes of all these messages.
+        """
+        with self.failing_together(), self.waits.leaving(what):
+            return self._from_first().send(message)
+
+    def hear(self, what: str) -> bytes:
+        """Waits for what the first rank of this pipeline tells."""
+        with self.failing_together(), self.waits.on(self.rank_at(0), what):
+            return self._from_first().receive()
+
+    def _from_first(self) -> FromFirst:
+        if self._telling is None:
+            ranks = [self.rank_at(place) for place in range(self.num_in_pipeline)]
+            self._telling = FromFirst(self._control, ranks, self.wait_s)
+        return self._telling
 
     @contextmanager
     def failing_together(self, where: str = "") -> Iterator[None]:

@@ -49,14 +49,14 @@ class Engine(ABC):
 
     @abstractmethod
     def forward(
-        self, microbatches: Sequence[Any], step: Step, same: tuple[Any, ...]
+        self, microbatches: Sequence[Any], step: Step, same: tuple[Any, ...] | None
     ) -> list[Tensor]:
         """Outputs of the last stage for microbatches of the first; empty where it is not.
 
         Args:
-            microbatches: what the first stage is called with.
+            microbatches: what the first stage is called with, or `mpcomp.engines.outline.Told`.
             step: the step they belong to.
-            same: what must be the same on all ranks of a replica.
+            same: what must be the same on all ranks of a replica; None if nothing is compared.
         """
 
     @abstractmethod
@@ -67,6 +67,7 @@ class Engine(ABC):
         choose: Callable[[Tensor], Tensor],
         *,
         same: Any = None,
+        everywhere: bool = True,
     ) -> list[Tensor]:
         """The tokens chosen from the last stage's output [b, 1, n]: int64 [b] of each replica.
 
@@ -78,6 +79,8 @@ class Engine(ABC):
             choose: called where the last stage is.
             same: in the first call for a batch, what else must be the same on all ranks; None
                 afterwards, when nothing is compared.
+            everywhere: give them to every rank; else those of this replica stay where they are
+                chosen, nothing is compared, and other ranks get none.
         """
 
     @abstractmethod

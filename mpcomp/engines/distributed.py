@@ -23,12 +23,13 @@ import torch
 from torch import Tensor
 
 import stages as staging
-from mpcomp.comm.handshake import StepFingerprint, check_step, step_name
+from mpcomp.comm.handshake import NO_DATA, StepFingerprint, check_step, step_name
 from mpcomp.comm.mesh import ProcessMesh
 from mpcomp.comm.probe import measure_link
 from mpcomp.comm.transport import Transport
 from mpcomp.core.loss import StepLoss
 from mpcomp.core.step import Step
+from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.data_parallel.replica_sync import ReplicaSync
 from mpcomp.engines.base import Engine, choose_finite
 from mpcomp.engines.in_flight import Depth
@@ -66,6 +67,9 @@ class DistributedEngine(Engine):
         ties: parameters that two of the stages share.
         plain: all stages, with copies on "meta" of those that are sharded; for plans.
         replica_sync: the replicas of this rank's stages; None for one replica.
+
+    Attributes:
+        places: the rank of a pipeline that has each stage.
     """
 
     name = "distributed"
@@ -91,15 +95,15 @@ class DistributedEngine(Engine):
         self.connections = transport.connections
         self.together = cut[0].together
         self._bounded = in_flight_bytes is not None
-        self._places = [schedule.place_of(i, mesh.num_in_pipeline) for i in range(len(cut))]
-        self.output_place = self._places[-1]
+        self.places = [schedule.place_of(i, mesh.num_in_pipeline) for i in range(len(cut))]
+        self.output_place = self.places[-1]
         self._replica_sync = replica_sync
         self._stages: list[CutStage] = []
-        self._wiring = Wiring(boundaries, transport, self._places)
+        self._wiring = Wiring(boundaries, transport, self.places)
         mesh.close_first(self._close)
         connected = self._wiring.boundaries
         self._planner = Planner(plain or cut, self.device)
-        for i, place in enumerate(self._places):
+        for i, place in enumerate(self.places):
             if place != mesh.place:
                 continue
             runner = StageRunner(cut[i], i, self.device, recompute=recompute, seed=seed)
@@ -118,6 +122,8 @@ class DistributedEngine(Engine):
         self._loss: StepLoss | None = None
         self._traced: Step | None = None
         self._rows_of_replicas: list[int] = []
+        #: What waits for the other ranks' records of a step that is announced before its batch.
+        self._announced: Callable[[], tuple[float, int]] | None = None
         self._depth: Depth | None = None
         if isinstance(self.schedule, InFlight1F1B):
             self._depth = Depth(
@@ -143,7 +149,7 @@ class DistributedEngine(Engine):
         assert self._loss is not None
         microbatch, target = numbered
         assert self._traced is not None
-        with self._traced.during("loss", len(self._places) - 1, microbatch):
+        with self._traced.during("loss", len(self.places) - 1, microbatch):
             # torch detaches the output in place between the two passes of a split backward. A loss
             # with parameters keeps what it was given for the second: here an alias of it.
             return self._loss(output.view_as(output), target, microbatch)
@@ -151,22 +157,27 @@ class DistributedEngine(Engine):
     # -- running --------------------------------------------------------------------------------
 
     def forward(
-        self, microbatches: Sequence[Any], step: Step, same: tuple[Any, ...]
+        self, microbatches: Sequence[Any], step: Step, same: tuple[Any, ...] | None
     ) -> list[Tensor]:
-        self._check_same(step, same, 0)
+        if same is not None:
+            self._check_same(step, same, 0)
         with (
             self.mesh.failing_together(),
             torch.no_grad(),
         ):  # a graph would end where this rank does
-            parts = self._begin(microbatches, step)
-            self._post()
-            outputs = []
-            for stage in self._stages:
-                for i, part in enumerate(parts):
-                    output = stage.infer(i, part[stage.stage_index])
-                    if stage.is_last:
-                        outputs.append(output)
-            self._finish()
+            return self._inferred(microbatches, step)
+
+    def _inferred(self, microbatches: Sequence[Any], step: Step) -> list[Tensor]:
+        """Outputs of the last stage; none where it is not."""
+        parts = self._begin(microbatches, step)
+        self._post()
+        outputs = []
+        for stage in self._stages:
+            for i, part in enumerate(parts):
+                output = stage.infer(i, part[stage.stage_index])
+                if stage.is_last:
+                    outputs.append(output)
+        self._finish()
         return outputs
 
     def next_tokens(
@@ -176,7 +187,12 @@ class DistributedEngine(Engine):
         choose: Callable[[Tensor], Tensor],
         *,
         same: Any = None,
+        everywhere: bool = True,
     ) -> list[Tensor]:
+        if not everywhere:
+            with self.mesh.failing_together(), torch.no_grad():
+                outputs = self._inferred([batch], step)
+                return [choose_finite(output, choose).cpu() for output in outputs]
         chosen = torch.empty(batch["input_ids"].shape[0], dtype=torch.int64)
         if same is not None:  # what follows goes to all ranks alike
             tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
@@ -184,13 +200,8 @@ class DistributedEngine(Engine):
             gathered = self.mesh.all_gather([len(chosen)], "rows of all replicas")
             self._rows_of_replicas = [rows for (rows,) in gathered[:: self.mesh.num_in_pipeline]]
         with self.mesh.failing_together(), torch.no_grad():
-            (part,) = self._begin([batch], step)
-            self._post()
-            for stage in self._stages:
-                output = stage.infer(0, part[stage.stage_index])
-                if stage.is_last:
-                    chosen.copy_(choose_finite(output, choose))
-            self._finish()
+            for output in self._inferred([batch], step):
+                chosen.copy_(choose_finite(output, choose))
             self.mesh.where = "next token"
             of_replicas = [torch.empty(rows, dtype=torch.int64) for rows in self._rows_of_replicas]
             of_replicas[self.mesh.replica] = chosen
@@ -213,7 +224,7 @@ class DistributedEngine(Engine):
         parts, back = self._run_ahead(microbatches, step, updates)
         try:
             all_terms, trained = agreed()
-            if trained == len(self._places):
+            if trained == len(self.places):
                 raise ValueError("nothing to train: no parameter of any stage requires a gradient")
             if sync is not None:
                 sync.check_begin(step)
@@ -247,6 +258,32 @@ class DistributedEngine(Engine):
         if sync is not None:
             sync.check_finite(step)
 
+    def plan(self, microbatches: Sequence[Any]) -> list[list[TensorMeta]]:
+        """Of each microbatch what crosses each cut, under the caller's autocast."""
+        autocast = Autocast.of_caller(self.device)
+        return [self._planner.plan(batch, autocast) for batch in microbatches]
+
+    def announce(
+        self, step: Step, same: tuple[Any, ...] = (), settings: Any = None, *, failed: bool = False
+    ) -> None:
+        """Sends the others what this rank is about to do; `agree` or a step then waits for them.
+
+        Args:
+            step: as far as it is known without its batch.
+            same: what must be the same on all ranks of a replica.
+            settings: what must be the same on all ranks.
+            failed: whether this rank has no data for it.
+        """
+        self._announced = self._announce(step, same, 0, settings, failed=failed)
+
+    def agree(self, step: Step) -> None:
+        """Waits for what ranks have announced of a step, and compares it.
+
+        Raises:
+            ValueError: ranks do not take the same step, or one has no data; on every rank.
+        """
+        self._check_same(step, (), 0)
+
     def check_updates(self) -> None:
         if not isinstance(self.schedule, InFlight1F1B):
             raise ValueError(
@@ -279,9 +316,18 @@ class DistributedEngine(Engine):
         return self._announce(step, same, terms, settings)()
 
     def _announce(
-        self, step: Step, same: tuple[Any, ...], terms: float, settings: Any = None
+        self,
+        step: Step,
+        same: tuple[Any, ...],
+        terms: float,
+        settings: Any = None,
+        *,
+        failed: bool = False,
     ) -> Callable[[], tuple[float, int]]:
         """`_check_same` in two parts: sends, and gives what waits for the other ranks."""
+        announced, self._announced = self._announced, None
+        if announced is not None:
+            return announced
         self.mesh.where = f"step {step.index}, start"
         autocast = Autocast.of_caller(self.device)
         training = [s.stage_index for s in self._stages if s.has_trainable]
@@ -290,9 +336,11 @@ class DistributedEngine(Engine):
             (autocast, settings),
             same,
             terms=terms,
-            trained=min(training, default=len(self._places)),
+            trained=min(training, default=len(self.places)),
             tied=trained_and_frozen(self._all_ties),
         )
+        if failed:
+            own = own._replace(data=NO_DATA)
         gathered = self.mesh.announce(own.numbers, f"start of {step_name(step)}")
         return lambda: self._agreed(step, gathered)
 
@@ -340,8 +388,7 @@ class DistributedEngine(Engine):
         """Returns of each microbatch what each stage here takes, by stage."""
         for tie in self._ties:
             tie.follow()
-        autocast = Autocast.of_caller(self.device)
-        metas = [self._planner.plan(batch, autocast) for batch in microbatches]
+        autocast, metas = Autocast.of_caller(self.device), self.plan(microbatches)
         if self._replica_sync is not None:
             self._replica_sync.begin(step)
         for stage in self._stages:
@@ -376,7 +423,7 @@ class DistributedEngine(Engine):
                 if connected is None or not connected.act.on_wire:
                     own.append(None)
                     continue
-                sends = self._places[i] == self.mesh.place
+                sends = self.places[i] == self.mesh.place
                 own.append(measure_link(connected.act, connected.grad, sends=sends))
         slowest: list[tuple[float, float] | None] = []
         for found in zip(*self.mesh.all_gather_object(own), strict=True):
@@ -398,6 +445,7 @@ class DistributedEngine(Engine):
 
     def _close(self) -> None:
         """Lets go of all connections."""
+        self._announced = None
         self._wiring.close()
         for stage in self._stages:
             stage.close()

@@ -96,7 +96,7 @@ class LocalEngine(Engine):
         ]
 
     def forward(
-        self, microbatches: Sequence[Any], step: Step, same: tuple[Any, ...] = ()
+        self, microbatches: Sequence[Any], step: Step, same: tuple[Any, ...] | None = ()
     ) -> list[Tensor]:
         return self._run(list(enumerate(microbatches)), step)
 
@@ -117,6 +117,7 @@ class LocalEngine(Engine):
         choose: Callable[[Tensor], Tensor],
         *,
         same: Any = None,
+        everywhere: bool = True,
     ) -> list[Tensor]:
         (output,) = self.forward([batch], step)
         return [choose_finite(output, choose).cpu()]

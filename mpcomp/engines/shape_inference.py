@@ -23,6 +23,7 @@ from mpcomp.core.checks import check_tensor
 from mpcomp.core.microbatch import map_tensors
 from mpcomp.core.side_effects import attributes_kept
 from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.engines.outline import Told
 from mpcomp.engines.stage_runner import Autocast, call
 
 __all__ = ["Planner"]
@@ -55,6 +56,8 @@ class Planner:
             TypeError, ValueError: a stage's output cannot cross a cut.
             RuntimeError: a stage's forward depends on values, or failed.
         """
+        if isinstance(microbatch, Told):
+            return microbatch.metas
         training = tuple(stage.training for stage in self._stages)
         batch = value = _without_state(microbatch)
         given = _signature(batch)

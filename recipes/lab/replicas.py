@@ -130,7 +130,7 @@ class _Engine(LocalEngine):
         self._stage = stage
 
     def forward(
-        self, microbatches: Sequence[Any], step: Step, same: tuple[Any, ...] = ()
+        self, microbatches: Sequence[Any], step: Step, same: tuple[Any, ...] | None = ()
     ) -> list[Tensor]:
         if not step.train:
             return super().forward(microbatches, step, same)

@@ -261,7 +261,10 @@ def train(run: Run, *, alone: bool = True, **kwargs: Any) -> Outcome:
                 if run.overflow is not None and run.overflow[0] == step:
                     stack.enter_context(exploding(pipe, run.overflow[1]))
                     before = links_of(pipe)
-                loss = pipe.forward_backward(x, y, sample_ids=ids)
+                if pipe.has_data:
+                    loss = pipe.forward_backward(x, y, sample_ids=ids)
+                else:
+                    loss = pipe.forward_backward()
             outcome.losses.append(loss)
             outcome.skipped.append(pipe.step_skipped)
             if run.overflow is not None and run.overflow[0] == step:
@@ -279,7 +282,8 @@ def train(run: Run, *, alone: bool = True, **kwargs: Any) -> Outcome:
             optimizer.step()
         optimizer.zero_grad()
         if run.evaluate:
-            loader = [KINDS[run.model].batch(count, 100 + step) for count in (7, 4, 2, 1)]
+            batches = [KINDS[run.model].batch(count, 100 + step) for count in (7, 4, 2, 1)]
+            loader = batches if pipe.has_data else None
             outcome.values.append(pipe.evaluate(loader))
             with pipe.uncompressed():
                 outcome.values.append(pipe.evaluate(loader, accuracy))
