@@ -12,12 +12,14 @@ from stages.graph import Trace
 from stages.language_models import Decoder, is_causal_lm
 from stages.sharing import check_not_shared, same_parameters, with_tied_copies
 from stages.stage import Homes, Origin, Piece, Stage, Tie
-from stages.together import parameters_together, second_use, why_apart
+from stages.together import last_place, parameters_together, second_use, why_apart
 
 Where = int | str | Sequence[int] | Sequence[str]
 
 
-def split(model: nn.Module, where: Where, *, together: bool = False) -> list[Stage]:
+def split(
+    model: nn.Module, where: Where, *, together: bool = False, ends_first: bool = False
+) -> list[Stage]:
     """Cut `model` into stages that share its blocks and parameters.
 
     Chained, the stages compute the bits that the model computes, forward and backward; the union
@@ -33,6 +35,8 @@ def split(model: nn.Module, where: Where, *, together: bool = False) -> list[Sta
             embedding and head, the last begins one stage more where it uses that: one that runs
             where the first does, so that nobody has a copy. Where that cannot be, stages say
             `why_apart`.
+        ends_first: the same where they share no weight: the stage that runs where the first does
+            begins with the final norm and head of a language model, or else with the last unit.
 
     Raises:
         ValueError: The model cannot be cut there; the message says why, and where it can.
@@ -49,13 +53,14 @@ def split(model: nn.Module, where: Where, *, together: bool = False) -> list[Sta
     pieces = with_tied_copies(model, line.pieces(places))
     same = tuple(same_parameters(model))
     again, apart = None, ""
-    if together and any(_ties(same, pieces)):
-        again = second_use(model, line)
+    tied = any(_ties(same, pieces))
+    if places and (ends_first or (together and tied)):
+        again = second_use(model, line) if tied else last_place(line)
         assert again is not None  # as two stages have the weight
+        if isinstance(where, int):
+            counts = partition(parameters_together(model, line, again), where)
+            places = _places_of_counts(line, counts)
         if not (apart := why_apart(model, line, places, again)):
-            if isinstance(where, int):
-                counts = partition(parameters_together(model, line, again), where)
-                places = _places_of_counts(line, counts)
             pieces = with_tied_copies(model, line.pieces([*places, again]))
     check_not_shared(model, pieces)
     pieces = _with_unused(model, pieces)

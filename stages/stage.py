@@ -95,8 +95,8 @@ class Origin:
     num_stages: int
     shared: tuple[tuple[str, ...], ...] = ()  # names of parameters that are one in the model
     ties: tuple[Tie, ...] = ()  # those of them that stages have copies of
-    together: bool = False  # the last stage runs where the first does, and the copies are one
-    why_apart: str = ""  # if there are ties and that cannot be
+    together: bool = False  # the last stage runs where the first does, and copies are one
+    why_apart: str = ""  # if that was wanted and cannot be
     own_loss: Callable[..., Any] | None = None  # of output and targets, if the model computes it
 
     @cached_property
@@ -164,12 +164,12 @@ class Stage(nn.Module):
 
     @property
     def together(self) -> bool:
-        """Whether the last stage is to run where the first does, with which it shares weights."""
+        """Whether the last stage is to run where the first does; weights of both are one."""
         return self._origin.together
 
     @property
     def why_apart(self) -> str:
-        """Why stages that share weights are not together; empty if they are, or share none."""
+        """Why stages are not together that were to be; empty if they are, or were not to be."""
         return self._origin.why_apart
 
     @property

@@ -5,7 +5,8 @@
     rank 2                                        └─> the last blocks ┘
 
 What comes from the second use on becomes a stage of its own, which runs where the first does. So
-nobody has a copy of the weight, and nothing is exchanged.
+nobody has a copy of the weight, and nothing is exchanged. A model whose ends share nothing can have
+such a stage as well: then inputs, targets and the loss are on one rank.
 """
 
 from collections.abc import Sequence
@@ -37,12 +38,20 @@ def second_use(model: nn.Module, line: Line) -> int | None:
     return places[min(homes[-1] for homes in uses if homes[0] == first) - 1]
 
 
+def last_place(line: Line) -> int:
+    """The place before what is last in any model: final norm and head, or the last unit."""
+    return line.places[-1] if line.head_place is None else line.head_place
+
+
 def why_apart(model: nn.Module, line: Line, places: Sequence[int], again: int) -> str:
     """Why a model that is cut at ``places`` cannot have a last stage from ``again`` on beside the
     first; empty if it can.
     """
     if places[-1] >= again:
-        return "no block is left between the last cut and the weight's second use; cut earlier"
+        return (
+            "no block is left between the last cut and what is to be beside the first stage; cut "
+            "earlier"
+        )
     where = Homes(line.pieces([*places, again]))
     for names in same_parameters(model):
         homes = sorted({i for name in names for i in where.calling(name)})
@@ -62,13 +71,17 @@ def parameters_together(model: nn.Module, line: Line, again: int) -> list[float]
     return _folded(sizes, line, again)
 
 
-def unit_seconds(model: nn.Module, sample: object, *, together: bool = False) -> list[float]:
-    """Return `seconds` of the model's units; see `split` for ``together``.
+def unit_seconds(
+    model: nn.Module, sample: object, *, together: bool = False, ends_first: bool = False
+) -> list[float]:
+    """Return `seconds` of the model's units; see `split` for ``together`` and ``ends_first``.
 
     What is to run beside the first unit then counts for that, and is 0 where it stands.
     """
     line = line_of(model)
-    again = second_use(model, line) if together else None
+    again = second_use(model, line) if together or ends_first else None
+    if again is None and ends_first and line.places:
+        again = last_place(line)
     if again is None:
         return seconds(units_of(model, line), sample)
     return _folded(seconds(units_of(model, line, with_head=True), sample), line, again)

@@ -98,8 +98,9 @@ def pipeline(
         network: how replicas are connected, which decides about the way of their gradients.
         data: which ranks are given batches: "all", or "first" for the first of each pipeline alone,
             which tells the others sizes, masks, positions and sample ids (`Pipeline.has_data`).
-            Inputs and targets do not leave it. It needs the last stage on that rank too, as where
-            ``ties`` are together.
+            Inputs and targets do not leave it. The last stage is on that rank too, as where
+            ``ties`` are together; of a model without ties it has final norm and head of a language
+            model, or else the last block.
         split: number of stages, block counts, names of blocks to cut after, "paper", or "time";
             by default one stage a device or rank (two a rank with interleaved and V schedules).
             "time" makes as many, balanced by the time that each block takes on ``sample``: with

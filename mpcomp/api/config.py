@@ -164,6 +164,11 @@ class PipelineConfig:
             self.ties is None and self.tie_comp is None and self.schedule is None and not self.shard
         )
 
+    @property
+    def ends_first(self) -> bool:
+        """Whether the last stage goes to the first rank in any case, for the sake of the data."""
+        return self.data == "first" and self.together
+
     def _check_together(self) -> None:
         for name, why in {
             "tie_comp": "nothing is exchanged then",
@@ -195,8 +200,7 @@ class PipelineConfig:
             shown = ", ".join(f"{name}={value!r}" for name, value in given.items())
             why = f"with {shown} it is on the last rank; leave that out"
         else:
-            why = cut[0].why_apart or "no weight of the first stage is used in it again"
-            why += "; leave data out, and give every rank the batches"
+            why = f"{cut[0].why_apart}; or leave data out, and give every rank the batches"
         raise ValueError(
             "data='first', but the last stage, which needs targets, is not on the first rank: "
             + why

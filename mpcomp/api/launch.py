@@ -169,7 +169,7 @@ class LocalLaunch(Launch):
                     "devices"
                 )
             if split == "time":
-                times = staging.unit_seconds(model, config.sample, together=config.together)
+                times = _unit_seconds(model, config)
                 split = staging.partition(times, len(given))
             else:
                 split = len(given)
@@ -258,7 +258,7 @@ class DistributedLaunch(Launch):
         if split is None:
             return num_stages
         config = self.config
-        seconds = staging.unit_seconds(model, config.sample, together=config.together)
+        seconds = _unit_seconds(model, config)
         times = exchange(mesh, "times", seconds)
         _check_times(times)
         # All replicas are cut alike, so the slowest machine at each place counts.
@@ -421,11 +421,17 @@ def split_as_asked(model: nn.Module, where: Where, config: PipelineConfig) -> li
     Raises:
         ValueError: it must be, and cannot; or there is no such cut.
     """
-    cut = staging.split(model, where, together=config.together)
+    cut = staging.split(model, where, together=config.together, ends_first=config.ends_first)
     if config.ties == "together" and not cut[0].together:
         why = cut[0].why_apart or "no weight of the first stage is used in the last one again"
         raise ValueError(f"ties='together', but {why}; leave ties out")
     return cut
+
+
+def _unit_seconds(model: nn.Module, config: PipelineConfig) -> list[float]:
+    return staging.unit_seconds(
+        model, config.sample, together=config.together, ends_first=config.ends_first
+    )
 
 
 def _check_times(of_ranks: Sequence[Any]) -> None:

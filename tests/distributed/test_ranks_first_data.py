@@ -1,6 +1,7 @@
 """Data on the first rank alone: others hear of sizes, masks and ids, and the bits are the same."""
 
 import inspect
+import os
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,9 +22,9 @@ from runs import KINDS, Kind, Outcome, Run, assert_same, make, train
 from torch import Tensor, nn
 
 import mpcomp
-import stages as staging
 from mpcomp import Adaptive, CausalLMLoss, TopK
 from mpcomp.api.config import PipelineConfig
+from mpcomp.api.launch import split_as_asked
 from mpcomp.comm.all_gather import TAG
 from mpcomp.comm.from_first import TAGS, FromFirst
 from mpcomp.core.tensor_meta import TensorMeta
@@ -103,6 +104,20 @@ RUNS = {
         chain_run(3, evaluate=True, act="aqsgd+topk:0.3", grad="same", rows=(10, 9)),
     ],
 }
+#: Models whose ends share nothing: the head, or the last block, is put beside the first stage.
+UNTIED = {
+    2: [
+        first_run("llama left", **CODED),
+        Run("deep convnet", 2, pipeline=FIRST, evaluate=True, rows=(10, 7), steps=4, **CODED),
+        Run("deep", 2, pipeline={**FIRST, "split": 2}, act="aqsgd+quant:4", grad="quant:4"),
+        Run("masked", 2, pipeline={**FIRST, "split": ["one"], "recompute": True}, steps=3),
+        Run("named", 2, pipeline={**FIRST, "split": ["one"]}, evaluate=True, steps=3, **CODED),
+    ],
+    3: [
+        first_run("llama", 3, chunks=5, accumulate=2, act="auto", grad="auto"),
+        Run("deep convnet", 3, pipeline={**FIRST, "in_flight": "auto"}, evaluate=True, steps=3),
+    ],
+}
 #: The last stage is on the first rank with these as well.
 V_RUNS = [
     Run("deep", 4, "ZBVZeroBubble", pipeline=FIRST, evaluate=True, **CODED),
@@ -121,6 +136,20 @@ def test_ranks_give_the_bits_of_one_process(ranks, num_ranks):
     outcomes = ranks(train_here, num_ranks, RUNS[num_ranks])
     for run, ours in zip(RUNS[num_ranks], zip(*outcomes, strict=True), strict=True):
         assert_same(run, ours, train(run))
+
+
+@pytest.mark.parametrize("num_ranks", [2, slow(3)])
+def test_models_whose_ends_share_nothing_have_them_on_one_rank(ranks, num_ranks):
+    """One stage more there; what is not compressed has the bits that it has without."""
+    all_runs = UNTIED[num_ranks]
+    outcomes = ranks(train_here, num_ranks, all_runs)
+    for run, ours in zip(all_runs, zip(*outcomes, strict=True), strict=True):
+        assert_same(run, ours, train(run))
+        assert len(ours[0].sent) == 2 * num_ranks
+        if run.act is None:
+            usual = train(replace(run, pipeline={**run.pipeline, "data": "all"}))
+            assert same_bits(torch.stack(usual.losses), torch.stack(ours[0].losses))
+            assert len(usual.sent) == 2 * (num_ranks - 1)
 
 
 @pytest.mark.slow
@@ -487,8 +516,8 @@ def test_a_batch_on_another_rank_is_named_on_all(ranks, how):
         assert "data='all'" in message
 
 
-def untied() -> nn.Sequential:
-    return nn.Sequential(*(nn.Linear(13, 13) for _ in range(4)))
+def untied(blocks: int = 4) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(13, 13) for _ in range(blocks)))
 
 
 def refused(model: nn.Module, **options: Any) -> str:
@@ -497,14 +526,15 @@ def refused(model: nn.Module, **options: Any) -> str:
     given = {p.name: p.default for p in parameters if p.name not in ("model", "chunks")}
     with pytest.raises(ValueError, match="data=") as caught:
         config = PipelineConfig(**{**given, "chunks": 2, "data": "first", **options})
-        config.check_data(staging.split(model, 2, together=config.together))
+        config.check_data(split_as_asked(model, 2, config))
     return str(caught.value)
 
 
 @pytest.mark.parametrize(
     "make_model, options, why",
     [
-        (untied, {}, "no weight of the first stage is used in it again"),
+        (untied, {"ties": "apart"}, "with ties='apart' it is on the last rank"),
+        (lambda: untied(2), {}, "no block is left between the last cut and what is to be beside"),
         (chain, {"ties": "apart"}, "with ties='apart' it is on the last rank; leave that out"),
         (chain, {"tie_comp": "quant:8"}, "with tie_comp='quant:8' it is on the last rank"),
         (chain, {"schedule": "GPipe"}, "schedule='GPipe' places it on the last rank"),
@@ -518,7 +548,7 @@ def test_where_it_cannot_be_it_says_why(make_model, options, why):
 
 def test_one_process_says_so_too():
     with pytest.raises(ValueError, match="data='first', but the last stage"):
-        mpcomp.pipeline(untied(), 2, split=2, loss_fn=F.cross_entropy, data="first")
+        mpcomp.pipeline(untied(2), 2, split=2, loss_fn=F.cross_entropy, data="first")
 
 
 def test_in_one_process_nothing_changes():
@@ -601,3 +631,33 @@ def test_messages_of_any_length_come_in_order(ranks):
     for found in ranks(messages, 3, lengths):
         assert [len(message) for message in found] == lengths
         assert all(message == bytes(i % 251 for i in range(len(message))) for message in found)
+
+
+# -- a rank that goes -----------------------------------------------------------------------------
+
+
+def left_alone(call: str) -> Any:
+    """What a rank raises that waits to hear of a batch, where the first is killed meanwhile."""
+    pipe = make_lm(first_run())
+    pipe.forward_backward(*(text(7, 0) if pipe.has_data else ()))
+    if pipe.has_data:
+        os._exit(3)
+    return error_of(getattr(pipe, call))
+
+
+@pytest.mark.parametrize("call", ["forward_backward", *slow_after(0, ["evaluate", "generate"])])
+def test_a_first_rank_that_dies_is_named(ranks, call):
+    died, (kind, message) = ranks(left_alone, 2, call, may_fail=True)
+    assert kind == "PeerError" and "rank 0 (stage 0 and 2)" in message, (died, message)
+
+
+def ended_alone() -> Any:
+    pipe = make_lm(first_run())
+    for number in range(2 if pipe.has_data else 3):
+        pipe.forward_backward(*(text(7, number) if pipe.has_data else ()))
+
+
+def test_loops_of_other_lengths_are_named(ranks):
+    first, (kind, message) = ranks(ended_alone, 2, may_fail=True)
+    assert first is None and kind in ("DifferentCalls", "PeerError")
+    assert "rank 0" in message and "outline of a batch" in message

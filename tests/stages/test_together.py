@@ -124,6 +124,59 @@ def test_the_first_stage_weighs_what_runs_beside_it(name):
     assert len(split(model, stages.partition(times, 2), together=True)) == 3
 
 
+def untied(name: str) -> nn.Module:
+    """The model with a head of its own."""
+    if name in FAMILIES:
+        return lms.language_model(name, tie_word_embeddings=False)
+    model = MODELS[name]()
+    head = model.head if name == "chain" else model.lm_head
+    head.weight = nn.Parameter(head.weight.detach().clone())
+    return model
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_ends_that_share_nothing_can_be_beside_each_other(name):
+    """Bit for bit the model, of all families, with one stage more that has the head alone."""
+    model = untied(name)
+    plain, batch = copy.deepcopy(model), inputs(name)
+    assert len(split(copy.deepcopy(model), 2, together=True)) == 2
+    cut = split(model, 2, ends_first=True)
+    assert cut[0].together and len(cut) == 3 and not stages.ties(cut)
+    out = plain(**batch).logits if isinstance(batch, dict) else plain(batch)
+    ours = run(cut, batch)
+    assert torch.equal(out, ours)
+    out.square().sum().backward()
+    ours.square().sum().backward()
+    theirs = {key: p.grad for key, p in plain.named_parameters()}
+    assert {key for s in cut for key, _ in s.named_parameters()} == theirs.keys()
+    for stage in cut:
+        for key, p in stage.named_parameters():
+            assert torch.equal(p.grad, theirs[key])
+    sizes = [sum(p.numel() for p in stage.parameters()) for stage in cut]
+    assert sizes[2] < sizes[0] + sizes[1]
+    times = stages.unit_seconds(model, batch, ends_first=True)
+    assert times[0] > 0 and len(times) == len(stages.unit_seconds(model, batch))
+    assert merge(cut) is model
+
+
+def test_where_ends_that_share_nothing_cannot_be():
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
+    assert [s.block_names for s in split(model, [2, 2], ends_first=True)] == [
+        ("0", "1"),
+        ("2",),
+        ("3",),
+    ]
+    for where in ([3, 1], 4):
+        cut = split(model, where, ends_first=True)
+        assert not cut[0].together and "cut earlier" in cut[0].why_apart
+        assert len(cut) == (2 if isinstance(where, list) else 4)
+    assert len(split(model, 1, ends_first=True)) == 1
+    model[1].weight = model[2].weight  # both in the middle, and in one stage
+    assert split(model, [1, 3], ends_first=True)[0].together
+    parted = split(model, [2, 2], ends_first=True)[0]  # what becomes a tie apart
+    assert not parted.together and parted.why_apart
+
+
 def test_where_it_cannot_be():
     """A model without such a weight is cut as ever; else stages say why."""
     assert len(split(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), 2, together=True)) == 2
