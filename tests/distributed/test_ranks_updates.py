@@ -44,12 +44,15 @@ def train(model_of, split, batch_of, of_each, options, alone=False, num_steps=2)
         optimizer.step()
         optimizer.zero_grad(set_to_none=every == 1)
 
+    def batch(step):
+        return batch_of(2 * chunks, step) if pipe.has_data else ()
+
     losses = [
-        pipe.forward_backward(*batch_of(2 * chunks, step), update=update, updates=UPDATES)
+        pipe.forward_backward(*batch(step), update=update, updates=UPDATES)
         for step in range(num_steps)
     ]
     # The next steps, without updates in between, are as ever.
-    losses.append(pipe.forward_backward(*batch_of(2 * chunks, num_steps)))
+    losses.append(pipe.forward_backward(*batch(num_steps)))
     state = dict(pipe.merge().state_dict())
     state |= {f"loss {i}": p.detach() for i, p in enumerate(own) if not p.is_meta}
     return torch.stack(losses), state, pipe.wire_bytes
@@ -130,6 +133,7 @@ class Temperature(nn.Module):
 
 
 OWN = {"loss_fn": token_loss}
+FIRST = {"data": "first"}
 TIED = {
     2: [
         (tied, 2, tokens, 1, OWN),
@@ -139,6 +143,8 @@ TIED = {
         (tied_and_frozen, 2, tokens, 2, {**OWN, **STATE}),
         (tied_alone, 2, tokens, 1, OWN),
         (gpt2, 2, text, 2, {"loss_fn": None, **STATE}),  # with dropout and padding
+        (gpt2, 2, text, 2, {"loss_fn": None, **STATE, **FIRST}),
+        (deep, 2, rows, 2, {**STATE, **FIRST}),  # whose ends share nothing
     ],
     3: [
         (tied, 3, tokens, 1, {**OWN, **STATE}),
