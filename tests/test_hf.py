@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 import mpcomp
-from mpcomp.hf import _CURES, PipelineAccelerator, PipelineTrainer
+from mpcomp.hf import _CURES, PipelineAccelerator, PipelineTrainer, _refuse
 
 preload("transformers.models.gpt2.modeling_gpt2", "transformers.trainer", "mpcomp.hf", "test_hf")
 
@@ -252,6 +253,12 @@ def test_a_refusal_names_the_setting_and_the_cure(name, tmp_path):
     with pytest.raises(ValueError, match=f"PipelineTrainer with {name}='this': ") as caught:
         PipelineTrainer(pipe, args)
     assert _CURES[name] in str(caught.value)
+
+
+def test_a_pipeline_with_data_on_one_rank_is_refused():
+    pipe = SimpleNamespace(num_replicas=1, first_data=object())
+    with pytest.raises(ValueError, match="PipelineTrainer with data='first'"):
+        _refuse(pipe, SimpleNamespace(), {})
 
 
 def test_a_plain_model_is_refused(tmp_path):

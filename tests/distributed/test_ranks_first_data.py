@@ -390,6 +390,24 @@ def test_what_is_told_is_in_the_account(ranks):
         assert 3 * of_step == pytest.approx(sum(own for _, own in found))
 
 
+def records_before_each_outline() -> list[int]:
+    """Records that this rank had sent each time that it began to wait for an outline."""
+    pipe = make_lm(first_run(pipeline={"checks": "none"}))
+    found: list[int] = []
+    with listening() as said, pytest.MonkeyPatch.context() as patch:
+        hear = pipe.mesh.hear
+        count = lambda: sum(tag == TAG for tag, _ in said)  # noqa: E731
+        patch.setattr(pipe.mesh, "hear", lambda what: (found.append(count()), hear(what))[1])
+        for number in range(3):
+            pipe.forward_backward(*(text(7, number) if pipe.has_data else ()))
+    return found
+
+
+def test_a_step_waits_for_no_outline_before_its_agreement(ranks):
+    """Each step has two records, and the first of them leaves before the batch is heard of."""
+    assert ranks(records_before_each_outline, 2) == [[], [1, 3, 5]]
+
+
 # -- errors ---------------------------------------------------------------------------------------
 
 
@@ -491,6 +509,30 @@ def test_the_pipeline_goes_on_after_what_was_wrong(ranks):
             assert (of_others if rank else of_first) in said[name][1], (name, said[name])
         assert "compare with data='first'" in said["compare"][1]
         assert same_bits(loss, expected)
+
+
+def adapted(alone: bool = False) -> Any:
+    """Words of a first step with too few rows, and the losses of the steps after it."""
+    found: list[Any] = []
+    for method in (BUDGET, LOSS):
+        pipe, _ = make(chain_run(act=method, grad=BUDGET), alone=alone)
+        batches: list[Any] = [rows(3, 0), rows(12, 1), rows(2, 2), rows(9, 3)]
+        for batch in batches:
+            given = batch if pipe.has_data else ()
+            losses: list[Tensor] = []
+            said = error_of(lambda: losses.append(pipe.forward_backward(*given)))  # noqa: B023
+            found.append((said[0], losses))
+    return found
+
+
+def test_what_links_do_before_a_step_waits_for_its_batch(ranks):
+    """Budgets and losses are agreed on before a step's own agreement, once the batch is known."""
+    expected = adapted(alone=True)
+    assert [kind for kind, _ in expected] == ["ValueError", ""] * 4
+    for found in ranks(adapted, 2):
+        for (kind, losses), (theirs, others) in zip(found, expected, strict=True):
+            assert kind == theirs and len(losses) == len(others)
+            assert all(map(same_bits, losses, others))
 
 
 def stray(how: str) -> Any:
