@@ -17,7 +17,7 @@ from mpcomp.api.payoff import PayOff
 from mpcomp.api.step_costs import chunks_of, cut_times, stage_times
 from mpcomp.core.account import Account
 from mpcomp.core.sent import Sent, below_bf16_text
-from mpcomp.core.traffic import AMOUNTS, SECONDS, Traffic
+from mpcomp.core.traffic import AMOUNTS, LAGS, SECONDS, Traffic
 from mpcomp.data_parallel.exchange import Exchange
 from mpcomp.engines.base import Engine
 from mpcomp.links.adaptation import Adaptation
@@ -252,6 +252,7 @@ def print_report(report: dict[str, Any]) -> None:
             f"{report['dense_bytes'] / 1e6:.2f} MB uncompressed"
             + _in_bf16(report["num_elements"], report["below_bf16"])
         )
+    _print_memories(report["boundaries"])
     _print_adaptive(report["boundaries"])
     if report["replicas"] is not None:
         _print_replicas(report["replicas"])
@@ -263,6 +264,19 @@ def _in_bf16(num_elements: float | None, below: float | None) -> str:
     if num_elements is None or below is None:
         return ""
     return f", {2 * num_elements / 1e6:.2f} MB in bf16: {below_bf16_text(below)} times below bf16"
+
+
+def _print_memories(boundaries: list[dict[str, Any]]) -> None:
+    """Prints how memories of samples follow them, where samples have come again."""
+    rows = [
+        [entry["boundary"], entry["after"], _DIRECTIONS[entry["direction"]]]
+        + [f"{entry['train'][name]:.4f}" for name in LAGS]
+        for entry in boundaries
+        if all(entry["train"][name] is not None for name in LAGS)
+    ]
+    if rows:
+        headers = ["cut", "after", "memory", "drift", "lag", "stayed"]
+        print(tabulate(rows, headers, disable_numparse=True))
 
 
 def _print_adaptive(boundaries: list[dict[str, Any]]) -> None:

@@ -27,7 +27,7 @@ from torch import Tensor
 from mpcomp.api.pipeline import Pipeline
 from mpcomp.api.step_window import StepFigures
 from mpcomp.core.sent import Sent
-from mpcomp.core.traffic import Traffic
+from mpcomp.core.traffic import FIDELITY, Traffic
 from mpcomp.view.files import RunFiles
 from mpcomp.view.json_files import append_json_lines, read_json_lines, replace_text, write_json
 
@@ -153,30 +153,30 @@ def _figures(window: StepFigures) -> dict[str, Any]:
     fidelity = [_fidelity(traffic) for traffic in window.links]
     if window.exchange is not None:  # which has no fidelity
         sent.append(window.exchange)
-        fidelity.append((None, None))
+        fidelity.append(dict.fromkeys(FIDELITY))
     means = [((1 / window.num_steps) * each).to_dict() for each in sent]
     links: dict[str, list[Any]] = {
         name: [mean[name] for mean in means] for name in Sent().to_dict()
     }
-    errors, cosines = ([each[i] for each in fidelity] for i in range(2))
+    by_name = {name: [each[name] for each in fidelity] for name in FIDELITY}
     return {
         "steps": window.num_steps,
         "ranks": {
             name: [round(rank[name], 6) for rank in window.ranks] for name in window.ranks[0]
         },
-        "links": {**links, "relative_error": errors, "cosine": cosines},
+        "links": {**links, **by_name},
     }
 
 
-def _fidelity(traffic: Traffic) -> tuple[float | None, float | None]:
-    """Relative error and cosine; None where nothing was compared, or there is no such number."""
+def _fidelity(traffic: Traffic) -> dict[str, float | None]:
+    """The figures of `FIDELITY`; None where nothing was compared, or there is no such number."""
     if traffic.energies is None:
-        return None, None
-    return _rounded(traffic.relative_error), _rounded(traffic.cosine)
+        return dict.fromkeys(FIDELITY)
+    return {name: _rounded(getattr(traffic, name)) for name in FIDELITY}
 
 
-def _rounded(value: float) -> float | None:
-    return round(value, 6) if math.isfinite(value) else None
+def _rounded(value: float | None) -> float | None:
+    return round(value, 6) if value is not None and math.isfinite(value) else None
 
 
 def _about(pipe: Pipeline, total_steps: int | None, samples: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mpcomp.api.step_window import StepWindow
 from mpcomp.core.sent import Sent
-from mpcomp.core.traffic import Traffic
+from mpcomp.core.traffic import LAGS, Traffic
 from mpcomp.links.link import Link
 
 __all__ = ["ScalarWriter", "StepLog", "tensorboard_writer"]
@@ -84,6 +84,8 @@ class StepLog:
                 figures |= _below(f"{name}/", traffic)
                 figures[f"{name}/relative error"] = traffic.relative_error
                 figures[f"{name}/cosine"] = traffic.cosine
+                lags = {each: getattr(traffic, each) for each in LAGS}
+                figures |= {f"{name}/{k}": v for k, v in lags.items() if v is not None}
         whole = found.account.whole
         if whole.dense_bytes:
             figures["bytes"] = whole.wire_bytes / self._steps

@@ -108,6 +108,7 @@ def finish_step(
     if not step.index & (step.index + 1):  # after 1, 2, 4, ... steps, as an accelerator waits
         for link in links:
             link.warn_of_error(link.meter.train)
+            link.warn_of_lag(link.meter.train)
     if loss is not None and not alone:
         replicas = mesh.num_replicas
         of_dtype = _LOSS_DTYPES[int(dtype) // replicas]

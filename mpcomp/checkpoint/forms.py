@@ -34,7 +34,7 @@ COUNT, NUMBER = Whole(), (int, float)
 # Old ones do not count elements.
 _TRAFFIC = Only(
     {("num_elements?" if name == "num_elements" else name): COUNT for name in Traffic.counts()}
-    | {"seconds": NUMBER, "energies": (None, [NUMBER])}
+    | {"seconds": NUMBER, "energies": (None, [NUMBER]), "lags?": [NUMBER]}
 )
 _PHASES = Only({f"{phase}?": _TRAFFIC for phase in Meter().phases})
 _CUT = {"chunks": Whole(1), "stages": [[str]]}

@@ -21,8 +21,12 @@ from mpcomp.core.sent import Sent
 
 T = TypeVar("T", bound="Traffic")
 
-__all__ = ["AMOUNTS", "SECONDS", "Meter", "ReplicaTraffic", "Traffic"]
+__all__ = ["AMOUNTS", "FIDELITY", "LAGS", "SECONDS", "Meter", "ReplicaTraffic", "Traffic"]
 
+#: Figures of a memory of samples.
+LAGS: Final = ("drift", "lag", "stayed")
+#: Figures of how well messages arrive.
+FIDELITY: Final = ("relative_error", "cosine", *LAGS)
 #: Figures of gradients between replicas that ranks add up.
 AMOUNTS: Final = (
     "wire_bytes",
@@ -58,6 +62,8 @@ class Traffic:
     nonfinite: int = 0
     # ||x||^2, <x, y>, ||y||^2, ||x - y||^2 over all messages
     _energies: Tensor | None = field(default=None, repr=False)
+    # ||x||^2, ||x - m||^2 before and after the message, elements that stayed, all elements
+    _lags: Tensor | None = field(default=None, repr=False)
 
     def count(self, wire_bytes: int, dense_bytes: int, num_elements: int) -> None:
         """Counts one message handed to the transport, and the tensor that it was made from."""
@@ -81,9 +87,21 @@ class Traffic:
         energies = torch.where(energies.isfinite().all(), energies, 0.0)
         self._add_energies(energies)
 
+    def follow(self, lags: Tensor) -> None:
+        """Adds how a memory follows its samples; nothing if a number is not finite.
+
+        Args:
+            lags: of one message, as the attribute `lags`.
+        """
+        self._add_lags(torch.where(lags.isfinite().all(), lags, 0.0))
+
     def _add_energies(self, energies: Tensor) -> None:
         held = self._energies
         self._energies = energies if held is None else held.to(energies.device) + energies
+
+    def _add_lags(self, lags: Tensor) -> None:
+        held = self._lags
+        self._lags = lags if held is None else held.to(lags.device) + lags
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -131,15 +149,56 @@ class Traffic:
         xx, xy, yy, _ = self._energies.tolist()
         return xy / math.sqrt(xx * yy) if xx * yy else math.nan
 
+    @property
+    def lags(self) -> Tensor | None:
+        """Sums over samples x that came again to a memory m: how m follows them.
+
+        ||x||^2, ||x - m||^2 before and after their messages, elements of m that stayed as they
+        were, all elements: fp64 [5]; None before the first, and of links without such a memory.
+        """
+        return self._lags
+
+    @property
+    def drift(self) -> float | None:
+        """||x - m|| / ||x|| before the messages: what samples changed by, and lag before it."""
+        return self._lag_of(1)
+
+    @property
+    def lag(self) -> float | None:
+        """||x - m|| / ||x|| after the messages: how far what is remembered lags behind."""
+        return self._lag_of(2)
+
+    def _lag_of(self, place: int) -> float | None:
+        if self._lags is None:
+            return None
+        sums = self._lags.tolist()
+        return math.sqrt(sums[place] / sums[0]) if sums[0] else None
+
+    @property
+    def first_error(self) -> float | None:
+        """`relative_error` of messages of samples that came for the first time; None of none."""
+        if self._energies is None or self._lags is None:
+            return None
+        (xx, *_, dd), (again, _, after, *_) = self._energies.tolist(), self._lags.tolist()
+        # Sums of all, less those that came again; in half precision they are a little apart.
+        return math.sqrt(max(0.0, dd - after) / (xx - again)) if xx > again else None
+
+    @property
+    def stayed(self) -> float | None:
+        """The share of what is remembered that messages left as it was."""
+        if self._lags is None:
+            return None
+        *_, stayed, elements = self._lags.tolist()
+        return stayed / elements if elements else None
+
     def to_dict(self) -> dict[str, Any]:
-        """All figures under their names."""
+        """All figures under their names; None of a memory where there is none."""
         return {
             "messages": self.messages,
             **self.sent.to_dict(),
             "ratio": self.ratio,
             "below_bf16": self.below_bf16,
-            "relative_error": self.relative_error,
-            "cosine": self.cosine,
+            **{name: getattr(self, name) for name in FIDELITY},
             "seconds": self.seconds,
             "nonfinite": self.nonfinite,
         }
@@ -147,12 +206,14 @@ class Traffic:
     def to_state(self) -> dict[str, Any]:
         """State for a checkpoint, so that a resumed run counts on; without what is not known."""
         energies = None if self._energies is None else self._energies.tolist()
-        return {**_known({n: getattr(self, n) for n in self.counts()}), "energies": energies}
+        lags = {} if self._lags is None else {"lags": self._lags.tolist()}
+        counts = _known({n: getattr(self, n) for n in self.counts()})
+        return {**counts, "energies": energies, **lags}
 
     @classmethod
     def counts(cls) -> list[str]:
         """Names of the fields that are plain numbers, which add up."""
-        return [each.name for each in fields(cls) if each.name != "_energies"]
+        return [each.name for each in fields(cls) if not each.name.startswith("_")]
 
     def add(self, other: Traffic) -> None:
         """Counts what another of the same class has counted as well."""
@@ -160,6 +221,8 @@ class Traffic:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         if other._energies is not None:
             self._add_energies(other._energies)
+        if other._lags is not None:
+            self._add_lags(other._lags)
 
     def since(self: T, before: T) -> T:
         """The traffic after ``before``, a copy of this; all of it where counting began anew.
@@ -169,7 +232,11 @@ class Traffic:
         if self.messages < before.messages:
             return replace(self)
         counts = {name: getattr(self, name) - getattr(before, name) for name in self.counts()}
-        return type(self)(**counts, _energies=_added(before._energies, self._energies))
+        return type(self)(
+            **counts,
+            _energies=_added(before._energies, self._energies),
+            _lags=_added(before._lags, self._lags),
+        )
 
     @classmethod
     def merged(cls, states: Iterable[dict[str, Any]]) -> Traffic:
@@ -185,8 +252,9 @@ class Traffic:
         """Restores `to_state`."""
         self.num_elements = _elements_of(state, state["messages"])
         for name, value in state.items():
-            if name == "energies":
-                self._energies = None if value is None else torch.tensor(value, dtype=torch.float64)
+            if name in ("energies", "lags"):
+                sums = None if value is None else torch.tensor(value, dtype=torch.float64)
+                setattr(self, f"_{name}", sums)
             else:
                 setattr(self, name, value)
 
@@ -250,14 +318,15 @@ class ReplicaTraffic(Traffic):
 
 
 def _added(before: Tensor | None, now: Tensor | None) -> Tensor | None:
-    """The energies that came to others; None where nothing was compared since."""
+    """The sums that came to others; None where nothing was compared since."""
     if now is None or now is before:
         return None
     if before is None:
         return now
     # What was added last may be less than rounding takes away; of these <x, y> may be negative.
-    xx, xy, yy, dd = (now - before.to(now.device)).unbind()
-    return torch.stack([xx.clamp(min=0), xy, yy.clamp(min=0), dd.clamp(min=0)])
+    since = now - before.to(now.device)
+    signed = torch.arange(len(since), device=since.device) == 1
+    return torch.where(signed, since, since.clamp(min=0))
 
 
 def _known(counts: Mapping[str, Any]) -> dict[str, Any]:

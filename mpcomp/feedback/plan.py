@@ -39,6 +39,8 @@ class Plan(ABC):
         check: a number that is equal at both ends as long as they agree about slots.
         dense: whether the tensor goes as it is.
         variable: whether the message may end before the layout does, known once it is coded.
+        lags: of the message that was encoded here, as `mpcomp.core.traffic.Traffic.lags`; None
+            unless it was asked for, and samples came again to a memory.
     """
 
     meta: TensorMeta
@@ -46,6 +48,7 @@ class Plan(ABC):
     check: int = 0
     dense: bool = False
     variable: bool = False
+    lags: Tensor | None = None
 
     @abstractmethod
     def encode(self, x: Tensor, *, asked: bool = False) -> Payload:
@@ -53,7 +56,7 @@ class Plan(ABC):
 
         Args:
             x: like `meta`.
-            asked: whether `arrived` will be, which a method may know without decoding.
+            asked: whether `arrived` will be, which a method may know without decoding, and `lags`.
         """
 
     @abstractmethod
@@ -254,10 +257,13 @@ class MemoryPlan(Plan):
         payloads: list[Payload] = []
         results = []
         for rows in self._rows:
+            own = rows.of(flat)
             encode = self._encode_first if rows.first else self._encode
-            parts, result = encode(rows, rows.of(flat))
+            parts, result = encode(rows, own)
             payloads += parts
             results.append(result)
+            if asked and self._method.by_sample and not rows.first:
+                self.lags = self._lags_of(rows, own, result)
             rows.state.release()
         self._result = self._joined(results)
         return self._parts.joined(payloads)
@@ -297,6 +303,22 @@ class MemoryPlan(Plan):
         if self._end.estimate is not None:  # the receiver's, which this end has a copy of
             total = method.received(total.to(torch.float32), state)
         return payloads, total
+
+    def _lags_of(self, rows: _Rows, x: Tensor, now: Tensor) -> Tensor:
+        """`lags` of rows that came again.
+
+        Args:
+            rows: the rows.
+            x: what they are, [rows, n].
+            now: what is remembered of them from here on, likewise.
+        """
+        assert self._end.estimate is not None
+        x, before = x.to(now.dtype), rows.state[self._end.estimate]
+        off = [blanked(x - each, rows.padded).flatten() for each in (before, now)]
+        sums = [torch.dot(each, each) for each in (x.flatten(), *off)]
+        stayed, there = before == now, torch.ones_like(now, dtype=torch.bool)
+        counts = [blanked(each, rows.padded).sum() for each in (stayed, there)]
+        return torch.stack([each.to(torch.float64) for each in (*sums, *counts)])
 
     def measured(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The target for ``x``, and the tensor that its error is compared with; both like it.

@@ -60,6 +60,12 @@ __all__ = ["ACT", "GRAD", "Link"]
 ACT, GRAD = "act", "grad"
 
 
+#: Lag of a memory over the error of first messages, above which it is spoken of. Where elements
+#: move slowly their error is even over a step, from -1/2 to 1/2 without a dead zone, as at first:
+#: 1. With one of 0.7 it is so from -0.3 to 0.7: 1.2.
+_MOST_LAG = 1.1
+#: Elements that must have come again before it is: of few, chance decides.
+_ENOUGH_ELEMENTS = 100_000
 #: Tensors of which ranks compare the layouts of messages.
 _METAS = (TensorMeta((2, 24)), TensorMeta((4, 16, 256), torch.bfloat16))
 
@@ -145,7 +151,7 @@ class Link:
         self._new_bases = partial(Bases, inner) if inner.learns_basis else None  # type: ignore[arg-type]
         self.bases = self._new_bases() if self._new_bases is not None else None
         self._nonfinite: list[_Note] = []
-        self._has_warned = False
+        self._has_warned = self._has_warned_of_lag = False
         #: Microbatches of which the open step of training has coded a message here.
         self._coded: set[int] = set()
         #: Plans of the step under way, by side and microbatch.
@@ -383,9 +389,14 @@ class Link:
         return self.enabled(step) and not self.method.sends_dense
 
     def compare_sent(self, x: Tensor, message: Tensor, step: Step, microbatch: int) -> None:
-        """As `compare`, where ``x`` was just encoded here, whoever decodes it."""
+        """As `compare`, where ``x`` was just encoded here, whoever decodes it.
+
+        Of a memory of samples, meters as well how far it lags behind them.
+        """
         if self._compares(step):
             self.compare(x, self.arrived(message, step, microbatch), step, microbatch)
+            if (lags := self._planned(Side.SENDER, step, microbatch).lags) is not None:
+                self._traffic(step).follow(lags)
 
     def arrived(self, message: Tensor, step: Step, microbatch: int) -> Tensor:
         """The other end's tensor for a message that was encoded here in this step."""
@@ -486,6 +497,31 @@ class Link:
                 "link uncompressed (None)",
                 stacklevel=2,
             )
+
+    def warn_of_lag(self, traffic: Traffic) -> None:
+        """Warns, once, if a memory lags further behind its samples than their first messages did.
+
+        A message of a sample that comes again may leave out half a step of an element, as its first
+        one did: then both are as near. With a dead zone more is left out, and the same each time.
+
+        Args:
+            traffic: of training, as metered here so far.
+        """
+        if self._has_warned_of_lag or traffic.lags is None or traffic.lags[-1] < _ENOUGH_ELEMENTS:
+            return
+        lag, first = traffic.lag, traffic.first_error
+        if not lag or not first or lag <= _MOST_LAG * first:
+            return
+        self._has_warned_of_lag = True
+        assert traffic.stayed is not None
+        warnings.warn(
+            f"{self.name}: with {self.method} what is remembered lags {lag:.3g} of its norm behind "
+            f"samples that come again, and their first messages were wrong by {first:.3g}: "
+            f"messages left {traffic.stayed:.2%} of it as it was, so stages are trained on what "
+            "samples were, which validation never sees. Leave the dead zone out of the step "
+            "(dead_zone=0.5), or take a finer one",
+            stacklevel=2,
+        )
 
     def prefetch(self, ids: Sequence[SampleIds]) -> None:
         """Begins to read what the ends here will need for a step with these ids.

@@ -154,6 +154,10 @@ def _legend(run: Run) -> Text:
 
 def _links(run: Run, windows: list[dict[str, Any]]) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
+    found = run.link_figures(windows)
+    shown = ["relative_error", "cosine"]
+    if any(figures["lag"] is not None for figures in found):
+        shown.append("lag")
     # Names may be long, and are folded where a terminal is narrow; numbers are not.
     table.add_column("link", min_width=13, no_wrap=True)
     table.add_column("after", overflow="fold")
@@ -162,12 +166,11 @@ def _links(run: Run, windows: list[dict[str, Any]]) -> Table:
         ("a step", 9),
         ("Mbit/s", 6),
         ("below bf16", 10),
-        ("error", 6),
-        ("cosine", 6),
+        *((name.removeprefix("relative_"), 6) for name in shown),
     ):
         table.add_column(name, justify="right", min_width=width, no_wrap=True)
     slowest = max(sum(times.values()) for times in run.rank_times(windows))
-    for i, figures in enumerate(run.link_figures(windows)):
+    for i, figures in enumerate(found):
         link = run.about["links"][i]
         wire = figures["wire_bytes"] or 0.0
         table.add_row(
@@ -177,7 +180,7 @@ def _links(run: Run, windows: list[dict[str, Any]]) -> Table:
             _bytes(wire),
             f"{8e-6 * wire / slowest:.3g}" if slowest else "",
             below_bf16_text(figures["below_bf16"]),
-            *(_number(figures[name]) for name in ("relative_error", "cosine")),
+            *(_number(figures[name]) for name in shown),
         )
     return table
 

@@ -10,6 +10,7 @@ from typing import Any, Final
 from tabulate import tabulate
 
 from mpcomp.core.sent import Sent, below_bf16_text
+from mpcomp.core.traffic import FIDELITY
 from mpcomp.page import write_page
 from mpcomp.view.json_files import read_json
 from mpcomp.view.run import OFF, ON, Run, sent_by_link
@@ -131,8 +132,8 @@ def _of_links(figures: Mapping[str, Any]) -> dict[str, Any]:
     """Curves of each link."""
     links = figures["links"]
     return {
-        "relative_error": links["relative_error"],
-        "cosine": links["cosine"],
+        # Older logs have fewer of them.
+        **{name: links.get(name, [None] * len(links["cosine"])) for name in FIDELITY},
         "below_bf16": [sent.below_bf16 for sent in sent_by_link(figures)],
     }
 

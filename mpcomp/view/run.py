@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from mpcomp.core.account import Account, agreed_in_step
 from mpcomp.core.sent import Sent
+from mpcomp.core.traffic import FIDELITY
 from mpcomp.view.files import RunFiles
 from mpcomp.view.json_files import JsonLinesTail, read_json, read_json_lines
 
@@ -184,8 +185,10 @@ class Run:
                 "ratio": mean.wire_ratio if mean.dense_bytes else None,
                 "below_bf16": mean.below_bf16,
             }
-            for name in ("relative_error", "cosine"):
-                known = [w["links"][name][i] for w in windows if w["links"][name][i] is not None]
+            for name in FIDELITY:
+                # Older logs have fewer of them.
+                values = [w["links"][name][i] for w in windows if name in w["links"]]
+                known = [value for value in values if value is not None]
                 figures[name] = statistics.fmean(known) if known else None
             found.append(figures)
         return found
