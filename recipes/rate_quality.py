@@ -41,6 +41,12 @@ from recipes.study_table import PERCENT, half_interval
 
 BF16_BITS: Final = 16
 UNCOMPRESSED: Final = FORMER
+#: Methods of `auto:memory` in results of 27 steps.
+WITH_DEAD_ZONES: Final = (
+    "aqsgd:first=step/0.4/centre=true/spikes=16:eval=step/0.15/centre=true/spikes=16"
+    ":along=bf16+step:0.4:spikes=16:dead_zone=0.7",
+    "aqsgd:first=step/1.05/scale=tensor/dead_zone=0.6+step:0.9:scale=tensor:dead_zone=0.6",
+)
 #: Costs below are drawn here: noise of the data decides about smaller ones.
 SMALLEST_COST: Final = 0.1
 MARKERS: Final = "os^Dv<>Ph*X"
@@ -231,6 +237,7 @@ def _of_study(row: Mapping[str, Any], dense_bits: int) -> Run:
 def _of_fine_tuning(row: Mapping[str, Any], dense_bits: int) -> Run:
     act, grad = row["act"], row["grad"]
     defaults = {(pair["act_comp"], pair["grad_comp"]): word for word, pair in AUTO.items()}
+    defaults[WITH_DEAD_ZONES] = "auto:memory"
     method = defaults.get((act, grad), _both(act, grad))
     epochs = [BF16_BITS * sent / row["bf16_bytes_an_epoch"] for sent in row["cut_bytes_by_epoch"]]
     trained = "LoRA, " if row.get("lora") else ""

@@ -101,8 +101,9 @@ class AQSGD(EF21):
 
         e = a - m - Q(a - m),    c = <e, g> / <g, g>,    m <- m + Q(a - m) + c g
 
-    Compression changes the loss by <g, m - a> to first order, which then is nearly zero. So Q may
-    have a dead zone: what the stages before have learned about the sample arrives all the same.
+    Compression changes the loss by <g, m - a> to first order, which then is nearly zero: what the
+    stages before have learned about the sample arrives. What they have learned of others does not
+    where Q has a dead zone, and over many steps the run then fits its samples alone.
 
     Each end of each cut keeps a row for every training sample: num_samples x elements of a
     sample's activation x bytes of an element (4 "fp32", 2 "fp16" and "bf16", bits / 8 and a scale

@@ -40,12 +40,12 @@ AUTO: Final[Mapping[str, Mapping[str, str]]] = {
         "act_comp": "step:0.4",
         "grad_comp": "same:where=nonzero+step:1:scale=tensor:rounding=dither",
     },
-    # Both ways what a sample changes by is small from one epoch to the next. With a dead zone alone
-    # what the stages before have learned about it would not arrive; along its gradient it does.
+    # Both ways what a sample changes by is small from one epoch to the next. With dead zones a run
+    # learns the samples that it remembers. Gradients are dithered at the first visit: from there on
+    # an element lies anywhere in its step, so that what arrives of small changes is right on average.
     "auto:memory": {
         "act_comp": "aqsgd:first=step/0.4/centre=true/spikes=16"
-        ":eval=step/0.15/centre=true/spikes=16:along=bf16+step:0.4:spikes=16:dead_zone=0.7",
-        "grad_comp": "aqsgd:first=step/1.05/scale=tensor/dead_zone=0.6"
-        "+step:0.9:scale=tensor:dead_zone=0.6",
+        ":eval=step/0.15/centre=true/spikes=16+step:0.4:spikes=16",
+        "grad_comp": "aqsgd:first=step/1.2/scale=tensor/rounding=dither+step:1:scale=tensor",
     },
 }

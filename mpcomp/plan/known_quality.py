@@ -66,6 +66,7 @@ KNOWN: Final = (
     Known("scratch", "auto", "auto", 7.29, 5.84, 3, _GPT2, "step 0.3 / 0.5"),
     Known("scratch", "quant:4", "quant:8", 15.32, 1.34, 3, _GPT2, "fw4-bw8"),
     Known("scratch", *_TOP_10, 1193.99, 2295.58, 3, _GPT2, "top 10 %"),
+    # Of 27 steps, and of what the word stood for then; see docs/results/smollm2_finetune.md.
     Known("finetune", "auto:memory", "auto:memory", 0.41, 0.27, 6, "finetune_study", "auto:memory"),
     Known("finetune", *_GROUPS, 33.36, 0.73, 3, _SMOLLM2, " / ".join(_GROUPS)),
     Known("images", "auto:relu", "auto:relu", 0.02, 0.89, 6, _DECAYED, _RELU),
