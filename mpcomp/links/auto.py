@@ -42,7 +42,7 @@ AUTO: Final[Mapping[str, Mapping[str, str]]] = {
     },
     # Both ways what a sample changes by is small from one epoch to the next. With dead zones a run
     # learns the samples that it remembers. Gradients are dithered at the first visit: from there on
-    # an element lies anywhere in its step, so that what arrives of small changes is right on average.
+    # an element lies anywhere in its step, so that small changes arrive right on average.
     "auto:memory": {
         "act_comp": "aqsgd:first=step/0.4/centre=true/spikes=16"
         ":eval=step/0.15/centre=true/spikes=16+step:0.4:spikes=16",
