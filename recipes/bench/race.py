@@ -196,16 +196,21 @@ class Piped(Entrant):
     def __init__(self, config: RaceConfig, device: torch.device) -> None:
         size = config.size
         self._clip, self._updates = config.clip, config.updates
+        model = decoder(
+            num_blocks=size.num_blocks,
+            width=size.width,
+            num_heads=size.num_heads,
+            vocab=size.vocab,
+            context=size.context,
+            seed=config.seed,
+            tied=config.tied,
+        )
+        if config.tied:
+            weight = model.get_parameter("0.token.weight")
+            with torch.no_grad():  # logits of about 1, and tokens that positions do not drown
+                weight.div_(weight.std() * size.width**0.5)
         self.module = self._pipe = mpcomp.pipeline(
-            decoder(
-                num_blocks=size.num_blocks,
-                width=size.width,
-                num_heads=size.num_heads,
-                vocab=size.vocab,
-                context=size.context,
-                seed=config.seed,
-                tied=config.tied,
-            ),
+            model,
             chunks=size.chunks * config.updates,
             split=equal_stages(size.num_blocks, size.num_blocks),
             devices=device,
