@@ -283,7 +283,8 @@ def plan(
     if size <= LONGEST and waits and any(network.latency_s):
         seconds = planner.on(dataclasses.replace(network, connections=CONNECTIONS), best)
         striped_s = seconds if RECOMMENDED * seconds < best.step_s else None
-    if size * UPDATES <= LONGEST and not replicas:
+    # Where a weight is used by the first stage and the last, such steps did not learn as measured.
+    if size * UPDATES <= LONGEST and not replicas and best.uses != "together":
         found = planner.asynchronous_s(best, UPDATES)
         gains = found is not None and RECOMMENDED * found < best.step_s
         asynchronous_s = found if gains else None

@@ -234,6 +234,8 @@ def test_both_uses_of_a_weight_on_the_first_host_exchange_nothing() -> None:
     assert len(step.cuts) == 4 and step.account.cuts.num_elements == 2 * 4 * 4 * X.numel()
     several = predict(computes, step.cuts, Network.alike(4, 100.0, 0.02), chunks=4, updates=16)
     assert made.asynchronous_s(step, 16) == several.step_s < step.step_s
+    found = plan(made, [QUANT], task="images", floor=2.0)
+    assert found.asynchronous_s is None  # such steps did not learn
     # A first machine that is twice as fast runs the head as fast.
     own = [each.compute for each in tied.blocks]
     fast = [Compute(*(seconds / 2 for seconds in each)) for each in own]
