@@ -237,7 +237,8 @@ def _of_study(row: Mapping[str, Any], dense_bits: int) -> Run:
 def _of_fine_tuning(row: Mapping[str, Any], dense_bits: int) -> Run:
     act, grad = row["act"], row["grad"]
     defaults = {(pair["act_comp"], pair["grad_comp"]): word for word, pair in AUTO.items()}
-    defaults[WITH_DEAD_ZONES] = "auto:memory"
+    if "memories" not in row:  # of before memories were gauged, when the word stood for this
+        defaults[WITH_DEAD_ZONES] = "auto:memory"
     method = defaults.get((act, grad), _both(act, grad))
     epochs = [BF16_BITS * sent / row["bf16_bytes_an_epoch"] for sent in row["cut_bytes_by_epoch"]]
     trained = "LoRA, " if row.get("lora") else ""

@@ -27,6 +27,7 @@ import torch
 from recipes.account import REFERENCE
 from recipes.cut_grid import Row, chosen_options, grid_parser, run_grid, shared_settings
 from recipes.ranks import Ranks
+from recipes.run_folder import RunFolder
 from recipes.study import Line, data_of
 from recipes.study_table import Results, render
 from recipes.summary import History
@@ -166,10 +167,14 @@ def some_blocks(text: TextData, limit: int) -> TextData:
     return dataclasses.replace(text, train=train)
 
 
-def outcome_of(trainer: TextTrainer) -> Line:
+def outcome_of(trainer: TextTrainer, folder: RunFolder | None = None) -> Line:
     """Trains, and says what came out.
 
     The run that others are held to also says what the perplexity was before, the same for all rows.
+
+    Args:
+        trainer: of the run.
+        folder: keeps its checkpoints, from the last of which it goes on; None keeps nothing.
 
     Raises:
         FloatingPointError: the training diverged, or its perplexity is not finite.
@@ -177,7 +182,7 @@ def outcome_of(trainer: TextTrainer) -> Line:
     config, before = trainer.config, {}
     if config.act == config.grad == (REFERENCE,) and config.lora is None:
         before["perplexity_before"] = trainer.evaluate()[0]
-    summary = trainer.fit(progress=False)
+    summary = trainer.fit(folder, resume=folder is not None, progress=False)
     for name, value in (("on", summary.on), ("off", summary.off)):
         if not math.isfinite(value):
             raise FloatingPointError(f"the perplexity, {name}, is {value}")

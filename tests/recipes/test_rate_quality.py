@@ -8,7 +8,7 @@ from matplotlib.image import imread
 from mpcomp.links.auto import AUTO
 from recipes import rate_quality
 from recipes.metric import OWN_TEXT, PERPLEXITY
-from recipes.rate_quality import Point, family_of, front, points_of
+from recipes.rate_quality import WITH_DEAD_ZONES, Point, family_of, front, points_of
 from recipes.run_folder import append_json_line
 
 
@@ -117,6 +117,17 @@ def test_fine_tuning_by_epochs_and_its_defaults_by_their_word():
     costs = [point.cost for point in (lora, memory, quant)]
     assert costs == pytest.approx([0.5, 1.0, 10.0])  # each below its own uncompressed one
     assert memory.num_runs == 2 and lora.base == "LoRA, none"
+
+
+def test_what_the_word_stood_for_is_called_by_it_in_results_of_that_time_alone():
+    rows = [of_tuning("none", "none", 0, [3200, 3200], 20.0)]
+    rows += [of_tuning(*WITH_DEAD_ZONES, 0, [200, 100], 20.2)]
+    _, [point] = points_of(rows)
+    assert point.method == "auto:memory"
+    rows[1]["memories"] = {}
+    rows += [{**of_tuning("auto:memory", "auto:memory", 0, [200, 100], 20.1), "memories": {}}]
+    _, points = points_of(rows)
+    assert {point.method for point in points} == {"auto:memory", " / ".join(WITH_DEAD_ZONES)}
 
 
 def test_fine_tuning_epoch_by_epoch(tmp_path, capsys):
