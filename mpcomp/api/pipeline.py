@@ -715,10 +715,7 @@ class Pipeline(OriginalNames):
     def _made(self, batch: Any, target: Any, sample_ids: Any) -> _Given:
         """The batch of a training step, of data that was given here."""
         if batch is None:
-            raise ValueError(
-                "forward_backward without a batch: each rank is given one, or, in a pipeline that "
-                "is built with data='first', the first alone"
-            )
+            raise _no_batch("forward_backward")
         batch, target = with_target(batch, target)
         sizes = self._microbatch_rows(batch, True)
         check_target(target, sum(sizes))
@@ -1304,6 +1301,8 @@ class Pipeline(OriginalNames):
         self.adaptation.begin(metas, self.mesh.all_reduce_sum)
 
     def _microbatch_rows(self, batch: Any, train: bool) -> list[int]:
+        if batch is None:
+            raise _no_batch("pipe(x)")
         rows = num_rows(batch)
         self.cut_stages[0].check_batch(batch)
         if rows == 0:
@@ -1422,3 +1421,10 @@ def _nothing_chosen(output: Tensor) -> Tensor:
 
 def _on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+
+
+def _no_batch(call: str) -> ValueError:
+    return ValueError(
+        f"{call} without a batch: each rank is given one, or, in a pipeline that is built with "
+        "data='first', the first alone"
+    )

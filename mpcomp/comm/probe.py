@@ -88,7 +88,7 @@ def choose_connections(mesh: Mesh) -> int:
 
 
 def transport_for(mesh: ProcessMesh, connections: int | str) -> Transport:
-    """What carries messages between these ranks; all of them call it.
+    """The transport of these ranks; all of them call it.
 
     Args:
         mesh: of connected ranks.

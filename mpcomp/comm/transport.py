@@ -1,4 +1,4 @@
-"""What carries messages between the ranks of a pipeline: the seam for another kind of network.
+"""Transports carry messages between the ranks of a pipeline: the seam for another network.
 
 A transport opens channels (`mpcomp.comm.channels`), one a direction of a cut or a tie. gloo and
 NCCL (`mpcomp.comm.gloo`, `mpcomp.comm.nccl`) each are one module. So is another::

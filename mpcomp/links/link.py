@@ -436,7 +436,7 @@ class Link:
 
     @property
     def _coders(self) -> tuple[Any, ...]:
-        """What codes the parts of a message."""
+        """Compressors of the parts of a message."""
         coders: tuple[Any, ...] = (self.method,)
         if self.feedback is not None:
             coders = (*self.feedback.coders, self.feedback.first or Identity())

@@ -166,8 +166,9 @@ def test_an_unpacked_batch(names):
 def test_signatures_are_those_that_are_documented():
     expected = ["self", "batch", "target", "sample_ids", "everywhere"]
     assert list(inspect.signature(mpcomp.api.pipeline.Pipeline.forward).parameters) == expected
-    with pytest.raises(TypeError, match="missing 1 required positional argument: 'batch'"):
-        pipe_of()()
+    for call in (pipe_of(), pipe_of().eval(), pipe_of().forward_backward):
+        with pytest.raises(ValueError, match=r"without a batch: .* built with data='first'"):
+            call()
 
 
 def encoded(way):
