@@ -1,8 +1,8 @@
 """A grid of methods at the cuts of a pipeline, which a study trains seed by seed.
 
-`recipes.cifar10_study`, `recipes.wikitext_study`, `recipes.gpt2_study`, `recipes.finetune_study`
-and `recipes.sorting_study` have the rows, what else differs between models and data, and the
-tables.
+`recipes.cifar10_study`, `recipes.wikitext_study`, `recipes.gpt2_study`, `recipes.finetune_study`,
+`recipes.sorting_study` and `recipes.lab.memory_length` have the rows, what else differs between
+models and data, and the tables.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 Each finished (row, seed) is one line of the results file; those are skipped when the command is
 given again. Which rows there are, and how one is trained, is a `Study`'s: `recipes.cifar10_study`,
 `recipes.wikitext_study`, `recipes.gpt2_study`, `recipes.finetune_study`, `recipes.sorting_study`,
-`recipes.adaptive_study`, `recipes.conef_study`, `recipes.replica_study`, `recipes.local_study`.
+`recipes.adaptive_study`, `recipes.conef_study`, `recipes.replica_study`, `recipes.local_study`,
+`recipes.lab.memory_length`.
 """
 
 from __future__ import annotations
@@ -263,7 +264,8 @@ def _shown(line: Line) -> str:
         if key in line
     ]
     saved = line["dense_bytes"] / line["wire_bytes"] if line["wire_bytes"] else 1.0
-    return f"{', '.join(metrics)}, {saved:.1f} x fewer bytes, {line['seconds']:.0f} s"
+    shown = [*metrics, f"{saved:.1f} x fewer bytes", f"{line['seconds']:.0f} s"]
+    return ", ".join(shown)
 
 
 def data_of(config: AnyConfig, load: Callable[[AnyConfig], AnyData], ranks: Ranks) -> AnyData:

@@ -275,10 +275,10 @@ def spread(values: Sequence[float], *, sign: bool = False, between: str = "±") 
     return f"{mean} {between} {statistics.stdev(values):.2f}" if len(values) > 1 else mean
 
 
-def interval(values: Sequence[float]) -> str:
+def interval(values: Sequence[float], *, digits: int = 2) -> str:
     """Mean ± half of its interval; the mean alone of one value."""
-    mean = f"{statistics.mean(values):+.2f}"
-    return f"{mean} ± {half_interval(values, PERCENT):.2f}" if len(values) > 1 else mean
+    mean = f"{statistics.mean(values):+.{digits}f}"
+    return f"{mean} ± {half_interval(values, PERCENT):.{digits}f}" if len(values) > 1 else mean
 
 
 def standard_error(values: Sequence[float]) -> float:
