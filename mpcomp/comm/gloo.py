@@ -53,7 +53,7 @@ class GlooChannel(GroupChannel):
         name: likewise.
         mesh: likewise.
         at: likewise.
-        connections: of the group, each of which carries a stripe of every message.
+        connections: of the group; each carries a stripe of every message.
     """
 
     def __init__(

@@ -333,7 +333,7 @@ class ProcessMesh(Mesh):
         Args:
             a: one place.
             b: the other.
-            backend: of the group; None for those of all ranks.
+            backend: of the group; None for the one of all ranks.
         """
         own = None
         for row in range(self.num_replicas):

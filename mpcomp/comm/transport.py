@@ -60,7 +60,7 @@ class Transport(ABC):
         """
 
     def peer_of(self, a: int, b: int) -> int:
-        """The rank at the other of two places, of which this rank has one."""
+        """The rank at the other one of two places, where this rank is at one."""
         return self.mesh.rank_at(b if a == self.mesh.place else a)
 
 
