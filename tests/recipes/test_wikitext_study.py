@@ -72,12 +72,13 @@ def test_every_row_trains_and_counts_its_bytes(command, tmp_path, capsys):
         if "lora" in also:  # the embedding is not trained
             assert sent == 0
         else:
-            assert 0 < sent < 0.3 if "tie" in also else 0.5 <= sent < 0.52
-        of_tie = line["tie_bytes_per_step"]
+            # Of the embedding's gradient the rows of the batch's tokens alone are sent.
+            assert 0 < sent < (0.3 if "tie" in also else 0.52)
+        of_tie = line["wire_bytes"] / 6 - line["cut_bytes_per_step_overall"]
         if rows[row].warmup:  # one of two epochs went dense
-            of_tie = (of_tie + tie) / 2
-        overall = line["cut_bytes_per_step_overall"] + of_tie
-        assert line["wire_bytes"] == pytest.approx(6 * overall, rel=1e-3)
+            assert line["tie_bytes_per_step"] < of_tie < (line["tie_bytes_per_step"] + tie) / 2
+        else:
+            assert of_tie == pytest.approx(line["tie_bytes_per_step"], abs=100)
         assert line["cut_ratio"] == pytest.approx(line["cut_bytes_per_step"] / dense)
         if rows[row].warmup:  # one of two epochs went dense, with headers
             each = (line["cut_ratio"] + 1) / 2
@@ -92,7 +93,7 @@ def test_every_row_trains_and_counts_its_bytes(command, tmp_path, capsys):
     on, off = (lines["bf16"][f"perplexity_{word}"] for word in ("compressed", "uncompressed"))
     assert on == pytest.approx(off, rel=0.01)
     account = account_of(lines["bf16"])  # bytes and costs are of this run
-    assert account.below_bf16 == pytest.approx(1, rel=0.05)
+    assert 1 < account.below_bf16 < 1.6  # rows that are left out count as numbers, too
     # The memory of AQ-SGD is full after the warm-up: bytes are those without it.
     for bits in ("fw4-bw8", "fw2-bw8", "fw2 channels-bw8"):
         own, plain = (lines[f"{bits}, {word}"] for word in ("AQ-SGD", "after warm-up"))
