@@ -46,7 +46,7 @@ def frozen_norms() -> nn.Sequential:
 
 
 def frozen_tie() -> nn.Sequential:
-    """What both ends have in common rests; the head's bias trains."""
+    """A tied weight that rests; the head's bias trains."""
     model = chain()
     model.embedding.weight.requires_grad_(False)
     return model

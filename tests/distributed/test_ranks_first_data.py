@@ -176,7 +176,7 @@ WAYS: list[dict[str, Any]] = [
 
 
 def infer(run: Run, alone: bool) -> dict[str, Any]:
-    """What each call gives, and then a step of training."""
+    """Results of each call, and then a step of training."""
     pipe = make_lm(run, alone=alone)
     here = pipe.has_data
     found: dict[str, Any] = {}
@@ -325,7 +325,7 @@ def listening() -> Any:
 
 
 def said_of(seed: int, model: str, num_ranks: int) -> list[Any]:
-    """What each call says: a step's beginning, an output, tokens; and outlines in words."""
+    """Messages of each call: a step's beginning, an output, tokens; and outlines in words."""
     pipe = make_lm(first_run(model, num_ranks))
     x, _ = text(6, 0, "left")
     x["input_ids"] = torch.randint(
@@ -490,7 +490,7 @@ WRONG: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], str, str]] = 
 
 
 def go_on(names: list[str]) -> Any:
-    """What each rank says of each, and the losses of good steps between them."""
+    """Errors of each rank in each case, and the losses of good steps between them."""
     pipe = make_lm(first_run(**CODED))
     said = {}
     for name in names:
@@ -679,7 +679,7 @@ def test_messages_of_any_length_come_in_order(ranks):
 
 
 def left_alone(call: str) -> Any:
-    """What a rank raises that waits to hear of a batch, where the first is killed meanwhile."""
+    """The error of a rank that waits to hear of a batch, where the first is killed meanwhile."""
     pipe = make_lm(first_run())
     pipe.forward_backward(*(text(7, 0) if pipe.has_data else ()))
     if pipe.has_data:

@@ -53,7 +53,7 @@ def test_nothing_breaks_the_rules_of_nccl(ranks, schedule):
 
 
 def one_of_unequal_length(runs):
-    """What the strict transport says of a link that calls its varying messages fixed ones."""
+    """The strict transport's error for a link that calls its varying messages fixed ones."""
     from mpcomp.links.link import Link
 
     with pytest.MonkeyPatch.context() as patch:
