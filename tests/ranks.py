@@ -158,6 +158,7 @@ def _main(
     args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"  # or accelerate gives each process all cores
     os.environ.pop("WORLD_SIZE", None)
     os.environ["TEST_RANK"] = str(rank)  # for functions that join by themselves
     try:
