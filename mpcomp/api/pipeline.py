@@ -1068,7 +1068,7 @@ class Pipeline(OriginalNames):
         (`mpcomp.core.account`); then what crosses each cut and tie.
 
         With several processes every rank calls it; the figures are those of all ranks together,
-        links are measured, and it says whether compression pays (`mpcomp.api.cost_model`).
+        links are measured, and it says whether compression pays (`mpcomp.api.payoff`).
         Fidelity is that of one microbatch a step, by turns. ``replicas`` is what replicas have
         exchanged with a ``dp_comp``: bytes of all ranks, paths of one replica, seconds of the
         slowest rank.
