@@ -29,11 +29,16 @@ Settings are in the order in which values without a name are taken.
 PROPERTIES_HEAD = """\
 ## What theory and transport ask
 
-The attributes by which the library knows what a method can do; it never asks for a class.
-*contractive*: the error is meant to be no larger than the tensor, so that a memory may go round it.
-*unbiased*: the mean of what arrives is the tensor. *summable*: messages may be added on their way
-(all-reduce). *adaptable*: its ratio may change in a run (`Adaptive`, `GraVAC`). *length varies*: it
-is known only after coding. A dash: the question is of compressors alone.
+By these attributes the library knows what a method can do; it never asks for a class.
+
+* *contractive*: the error is meant to be no larger than the tensor. So a memory may go round it.
+* *unbiased*: the mean of what arrives is the tensor.
+* *summable*: messages may be added on their way (all-reduce).
+* *adaptable*: its ratio may change in a run (`Adaptive`, `GraVAC`).
+* *length varies*: it is known only after coding.
+* *goes*: at cuts, between replicas, or both.
+
+A dash: the question is for compressors alone.
 """
 #: Heading of a column -> the attribute.
 PROPERTIES = {
@@ -42,8 +47,6 @@ PROPERTIES = {
     "summable": "summable",
     "adaptable": "adaptable",
     "length varies": "variable_length",
-    "at cuts": "at_cuts",
-    "between replicas": "between_replicas",
 }
 
 
@@ -61,12 +64,14 @@ def page() -> str:
         settings = ", ".join(f"`{f.name}`" for f in dataclasses.fields(cls)) or "–"
         first = (inspect.getdoc(cls) or "").partition("\n\n")[0].replace("\n", " ")
         names.append((specs, link, _kind(cls), settings, first.replace("|", "\\|")))
-        properties.append((f"`{spec}`", *(_said(cls, name) for name in PROPERTIES.values())))
+        properties.append(
+            (f"`{spec}`", *(_said(cls, name) for name in PROPERTIES.values()), _goes(cls))
+        )
     parts = (
         HEAD,
         _table(("spec", "class", "kind", "settings", "in one line"), names),
         PROPERTIES_HEAD,
-        _table(("spec", *PROPERTIES), properties),
+        _table(("spec", *PROPERTIES, "goes"), properties),
     )
     return "\n".join(parts)
 
@@ -101,6 +106,14 @@ def _said(cls: type[SpecValue], name: str) -> str:
     if name == "adaptable" and issubclass(cls, Compressor) and cls.with_cf is Compressor.with_cf:
         return "no"  # it has no ratio to set
     return ("yes" if value else "no") if isinstance(value, bool) else "by its settings"
+
+
+def _goes(cls: type[SpecValue]) -> str:
+    """Where messages of a method go."""
+    at_cuts, between = _said(cls, "at_cuts"), _said(cls, "between_replicas")
+    if at_cuts == between:
+        return "both" if at_cuts == "yes" else at_cuts
+    return "at cuts" if at_cuts == "yes" else "between replicas"
 
 
 if __name__ == "__main__":
