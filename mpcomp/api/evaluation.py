@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ from mpcomp.core.loss import is_sum, num_terms
 from mpcomp.core.loss_check import LossCheck
 from mpcomp.core.microbatch import map_tensors
 
-__all__ = ["Metric", "Sums", "evaluating", "mean_of", "pair_of", "sums_over"]
+__all__ = ["Metric", "Sums", "evaluating", "mean_of", "sums_over"]
 
 Metric = Callable[[Tensor, Any], Any]
 
@@ -90,26 +90,6 @@ def mean_of(own: Sums | None, mesh: Mesh) -> float | dict[str, float]:
     all_terms = 1.0 if summed else sum(terms for _, terms, *_ in found)
     result = {key: sum(totals[key] for totals, *_ in found) / all_terms for key in found[0][0]}
     return result if named else result[""]
-
-
-def pair_of(item: object, caller: str = "evaluate") -> tuple[Any, Any]:
-    """Batch and target that a loader yielded; no target of a mapping, which has its labels.
-
-    Raises:
-        TypeError: it yielded something else; ``caller`` is named.
-    """
-    if isinstance(item, Mapping):
-        return item, None
-    if not isinstance(item, Sequence) or isinstance(item, str) or len(item) < 2:
-        shape = f" of shape {list(item.shape)}" if isinstance(item, Tensor) else ""
-        if isinstance(item, Sequence) and not isinstance(item, str):
-            shape = f" of length {len(item)}"
-        raise TypeError(
-            f"{caller}: the loader yielded a {type(item).__name__}{shape}: expected pairs (batch, "
-            "target), or mappings with 'labels'. For one batch pass [(x, y)]; for outputs alone "
-            "call pipe(x) under torch.no_grad()"
-        )
-    return item[0], item[1]
 
 
 def _number(mean: object) -> float:

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from mpcomp.api.comparison import Comparison, Trial, pairs_in_order
-from mpcomp.api.evaluation import pair_of
 from mpcomp.api.payoff import CutTimes, RankTimes, Simulation
 from mpcomp.api.step_costs import cut_times, stage_times
 from mpcomp.api.undoing import Start, undone
 from mpcomp.core.account import Account
+from mpcomp.core.loss import pair_of
 from mpcomp.core.traffic import Traffic
 from mpcomp.engines.base import Engine
 from mpcomp.links.boundary import Boundary

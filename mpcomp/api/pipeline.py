@@ -20,7 +20,7 @@ import stages as staging
 from mpcomp import checkpoint
 from mpcomp.api.comparison import Comparison
 from mpcomp.api.equal_copies import EqualCopies
-from mpcomp.api.evaluation import Metric, Sums, evaluating, mean_of, pair_of, sums_over
+from mpcomp.api.evaluation import Metric, Sums, evaluating, mean_of, sums_over
 from mpcomp.api.first_data import FirstData
 from mpcomp.api.generation import generate
 from mpcomp.api.gradient_hooks import hooks_once
@@ -35,7 +35,7 @@ from mpcomp.api.porting import (
     check_no_graph,
     refuses_unpacked,
 )
-from mpcomp.api.report import print_report, report_of
+from mpcomp.api.report import names_of_crossings, print_report, report_of
 from mpcomp.api.scaling import check_without_gradients, gradients_overflowed, overflow_gradients
 from mpcomp.api.step_log import ScalarWriter, StepLog
 from mpcomp.api.step_sync import finish_step, raise_if_nonfinite, sent_by
@@ -45,7 +45,7 @@ from mpcomp.api.updating import updates_within
 from mpcomp.api.weights import whole_again
 from mpcomp.api.wrapping import WRAPPED, refuse_within_ddp
 from mpcomp.core.account import Account, agreed_in_step
-from mpcomp.core.loss import LossFn, StepLoss, num_terms, with_target
+from mpcomp.core.loss import LossFn, StepLoss, num_terms, pair_of, with_target
 from mpcomp.core.loss_check import LossCheck
 from mpcomp.core.microbatch import (
     check_target,
@@ -1083,10 +1083,7 @@ class Pipeline(OriginalNames):
         report = report_of(
             self.engine,
             self.links,
-            after=[
-                *(stage.block_names[-1] for stage in self.cut_stages[:-1]),
-                *(tie.name for tie in self.ties),  # numbered on, as if they were cuts
-            ],
+            after=names_of_crossings(self.cut_stages, self.ties),
             adaptation=self.adaptation,
             exchange=self.exchange,
             step_times=self.step_times,
