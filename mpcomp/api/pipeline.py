@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 import stages as staging
 from mpcomp import checkpoint
-from mpcomp.api.comparison import Comparison
 from mpcomp.api.equal_copies import EqualCopies
 from mpcomp.api.evaluation import Metric, Sums, evaluating, mean_of, sums_over
 from mpcomp.api.first_data import FirstData
@@ -28,19 +27,14 @@ from mpcomp.api.learned_loss import LeafCheck
 from mpcomp.api.loss_probe import measure_losses
 from mpcomp.api.memory_estimate import state_bytes
 from mpcomp.api.original_names import OriginalNames
-from mpcomp.api.pilot import MethodPair, Pilot, compare
 from mpcomp.api.porting import (
     DifferentiatedLoss,
     check_function,
     check_no_graph,
     refuses_unpacked,
 )
-from mpcomp.api.report import names_of_crossings, print_report, report_of
 from mpcomp.api.scaling import check_without_gradients, gradients_overflowed, overflow_gradients
-from mpcomp.api.step_log import ScalarWriter, StepLog
 from mpcomp.api.step_sync import finish_step, raise_if_nonfinite, sent_by
-from mpcomp.api.step_window import Clock, StepWindow
-from mpcomp.api.tracing import Tracing
 from mpcomp.api.updating import updates_within
 from mpcomp.api.weights import whole_again
 from mpcomp.api.wrapping import WRAPPED, refuse_within_ddp
@@ -72,6 +66,12 @@ from mpcomp.links.adaptation import Adaptation
 from mpcomp.links.boundary import Boundary
 from mpcomp.links.link import Link
 from mpcomp.links.tied_weights import SharedWeight, Tie, TiedWeights
+from mpcomp.monitor.report import names_of_crossings, print_report, report_of
+from mpcomp.monitor.step_log import ScalarWriter, StepLog
+from mpcomp.monitor.step_window import Clock, StepWindow
+from mpcomp.monitor.tracing import Tracing
+from mpcomp.pilot.comparison import Comparison
+from mpcomp.pilot.trials import MethodPair, Pilot, compare
 from stages.language_models import StageCaches
 
 __all__ = ["LossFn", "Metric", "Pipeline"]

@@ -13,8 +13,6 @@ from typing import Any
 
 from tabulate import tabulate
 
-from mpcomp.api.payoff import PayOff
-from mpcomp.api.step_costs import chunks_of, cut_times, stage_times
 from mpcomp.core.account import Account
 from mpcomp.core.sent import Sent, below_bf16_text
 from mpcomp.core.traffic import AMOUNTS, LAGS, SECONDS, Traffic
@@ -23,6 +21,8 @@ from mpcomp.engines.base import Engine
 from mpcomp.links.adaptation import Adaptation
 from mpcomp.links.link import Link
 from mpcomp.links.tied_weights import TiedWeights
+from mpcomp.monitor.payoff import PayOff
+from mpcomp.monitor.step_costs import chunks_of, cut_times, stage_times
 from stages import Stage
 
 __all__ = ["names_of_crossings", "print_report", "report_of"]

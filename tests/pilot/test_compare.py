@@ -13,9 +13,9 @@ from models import CONV_SPLIT, MLP_SPLIT, convnet, mlp, rows
 from torch import nn
 
 import mpcomp
-from mpcomp.api.comparison import Comparison, Trial
 from mpcomp.core.account import Account
 from mpcomp.core.sent import Sent
+from mpcomp.pilot.comparison import Comparison, Trial
 
 
 def images(number):

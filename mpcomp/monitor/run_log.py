@@ -24,14 +24,14 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 
-from mpcomp.api.report import names_of_crossings
-from mpcomp.api.step_window import StepFigures, StepWindow
 from mpcomp.core.sent import Sent
 from mpcomp.core.traffic import FIDELITY, Traffic
 from mpcomp.data_parallel.replica_sync import ReplicaSync
 from mpcomp.engines.base import Engine
 from mpcomp.links.link import Link
 from mpcomp.links.tied_weights import TiedWeights
+from mpcomp.monitor.report import names_of_crossings
+from mpcomp.monitor.step_window import StepFigures, StepWindow
 from mpcomp.view.files import RunFiles
 from mpcomp.view.json_files import append_json_lines, read_json_lines, replace_text, write_json
 from stages import Stage
