@@ -21,7 +21,7 @@ from mpcomp.api.launch import DistributedLaunch, Launch, LocalLaunch
 from mpcomp.api.learned_loss import check_loss, place_loss
 from mpcomp.api.pipeline import Pipeline
 from mpcomp.api.row_layout import warn_of_sequence_first
-from mpcomp.api.weights import check_weights, load_weights, refuse_part_for_whole, to_meta
+from mpcomp.checkpoint.weights import check_weights, load_weights, refuse_part_for_whole, to_meta
 from mpcomp.comm.mesh import launched
 from mpcomp.compressors import Compressor
 from mpcomp.core.loss import LossFn

@@ -20,12 +20,10 @@ import stages as staging
 from mpcomp import checkpoint
 from mpcomp.api.equal_copies import EqualCopies
 from mpcomp.api.evaluation import Metric, Sums, evaluating, mean_of, sums_over
-from mpcomp.api.first_data import FirstData
 from mpcomp.api.generation import generate
 from mpcomp.api.gradient_hooks import hooks_once
 from mpcomp.api.learned_loss import LeafCheck
 from mpcomp.api.loss_probe import measure_losses
-from mpcomp.api.memory_estimate import state_bytes
 from mpcomp.api.original_names import OriginalNames
 from mpcomp.api.porting import (
     DifferentiatedLoss,
@@ -36,8 +34,8 @@ from mpcomp.api.porting import (
 from mpcomp.api.scaling import check_without_gradients, gradients_overflowed, overflow_gradients
 from mpcomp.api.step_sync import finish_step, raise_if_nonfinite, sent_by
 from mpcomp.api.updating import updates_within
-from mpcomp.api.weights import whole_again
 from mpcomp.api.wrapping import WRAPPED, refuse_within_ddp
+from mpcomp.checkpoint.weights import whole_again
 from mpcomp.core.account import Account, agreed_in_step
 from mpcomp.core.loss import LossFn, StepLoss, num_terms, pair_of, with_target
 from mpcomp.core.loss_check import LossCheck
@@ -58,6 +56,7 @@ from mpcomp.data_parallel.exchange import Exchange
 from mpcomp.data_parallel.replica_sync import ReplicaSync
 from mpcomp.engines.base import Engine
 from mpcomp.engines.distributed import DistributedEngine
+from mpcomp.engines.first_data import FirstData
 from mpcomp.engines.outline import Outline
 from mpcomp.engines.shape_inference import Planner
 from mpcomp.engines.stage_runner import Autocast
@@ -72,6 +71,7 @@ from mpcomp.monitor.step_window import Clock, StepWindow
 from mpcomp.monitor.tracing import Tracing
 from mpcomp.pilot.comparison import Comparison
 from mpcomp.pilot.trials import MethodPair, Pilot, compare
+from mpcomp.plan.state_bytes import state_bytes
 from stages.language_models import StageCaches
 
 __all__ = ["LossFn", "Metric", "Pipeline"]
@@ -932,7 +932,7 @@ class Pipeline(OriginalNames):
             link.prefetch(ids)
 
     def state_bytes(self, batch: Any, num_samples: int | None = None) -> dict[str, Any]:
-        """Bytes that links of this process will keep at most: `mpcomp.api.memory_estimate`."""
+        """Bytes that links of this process will keep at most: `mpcomp.plan.state_bytes`."""
         return state_bytes(
             batch,
             num_samples,
