@@ -21,20 +21,25 @@ from mpcomp import checkpoint
 from mpcomp.api.equal_copies import EqualCopies
 from mpcomp.api.evaluation import Metric, Sums, evaluating, mean_of, sums_over
 from mpcomp.api.generation import generate
-from mpcomp.api.gradient_hooks import hooks_once
+from mpcomp.api.gradients import (
+    check_without_gradients,
+    gradients_overflowed,
+    hooks_once,
+    overflow_gradients,
+    updates_within,
+)
 from mpcomp.api.learned_loss import LeafCheck
 from mpcomp.api.loss_probe import measure_losses
 from mpcomp.api.original_names import OriginalNames
 from mpcomp.api.porting import (
+    WRAPPED,
     DifferentiatedLoss,
     check_function,
     check_no_graph,
+    refuse_within_ddp,
     refuses_unpacked,
 )
-from mpcomp.api.scaling import check_without_gradients, gradients_overflowed, overflow_gradients
 from mpcomp.api.step_sync import finish_step, raise_if_nonfinite, sent_by
-from mpcomp.api.updating import updates_within
-from mpcomp.api.wrapping import WRAPPED, refuse_within_ddp
 from mpcomp.checkpoint.weights import whole_again
 from mpcomp.core.account import Account, agreed_in_step
 from mpcomp.core.loss import LossFn, StepLoss, num_terms, pair_of, with_target
@@ -568,7 +573,7 @@ class Pipeline(OriginalNames):
         or tokens (`mpcomp.core.loss.num_terms`; not at all where the loss has
         ``reduction="sum"``), and microbatches are differentiated in ascending order. Call it
         several times before the optimizer's step to accumulate gradients. Hooks of
-        ``register_post_accumulate_grad_hook`` run once, at the end (`mpcomp.api.gradient_hooks`).
+        ``register_post_accumulate_grad_hook`` run once, at the end (`mpcomp.api.gradients`).
 
         Args:
             batch: tensor [b, ...], tuple of tensors, or mapping (arguments of the first stage);

@@ -9,10 +9,18 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from mpcomp.core.microbatch import map_tensors
 
-__all__ = ["DifferentiatedLoss", "check_function", "check_no_graph", "refuses_unpacked"]
+__all__ = [
+    "WRAPPED",
+    "DifferentiatedLoss",
+    "check_function",
+    "check_no_graph",
+    "refuse_within_ddp",
+    "refuses_unpacked",
+]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -22,6 +30,15 @@ _DONE = (
     ".grad. Leave out .backward() or torch.autograd.grad, and go on with optimizer.step(). Leave "
     "out scaler.scale too, and pass mpcomp.pipeline(..., scaler=scaler)"
 )
+#: What is wrong with DistributedDataParallel round a pipeline, and what to do.
+WRAPPED = (
+    "a pipeline in DistributedDataParallel, which accelerate's prepare and Lightning's strategy "
+    "'ddp' wrap models in: ranks hold stages, not copies, of the model. Leave the pipeline out of "
+    "prepare and setup (prepare the optimizer alone: every rank sees the same batches), give "
+    "Lightning's Trainer devices=1 and use_distributed_sampler=False, take "
+    "mpcomp.hf.PipelineTrainer for transformers, and mpcomp.pipeline(..., replicas=n) for copies"
+)
+
 #: Functions by which a tensor leaves for a screen, a file or another process.
 _SHOWN = {Tensor.__repr__, Tensor.__format__, Tensor.__deepcopy__, Tensor.__reduce_ex__}
 
@@ -115,3 +132,16 @@ def refuses_unpacked(method: Callable[_P, _R]) -> Callable[_P, _R]:
         return method(*args, **kwargs)
 
     return checked
+
+
+def refuse_within_ddp() -> None:
+    """Refuses to train in a `DistributedDataParallel` that holds the pipeline within a module.
+
+    It asks only the outermost module whether it may be wrapped. Of stages with unlike parameters
+    it then says that their number differs; those of like stages it would average, without a word.
+
+    Raises:
+        TypeError: one is running its forward pass.
+    """
+    if DistributedDataParallel._active_ddp_module is not None:
+        raise TypeError(WRAPPED)
