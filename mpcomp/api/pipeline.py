@@ -376,36 +376,6 @@ class Pipeline(OriginalNames):
         """All that training so far has sent over cuts and ties, of all ranks; see `account`."""
         return self._sent_by_all if self.mesh.num_ranks > 1 else sent_by(self.links)
 
-    def gather_scalars(self, values: Mapping[str, Tensor]) -> Tensor:
-        """One number for a parameter, from all ranks of a replica, in the model's order: [n].
-
-        Replicas are given the mean of theirs, unless they train apart from each other.
-
-        Args:
-            values: 0-d tensors by the names of this rank's parameters; some may be left out.
-        """
-        names = [name for stage in self.cut_stages for name, _ in stage.named_parameters()]
-        if self.mesh.num_ranks == 1:
-            found = [values[name] for name in names if name in values]
-            if not found:
-                return torch.zeros(0, device=self.mesh.device)
-            return torch.stack([value.to(self.mesh.device) for value in found])
-        own = [values[name].item() if name in values else 0.0 for name in names]
-        there = [float(name in values) for name in names]
-        apart = self.exchange is not None and self.exchange.method.rhythm is not None
-        places, place = (self.num_replicas, self.replica) if apart else (1, 0)
-        mine = slice(place * len(names), (place + 1) * len(names))
-        placed = [0.0] * (places * len(names))
-        placed[mine] = own
-        sums = self.mesh.all_reduce_sum([*placed, *there])
-        kept = [
-            total / (self.num_replicas // places)
-            for total, count in zip(sums[mine], sums[len(placed) :], strict=True)
-            if count
-        ]
-        dtype = next((value.dtype for value in values.values()), torch.float32)
-        return torch.tensor(kept, dtype=dtype, device=self.mesh.device)
-
     # -- training and inference ---------------------------------------------------------------
 
     @refuses_unpacked
