@@ -30,6 +30,8 @@ from mpcomp.compressors import Compressor
 from mpcomp.core.embeddings import check_dense_gradients, check_max_norm, check_whole_batches
 from mpcomp.core.loss import LossFn
 from mpcomp.data_parallel.network import ReplicaNetwork
+from mpcomp.engines.distributed import DistributedEngine
+from mpcomp.engines.first_data import FirstData
 from mpcomp.links.boundary import Boundary
 from mpcomp.links.build import MethodLike, Methods, boundaries_of, tie_method_of
 from mpcomp.links.tied_weights import TiedWeights, ties_of
@@ -232,6 +234,11 @@ def build(model: nn.Module, config: PipelineConfig) -> Pipeline:
     if len(own) < len(cut):
         refuse_part_for_whole(model)
     engine, replica_sync = launch.engine(cut, boundaries, ties, plain)
+    first_data = None
+    if config.data == "first" and isinstance(engine, DistributedEngine):
+        first_data = FirstData(
+            engine, [s for s, place in zip(plain.cut, engine.places, strict=True) if place]
+        )
     return Pipeline(
         [cut[i] for i in own],
         plain.cut,
@@ -245,7 +252,7 @@ def build(model: nn.Module, config: PipelineConfig) -> Pipeline:
         replica_sync=replica_sync,
         plain_model=plain.model,
         compares_copies=config.checks != "none",
-        data_first=config.data == "first",
+        first_data=first_data,
     )
 
 
