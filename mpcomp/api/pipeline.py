@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -16,36 +13,27 @@ from torch import Tensor, nn
 import stages as staging
 from mpcomp import checkpoint
 from mpcomp.api.batches import Batches
+from mpcomp.api.figures import Figures
 from mpcomp.api.inference import Inference, Metric, evaluating
 from mpcomp.api.learned_loss import LeafCheck
 from mpcomp.api.loss_probe import measure_losses
-from mpcomp.api.original_names import OriginalNames
+from mpcomp.api.original_names import OriginalModel
 from mpcomp.api.porting import (
-    WRAPPED,
     DifferentiatedLoss,
     check_differentiable,
     check_trainable,
     refuses_unpacked,
 )
 from mpcomp.api.training_steps import TrainingSteps
-from mpcomp.checkpoint.weights import whole_again
-from mpcomp.core.account import Account
 from mpcomp.core.loss import LossFn, StepLoss
 from mpcomp.core.microbatch import gather, map_tensors
 from mpcomp.core.sample_ids import ids_of_batch
-from mpcomp.core.sent import Sent
 from mpcomp.data_parallel.exchange import Exchange
 from mpcomp.data_parallel.replica_sync import ReplicaSync
 from mpcomp.engines.base import Engine
 from mpcomp.engines.first_data import FirstData
-from mpcomp.links.adaptation import Adaptation
 from mpcomp.links.boundary import Boundary
-from mpcomp.links.link import Link
 from mpcomp.links.tied_weights import SharedWeight, Tie, TiedWeights
-from mpcomp.monitor.report import names_of_crossings, print_report, report_of
-from mpcomp.monitor.step_log import ScalarWriter, StepLog
-from mpcomp.monitor.step_window import Clock, StepWindow
-from mpcomp.monitor.tracing import Tracing
 from mpcomp.pilot.comparison import Comparison
 from mpcomp.pilot.trials import MethodPair, Pilot, compare
 from mpcomp.plan.state_bytes import state_bytes
@@ -53,7 +41,7 @@ from mpcomp.plan.state_bytes import state_bytes
 __all__ = ["LossFn", "Metric", "Pipeline"]
 
 
-class Pipeline(OriginalNames):
+class Pipeline(Figures, OriginalModel):
     """A model cut into stages, whose activations and gradients are compressed at every cut.
 
     Made by `mpcomp.pipeline`. Two ways to train:
@@ -105,23 +93,14 @@ class Pipeline(OriginalNames):
         compares_copies: bool = True,
         first_data: FirstData | None = None,
     ) -> None:
-        # Where stages are sharded, plans are made with copies of them, which must follow too.
-        elsewhere = [s for s in cut if all(s is not o for o in stages)]
-        super().__init__(stages, engine.mesh, elsewhere)
-        # In tuples, so that torch does not register them.
-        self._with_loss_too = (OriginalNames(stages, engine.mesh, elsewhere, with_loss=True),)
-        self._plain_model = (plain_model,)
-        self._given_loss = (loss_fn,)
-        self.training = all(stage.training for stage in cut)
-        self.cut_stages = list(cut)
+        super().__init__(stages, cut, engine, replica_sync, plain_model)
+        self._given_loss = (loss_fn,)  # in a tuple, so that torch does not register it
         self.boundaries = list(boundaries)
         self.ties = [tie for tie in ties if isinstance(tie, TiedWeights)]
         self.shared_weights = [tie for tie in ties if isinstance(tie, SharedWeight)]
         self.crossings: list[Boundary | TiedWeights] = [*self.boundaries, *self.ties]
-        self.engine = engine
         self.rank, self.num_ranks = self.mesh.rank, self.mesh.num_ranks
         self.replica, self.num_replicas = self.mesh.replica, self.mesh.num_replicas
-        self.replica_sync = replica_sync
         self.first_data = first_data
         self.chunks = chunks
         self.scaler = scaler
@@ -140,9 +119,6 @@ class Pipeline(OriginalNames):
         self._batches = Batches(engine, cut, chunks, loss_fn, first_data)
         self._inference = Inference(engine, cut, self._batches, loss_fn)
         self._leaf_check = LeafCheck(list(self.with_loss.parameters()))
-        self._has_warned_of_part = False
-        #: Seconds of `evaluate` and `compare` on this rank so far, which are part of no step.
-        self._beside_s = 0.0
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Pipeline:
         self.engine.forget_shapes()  # dtypes may change
@@ -167,125 +143,19 @@ class Pipeline(OriginalNames):
         """
         return self.first_data is None or self.first_data.tells
 
-    # -- tools that expect a plain model ------------------------------------------------------
-
     @property
     def _loss_fn(self) -> LossFn | None:
         return self._given_loss[0]
 
     @property
-    def with_loss(self) -> OriginalNames:
-        """This rank's parameters and state, and beside the model's those that the loss has.
-
-        They are named ``loss_fn.*``, and on the rank with the last stage.
-        """
-        return self._with_loss_too[0]
-
-    @property
-    def config(self) -> Any:
-        """The configuration of a model of transformers.
-
-        Raises:
-            AttributeError: the model has none.
-        """
-        return self.cut_stages[0].original.config
-
-    @property
-    def _ddp_params_and_buffers_to_ignore(self) -> Any:
-        # DistributedDataParallel asks for this before anything else. It would compare the
-        # parameters of stages as if they were copies, and say that their number differs.
-        raise TypeError(WRAPPED)
-
-    def log_to(self, writer: ScalarWriter | Callable[..., Any] | None, *, every: int = 1) -> None:
-        """Writes figures of `forward_backward`'s steps from now on; every rank calls it.
-
-        They are the loss, seconds (without evaluation) and bytes of a step, all of them, with how
-        many times below bf16 they and those of cuts are; and per cut and direction the bytes, that
-        factor, their ratio to dense ones, and the fidelity. The first rank writes; that of the
-        others may be None.
-
-        Args:
-            writer: has ``add_scalar(tag, value, step)``, as TensorBoard's SummaryWriter, or is
-                called with a mapping and ``step=``, as ``wandb.log``.
-            every: steps from one entry to the next; of bytes and seconds it has the mean.
-
-        Raises:
-            TypeError: a writer that is neither.
-            ValueError: ``every`` is no positive whole number.
-        """
-        window = self.step_window()
-        log = StepLog(writer, every, window, self.links, writes=self.rank == 0)
-        self._steps.logs.append(log)
-
-    def step_window(self) -> StepWindow:
-        """A window over the steps to come, from which all ranks gather figures; see there."""
-
-        steps = self._steps
-
-        def clock() -> Clock:
-            seconds = time.perf_counter() - self._beside_s
-            return Clock(seconds, steps.trained_s, steps.waited_s)
-
-        return StepWindow(self.mesh, self.links, self.replica_sync, clock)
-
-    # -- messages -----------------------------------------------------------------------------
-
-    @property
-    def links(self) -> list[Link]:
-        """All links: of each cut that of activations, then that of gradients; those of ties."""
-        return [link for each in self.crossings for link in each.links]
-
-    @property
-    def wire_bytes(self) -> int:
-        """Bytes of all messages of training so far, headers included; of all ranks."""
-        return int(self.sent.wire_bytes)
-
-    @property
-    def dense_bytes(self) -> int:
-        """Bytes that training so far would have sent uncompressed, in the tensors' own dtypes."""
-        return int(self.sent.dense_bytes)
-
-    def account(self) -> Account:
-        """All that training so far has sent, of all ranks, by what it was for; every rank calls it.
-
-        Replicas that average by DDP or share parameters, and what first ranks tell the others of
-        their data, count from the last checkpoint that was loaded.
-        """
-        return self._steps.account()
-
-    @property
-    def sent(self) -> Sent:
-        """All that training so far has sent over cuts and ties, of all ranks; see `account`."""
-        return self._steps.sent
-
-    @property
-    def num_steps(self) -> int:
-        """Training steps so far, skipped ones counted."""
-        return self._steps.num_steps
-
-    @num_steps.setter
-    def num_steps(self, number: int) -> None:
-        self._steps.num_steps = number
-
-    @property
-    def step_skipped(self) -> bool:
-        """Whether the last step was skipped (non-finite under a loss scaler)."""
-        return self._steps.skipped
-
-    @property
-    def step_times(self) -> Sequence[tuple[float, float]]:
-        """Of the last steps on this rank: seconds, and of these waiting for messages."""
-        return self._steps.times
+    def exchange(self) -> Exchange | None:
+        """The exchange of gradients between replicas; None where none are compressed."""
+        return None if self.replica_sync is None else self.replica_sync.exchange
 
     @property
     def updating(self) -> bool:
         """Whether an update within a step is under way, which meets no other rank."""
         return self._steps.updating
-
-    @property
-    def adaptation(self) -> Adaptation:
-        """The adaptive links, and what they have measured and decided."""
-        return self._steps.adaptation
 
     # -- training and inference ---------------------------------------------------------------
 
@@ -580,7 +450,7 @@ class Pipeline(OriginalNames):
             batch,
             num_samples,
             cut=self.cut_stages,
-            here=self._here(),
+            here=self._here,
             boundaries=self.boundaries,
             ties=self.ties,
             chunks=self.chunks,
@@ -696,143 +566,7 @@ class Pipeline(OriginalNames):
             finally:
                 self._steps = steps
 
-    @contextmanager
-    def _beside_steps(self) -> Iterator[None]:
-        """A context whose seconds are part of no step."""
-        begin = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._beside_s += time.perf_counter() - begin
-
-    # -- figures of the run ------------------------------------------------------------------------
-
-    def report(self, *, show: bool = True) -> dict[str, Any]:
-        """Bytes of a step, and of each boundary and direction, with fidelity and time.
-
-        First comes all that a step sends, below bf16, and what most of it is for
-        (`mpcomp.core.account`); then what crosses each cut and tie.
-
-        With several processes every rank calls it; the figures are those of all ranks together,
-        links are measured, and it says whether compression pays (`mpcomp.api.cost_model`).
-        Fidelity is that of one microbatch a step, by turns. ``replicas`` is what replicas have
-        exchanged with a ``dp_comp``: bytes of all ranks, paths of one replica, seconds of the
-        slowest rank.
-
-        Args:
-            show: print the table as well (on the first rank).
-
-        Returns:
-            The figures as a dict of plain numbers and words.
-        """
-        account = self.account()
-        report = report_of(
-            self.engine,
-            self.links,
-            after=names_of_crossings(self.cut_stages, self.ties),
-            adaptation=self.adaptation,
-            exchange=self.exchange,
-            step_times=self.step_times,
-            num_steps=self.num_steps,
-            account=account,
-            of_step=self._steps.of_step(account),
-        )
-        if show and self.rank == 0:
-            print_report(report)
-        return report
-
-    @contextmanager
-    def trace(self, path: str | Path, *, steps: int = 1, skip: int = 0) -> Iterator[None]:
-        """Within this context calls of `forward_backward` are traced: who does what, and when.
-
-        All ranks enter it and leave it together. The file is written as soon as there are enough
-        steps, or else at the end; https://ui.perfetto.dev and chrome://tracing open it. Numbers of
-        the training do not change. Accelerators are waited for at both ends of each span, so that
-        its times are right: traced steps take longer there, and several of them in one process do
-        not overlap.
-
-        Args:
-            path: of the file, which the first rank writes.
-            steps: calls to trace.
-            skip: calls to let pass before these: the first ones of a run take longer than others.
-
-        Raises:
-            ValueError: there is nothing to trace, no folder for the file, or a trace under way.
-        """
-        devices = [self.engine.device_of(stage) for stage in self._here()]
-        tracing = Tracing(self.mesh, devices, Path(path), steps=steps, skip=skip)
-        with self._steps.traced(tracing):
-            yield
-
-    @property
-    def exchange(self) -> Exchange | None:
-        """The exchange of gradients between replicas; None where none are compressed."""
-        return None if self.replica_sync is None else self.replica_sync.exchange
-
-    @property
-    def adaptive_history(self) -> list[dict[str, Any]]:
-        """An entry for each of the last 1,000 steps; see `mpcomp.links.adaptation`."""
-        return list(self.adaptation.history)
-
-    # -- the model ----------------------------------------------------------------------------
-
-    def merge(self) -> nn.Module:
-        """The original model, with the trained weights, on the first stage's device.
-
-        With several processes a copy of it with all weights, on the CPU of every rank.
-        """
-        model = self._plain_model[0] or staging.merge(self.cut_stages)
-        if self.mesh.num_ranks == 1:
-            return model.to(self.engine.device_of(0))
-        self._align_replicas()
-        whole = copy.deepcopy(model)
-        whole_again(whole)
-        state = self.mesh.all_gather_tensors(_on_cpu(super().state_dict()), "weights")
-        whole.load_state_dict(state, assign=True)
-        staging.tie_names(whole, self.cut_stages)
-        return whole.cpu()
-
-    def save_pretrained(self, folder: str | Path, **options: Any) -> None:
-        """Writes a model of transformers as its own ``save_pretrained`` does; every rank calls it.
-
-        The folder is written by the first rank.
-
-        Args:
-            folder: to be made.
-            options: for the model's ``save_pretrained``.
-
-        Raises:
-            TypeError: the model has no ``save_pretrained``.
-        """
-        original: Any = self.cut_stages[0].original
-        if not hasattr(original, "save_pretrained"):
-            raise TypeError(
-                f"save_pretrained: {type(original).__name__} is no model of transformers; use "
-                "pipe.merge() and torch.save, or pipe.save"
-            )
-        model: Any = self.merge()
-        with self.mesh.failing_together("saving the model"):
-            if self.rank == 0:
-                model.save_pretrained(folder, **options)
-        self.collect(None)  # none goes on to read what is not there yet
-
     # -- persistence --------------------------------------------------------------------------
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The state under the original model's names: with several processes that of this rank.
-
-        It then says so, once: a file that every rank writes would end with the part of one.
-        """
-        if self.num_ranks > 1 and not self._has_warned_of_part:
-            self._has_warned_of_part = True
-            warnings.warn(
-                f"pipe.state_dict() on rank {self.rank} of {self.num_ranks} is the part of this "
-                "rank's stages, and a file that all ranks write would hold one of the parts: take "
-                "pipe.merge().state_dict(), on every rank, for the whole, or pipe.save(folder) for "
-                "a checkpoint, in which each rank writes its own",
-                stacklevel=2,
-            )
-        return super().state_dict(*args, **kwargs)
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Names the optimizer that steps by the gradients, for the methods that must know it.
@@ -882,16 +616,12 @@ class Pipeline(OriginalNames):
 
     # -- inside -------------------------------------------------------------------------------
 
-    def _here(self) -> list[int]:
-        """Numbers of the stages of this rank."""
-        return [stage.index for stage in self.stages if isinstance(stage, staging.Stage)]
-
     def _run_state(self) -> checkpoint.RunState:
         return checkpoint.RunState(
             mesh=self.mesh,
             model=self.with_loss,
             cut=self.cut_stages,
-            here=self._here(),
+            here=self._here,
             chunks=self.chunks,
             links=self.links,
             device_of=self.engine.device_of,
@@ -904,12 +634,3 @@ class Pipeline(OriginalNames):
         """The output of this replica's last stage, on every rank of the replica."""
         place = self.engine.output_place
         return self.mesh.broadcast_in_pipelines(output, place, "output of the last stage")
-
-    def _align_replicas(self) -> None:
-        """Gives all replicas the buffers (BatchNorm's statistics) of the first."""
-        if self.replica_sync is not None:
-            self.replica_sync.align_buffers()
-
-
-def _on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().cpu() for name, tensor in tensors.items()}
