@@ -26,7 +26,6 @@ import torch
 from torch import Tensor, nn
 
 import stages as staging
-from mpcomp.api.equal_copies import EqualCopies
 from mpcomp.api.gradients import (
     check_without_gradients,
     gradients_overflowed,
@@ -48,6 +47,7 @@ from mpcomp.engines.stage_runner import Autocast
 from mpcomp.engines.updates import Updates
 from mpcomp.links.adaptation import Adaptation
 from mpcomp.links.boundary import Boundary
+from mpcomp.links.equal_copies import EqualCopies
 from mpcomp.links.link import Link
 from mpcomp.links.tied_weights import TiedWeights
 from mpcomp.monitor.step_log import StepLog
