@@ -202,7 +202,6 @@ def build(model: nn.Module, config: PipelineConfig) -> Pipeline:
         ties = ties_of(cut, of_ties, **of_run)
         launch.check(cut, ties)
         _check_embeddings(model, cut, chunks=config.chunks, replicas=config.replicas)
-        loss_fn = config.loss_for(cut)
         check_loss(loss_fn, cut, shard=config.shard)
         own = launch.own_stages(cut)
         check_weights([cut[i] for i in own], config.weights)
