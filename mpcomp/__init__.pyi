@@ -3,9 +3,7 @@
 from .adaptive.method import Adaptive as Adaptive
 from .api.build import pipeline as pipeline
 from .api.grad_norm import clip_grad_norm_ as clip_grad_norm_
-from .api.healing import heal as heal
 from .api.pipeline import Pipeline as Pipeline
-from .api.run_log import RunLog as RunLog
 from .checkpoint.periodic import Checkpoints as Checkpoints
 from .comm.failures import PeerError as PeerError
 from .compressors import ECSQ as ECSQ
@@ -50,6 +48,8 @@ from .feedback import ConEF as ConEF
 from .feedback import EFMixed as EFMixed
 from .feedback import ErrorFeedback as ErrorFeedback
 from .feedback import Feedback as Feedback
+from .healing import heal as heal
 from .links.boundary import Boundary as Boundary
 from .links.link import Link as Link
+from .monitor.run_log import RunLog as RunLog
 from .version import __version__ as __version__

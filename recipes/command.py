@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, Final, Generic, NoReturn, TypeVar
 
 import mpcomp
-from mpcomp.api.step_log import tensorboard_writer
 from mpcomp.data_parallel.network import PATHS
+from mpcomp.monitor.step_log import tensorboard_writer
 from mpcomp.view.report import write_report
 from recipes import plots
 from recipes.config import LISTS, OPTIMIZERS, PRECISIONS, SMALL, AnyConfig, check_at_least

@@ -39,7 +39,7 @@ def loaded_by_the_local_engine():
     return {name for name in in_new_process(code) if name.startswith("mpcomp.")}
 
 
-@pytest.mark.parametrize("room", ["adaptive", "data_parallel", "checkpoint", "api"])
+@pytest.mark.parametrize("room", ["adaptive", "data_parallel", "checkpoint", "monitor", "api"])
 def test_the_local_engine_loads_no_room_it_has_no_use_for(room, loaded_by_the_local_engine):
     inside = {name for name in loaded_by_the_local_engine if name.split(".")[1] == room}
     assert not inside

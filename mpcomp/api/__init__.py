@@ -1,1 +1,1 @@
-"""The object that a user holds: how a pipeline is built, runs a step, evaluates and reports."""
+"""The object that a user holds: how a pipeline is built, runs a step, evaluates and generates."""

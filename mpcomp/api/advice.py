@@ -1,6 +1,6 @@
-"""Advice at the start: what will run, and give the right numbers, but slowly.
+"""Advice at the start: warnings of a cut, of threads, of layers that are probably not meant so.
 
-Warnings, as nothing here is wrong, and each names its numbers and what to do about them.
+Nothing here is an error. Each warning names its numbers and what to do about them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,13 @@ from torch import nn
 import stages as staging
 from stages.hints import listing
 
-__all__ = ["advise_on_cut", "advise_on_threads", "advise_on_ties", "num_cores"]
+__all__ = [
+    "advise_on_cut",
+    "advise_on_sequences",
+    "advise_on_threads",
+    "advise_on_ties",
+    "num_cores",
+]
 
 #: Times its share of the parameters that a stage may hold without a word; of two stages, 7/8.
 _SHARE = 1.75
@@ -96,6 +102,33 @@ def advise_on_threads(local_ranks: int) -> None:
             f"would run {threads} threads here. " + cure.format(1, 1),
             stacklevel=4,
         )
+
+
+def advise_on_sequences(model: nn.Module) -> None:
+    """Warns if the model has a recurrent or attention layer that takes sequences first.
+
+    It is torch's default, ``batch_first=False``. Such a model is right if it transposes before the
+    layer, which nobody can tell from outside, and so this is no error.
+
+    Args:
+        model: to be cut.
+    """
+    found = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.RNNBase | nn.MultiheadAttention) and not module.batch_first
+    }
+    if not found:
+        return
+    name, module = next(iter(found.items()))
+    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+    warnings.warn(
+        f"{name or 'the model'} ({type(module).__name__}){more} has batch_first=False: its dim 0 "
+        "is time, and microbatches are cut along dim 0, whose entries must be samples. Pass "
+        "batch_first=True and batches [rows, time, features]. If the model transposes before "
+        "this layer, and takes rows first itself, all is well",
+        stacklevel=4,
+    )
 
 
 def num_cores() -> int:

@@ -14,18 +14,24 @@ import torch
 from torch import nn
 
 import stages as staging
-from mpcomp.api.advice import advise_on_cut, advise_on_threads, advise_on_ties
+from mpcomp.api.advice import (
+    advise_on_cut,
+    advise_on_sequences,
+    advise_on_threads,
+    advise_on_ties,
+)
 from mpcomp.api.config import PipelineConfig
-from mpcomp.api.embedding_checks import check_embeddings
 from mpcomp.api.launch import DistributedLaunch, Launch, LocalLaunch
 from mpcomp.api.learned_loss import check_loss, place_loss
 from mpcomp.api.pipeline import Pipeline
-from mpcomp.api.row_layout import warn_of_sequence_first
-from mpcomp.api.weights import check_weights, load_weights, refuse_part_for_whole, to_meta
+from mpcomp.checkpoint.weights import check_weights, load_weights, refuse_part_for_whole, to_meta
 from mpcomp.comm.mesh import launched
 from mpcomp.compressors import Compressor
+from mpcomp.core.embeddings import check_dense_gradients, check_max_norm, check_whole_batches
 from mpcomp.core.loss import LossFn
 from mpcomp.data_parallel.network import ReplicaNetwork
+from mpcomp.engines.distributed import DistributedEngine
+from mpcomp.engines.first_data import FirstData
 from mpcomp.links.boundary import Boundary
 from mpcomp.links.build import MethodLike, Methods, boundaries_of, tie_method_of
 from mpcomp.links.tied_weights import TiedWeights, ties_of
@@ -195,8 +201,7 @@ def build(model: nn.Module, config: PipelineConfig) -> Pipeline:
         )
         ties = ties_of(cut, of_ties, **of_run)
         launch.check(cut, ties)
-        check_embeddings(model, cut, chunks=config.chunks, replicas=config.replicas)
-        loss_fn = config.loss_for(cut)
+        _check_embeddings(model, cut, chunks=config.chunks, replicas=config.replicas)
         check_loss(loss_fn, cut, shard=config.shard)
         own = launch.own_stages(cut)
         check_weights([cut[i] for i in own], config.weights)
@@ -214,7 +219,7 @@ def build(model: nn.Module, config: PipelineConfig) -> Pipeline:
         if launch.device_of(0).type == "cpu":
             advise_on_threads(launch.local_ranks)
         if not cut[0].is_causal_lm:
-            warn_of_sequence_first(model)
+            advise_on_sequences(model)
     for i, stage in enumerate(cut):
         if i not in own:
             to_meta(stage)
@@ -228,6 +233,11 @@ def build(model: nn.Module, config: PipelineConfig) -> Pipeline:
     if len(own) < len(cut):
         refuse_part_for_whole(model)
     engine, replica_sync = launch.engine(cut, boundaries, ties, plain)
+    first_data = None
+    if config.data == "first" and isinstance(engine, DistributedEngine):
+        first_data = FirstData(
+            engine, [s for s, place in zip(plain.cut, engine.places, strict=True) if place]
+        )
     return Pipeline(
         [cut[i] for i in own],
         plain.cut,
@@ -241,5 +251,36 @@ def build(model: nn.Module, config: PipelineConfig) -> Pipeline:
         replica_sync=replica_sync,
         plain_model=plain.model,
         compares_copies=config.checks != "none",
-        data_first=config.data == "first",
+        first_data=first_data,
     )
+
+
+def _check_embeddings(
+    model: nn.Module, cut: Sequence[staging.Stage], *, chunks: int, replicas: int
+) -> None:
+    """Raises ValueError for an embedding that would not train as in the plain model.
+
+    Args:
+        model: that was cut.
+        cut: all stages.
+        chunks: microbatches.
+        replicas: number of them.
+    """
+    tied = {name for tie in staging.ties(cut) for _, name in tie}
+    shared = {name for names in staging.shared_parameters(model) for name in names} - tied
+    check_dense_gradients(model, "the exchange of a weight that two stages share", tied)
+    check_max_norm(
+        model, "two stages share its weight, and the other copy would stay as it was", tied
+    )
+    if chunks > 1:
+        check_max_norm(
+            model,
+            "another layer has its weight too, and would find rows that later microbatches look up "
+            "as they were; chunks=1 is right",
+            shared,
+        )
+    if chunks * replicas > 1:
+        check_whole_batches(model, chunks * replicas)
+    if replicas > 1:
+        check_dense_gradients(model, "the mean over replicas")
+        check_max_norm(model, "replicas look up different rows, and would come apart")

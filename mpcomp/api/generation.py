@@ -22,7 +22,21 @@ __all__ = ["generate"]
 
 
 class NextTokens(Protocol):
-    """One call of the stages; see `mpcomp.Pipeline.next_tokens`."""
+    """A call of the stages for one token of each row; every rank makes it.
+
+    Args:
+        batch: what the first stage is called with.
+        choose: gets the logits where the last stage is, and gives int64 [b].
+        call: number of the call, from 0.
+        same: in the first call, what else than the batch must be the same on all ranks.
+
+    Returns:
+        What it chose, int64 [b] of each replica, on every rank; with ``data="first"`` of this
+        replica alone.
+
+    Raises:
+        FloatingPointError: NaN or Inf in the logits of one of the replicas; on every rank.
+    """
 
     def __call__(
         self,

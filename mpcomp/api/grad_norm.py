@@ -55,8 +55,12 @@ def clip_grad_norm_(
         for name, parameter in pipe.with_loss.named_parameters()
         if parameter.grad is not None and name not in again
     }
+    names = [name for stage in pipe.cut_stages for name, _ in stage.named_parameters()]
+    # Between two updates of `LocalSGD` each replica has gradients of its own.
+    apart = pipe.exchange is not None and pipe.exchange.method.rhythm is not None
     # One norm of all norms, in the model's order: the same bits however the model is cut.
-    norm: Tensor = torch.linalg.vector_norm(pipe.gather_scalars(norms), norm_type)
+    found = pipe.mesh.gather_scalars(norms, names, apart=apart)
+    norm: Tensor = torch.linalg.vector_norm(found, norm_type)
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(
             f"the norm of order {norm_type} of the gradients is non-finite ({norm.item()}): the "

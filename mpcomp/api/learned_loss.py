@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules import loss as torchs
 
 import stages as staging
-from mpcomp.api.weights import parameters_to_meta
+from mpcomp.checkpoint.weights import parameters_to_meta
 from mpcomp.core.loss import LossFn
 from mpcomp.engines.graph import leaves
 

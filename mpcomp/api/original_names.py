@@ -5,7 +5,10 @@ So an optimizer, a checkpoint or a scheduler sees the model, not how it was cut.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import copy
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,10 +16,14 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 import stages as staging
+from mpcomp.api.porting import WRAPPED
+from mpcomp.checkpoint.weights import whole_again
 from mpcomp.comm.mesh import Mesh
 from mpcomp.core.dtensor import distribute_like
+from mpcomp.data_parallel.replica_sync import ReplicaSync
+from mpcomp.engines.base import Engine
 
-__all__ = ["OriginalNames"]
+__all__ = ["OriginalModel", "OriginalNames"]
 
 
 class OriginalNames(nn.Module):
@@ -149,6 +156,124 @@ class OriginalNames(nn.Module):
         if memory_format is not None:
             super().to(memory_format=memory_format)  # type: ignore[call-overload]
         return self
+
+
+class OriginalModel(OriginalNames):
+    """The original model, as tools for plain models ask a `mpcomp.Pipeline` for it.
+
+    Args:
+        stages: of this rank.
+        cut: all stages.
+        engine: runs them.
+        replica_sync: keeps replicas of this rank's stages alike; None for one replica.
+        plain_model: the model that was cut, where it cannot be put together of stages.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[staging.Stage],
+        cut: Sequence[staging.Stage],
+        engine: Engine,
+        replica_sync: ReplicaSync | None,
+        plain_model: nn.Module | None,
+    ) -> None:
+        # Where stages are sharded, plans are made with copies of them, which must follow too.
+        elsewhere = [s for s in cut if all(s is not o for o in stages)]
+        super().__init__(stages, engine.mesh, elsewhere)
+        self.engine = engine
+        self.replica_sync = replica_sync
+        self.cut_stages = list(cut)
+        self._here = [stage.index for stage in stages]
+        self.training = all(stage.training for stage in cut)
+        # In tuples, so that torch does not register them.
+        self._with_loss_too = (OriginalNames(stages, engine.mesh, elsewhere, with_loss=True),)
+        self._plain_model = (plain_model,)
+        self._has_warned_of_part = False
+
+    @property
+    def with_loss(self) -> OriginalNames:
+        """This rank's parameters and state, and beside the model's those that the loss has.
+
+        They are named ``loss_fn.*``, and on the rank with the last stage.
+        """
+        return self._with_loss_too[0]
+
+    @property
+    def config(self) -> Any:
+        """The configuration of a model of transformers.
+
+        Raises:
+            AttributeError: the model has none.
+        """
+        return self.cut_stages[0].original.config
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> Any:
+        # DistributedDataParallel asks for this before anything else. It would compare the
+        # parameters of stages as if they were copies, and say that their number differs.
+        raise TypeError(WRAPPED)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The state under the original model's names: with several processes that of this rank.
+
+        It then says so, once: a file that every rank writes would end with the part of one.
+        """
+        mesh = self.mesh
+        if mesh.num_ranks > 1 and not self._has_warned_of_part:
+            self._has_warned_of_part = True
+            warnings.warn(
+                f"pipe.state_dict() on rank {mesh.rank} of {mesh.num_ranks} is the part of this "
+                "rank's stages, and a file that all ranks write would hold one of the parts: take "
+                "pipe.merge().state_dict(), on every rank, for the whole, or pipe.save(folder) for "
+                "a checkpoint, in which each rank writes its own",
+                stacklevel=2,
+            )
+        return super().state_dict(*args, **kwargs)
+
+    def merge(self) -> nn.Module:
+        """The original model, with the trained weights, on the first stage's device.
+
+        With several processes a copy of it with all weights, on the CPU of every rank.
+        """
+        model = self._plain_model[0] or staging.merge(self.cut_stages)
+        if self.mesh.num_ranks == 1:
+            return model.to(self.engine.device_of(0))
+        self._align_replicas()
+        whole = copy.deepcopy(model)
+        whole_again(whole)
+        own = {name: x.detach().cpu() for name, x in super().state_dict().items()}
+        whole.load_state_dict(self.mesh.all_gather_tensors(own, "weights"), assign=True)
+        staging.tie_names(whole, self.cut_stages)
+        return whole.cpu()
+
+    def save_pretrained(self, folder: str | Path, **options: Any) -> None:
+        """Writes a model of transformers as its own ``save_pretrained`` does; every rank calls it.
+
+        The folder is written by the first rank.
+
+        Args:
+            folder: to be made.
+            options: for the model's ``save_pretrained``.
+
+        Raises:
+            TypeError: the model has no ``save_pretrained``.
+        """
+        original: Any = self.cut_stages[0].original
+        if not hasattr(original, "save_pretrained"):
+            raise TypeError(
+                f"save_pretrained: {type(original).__name__} is no model of transformers; use "
+                "pipe.merge() and torch.save, or pipe.save"
+            )
+        model: Any = self.merge()
+        with self.mesh.failing_together("saving the model"):
+            if self.mesh.rank == 0:
+                model.save_pretrained(folder, **options)
+        self.mesh.all_gather_object(None)  # none goes on to read what is not there yet
+
+    def _align_replicas(self) -> None:
+        """Gives all replicas the buffers (BatchNorm's statistics) of the first."""
+        if self.replica_sync is not None:
+            self.replica_sync.align_buffers()
 
 
 def _same_device(one: torch.device, asked: torch.device) -> bool:

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from mpcomp.core.microbatch import map_tensors
+from mpcomp.links.tied_weights import Tie
 
-__all__ = ["DifferentiatedLoss", "check_function", "check_no_graph", "refuses_unpacked"]
+__all__ = [
+    "WRAPPED",
+    "DifferentiatedLoss",
+    "check_differentiable",
+    "check_function",
+    "check_no_graph",
+    "check_trainable",
+    "refuses_unpacked",
+]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -22,6 +33,15 @@ _DONE = (
     ".grad. Leave out .backward() or torch.autograd.grad, and go on with optimizer.step(). Leave "
     "out scaler.scale too, and pass mpcomp.pipeline(..., scaler=scaler)"
 )
+#: What is wrong with DistributedDataParallel round a pipeline, and what to do.
+WRAPPED = (
+    "a pipeline in DistributedDataParallel, which accelerate's prepare and Lightning's strategy "
+    "'ddp' wrap models in: ranks hold stages, not copies, of the model. Leave the pipeline out of "
+    "prepare and setup (prepare the optimizer alone: every rank sees the same batches), give "
+    "Lightning's Trainer devices=1 and use_distributed_sampler=False, take "
+    "mpcomp.hf.PipelineTrainer for transformers, and mpcomp.pipeline(..., replicas=n) for copies"
+)
+
 #: Functions by which a tensor leaves for a screen, a file or another process.
 _SHOWN = {Tensor.__repr__, Tensor.__format__, Tensor.__deepcopy__, Tensor.__reduce_ex__}
 
@@ -73,6 +93,57 @@ def check_function(name: str, function: object, hint: str = "") -> None:
         )
 
 
+def check_trainable(training: bool, weight: float) -> None:
+    """Refuses a call of `forward_backward` that could not train as a plain step would.
+
+    Args:
+        training: the pipeline's mode.
+        weight: on the gradients.
+
+    Raises:
+        ValueError: evaluation or inference mode, or a weight that is no number.
+        TypeError: a `DistributedDataParallel` round the pipeline.
+    """
+    if torch.is_inference_mode_enabled():
+        raise ValueError(
+            "forward_backward under torch.inference_mode(), in which nothing has a gradient: "
+            "leave it for training"
+        )
+    _refuse_within_ddp()
+    if not training:
+        raise ValueError(
+            "forward_backward in evaluation mode: call pipe.train() first, or dropout and "
+            "BatchNorm would do what they do in evaluation. A model that transformers' "
+            "from_pretrained gives is in that mode, and so is its pipeline"
+        )
+    if not math.isfinite(weight):
+        raise ValueError(f"weight={weight!r}: expected a finite number, such as 1 / n")
+
+
+def check_differentiable(num_ranks: int, ties: Sequence[Tie]) -> None:
+    """Refuses to give an output with its graph where ``backward`` would not do all there is to do.
+
+    Args:
+        num_ranks: processes.
+        ties: weights that two stages share.
+
+    Raises:
+        ValueError: another process, or another use of a weight, has a part of the gradients.
+    """
+    if num_ranks > 1:
+        raise ValueError(
+            "pipe(x) with gradients: autograd does not reach other processes; train with "
+            "pipe.forward_backward(x, y), or infer under torch.no_grad() or pipe.eval()"
+        )
+    shared = [tie.name for tie in ties if tie.trains]
+    if shared:
+        raise ValueError(
+            f"pipe(x) with gradients: two stages share {shared[0]}, and its gradients "
+            "are added up at the end of pipe.forward_backward(x, y); train with that, or infer "
+            "under torch.no_grad() or pipe.eval()"
+        )
+
+
 def check_no_graph(name: str, batch: Any, *, alone: bool) -> None:
     """Refuses a batch or target by which something else than the stages would be trained.
 
@@ -115,3 +186,16 @@ def refuses_unpacked(method: Callable[_P, _R]) -> Callable[_P, _R]:
         return method(*args, **kwargs)
 
     return checked
+
+
+def _refuse_within_ddp() -> None:
+    """Refuses to train in a `DistributedDataParallel` that holds the pipeline within a module.
+
+    It asks only the outermost module whether it may be wrapped. Of stages with unlike parameters
+    it then says that their number differs; those of like stages it would average, without a word.
+
+    Raises:
+        TypeError: one is running its forward pass.
+    """
+    if DistributedDataParallel._active_ddp_module is not None:
+        raise TypeError(WRAPPED)

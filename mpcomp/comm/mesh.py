@@ -210,6 +210,33 @@ class Mesh(ABC):
                     gathered[name] = self.broadcast_tensor(own, rank, what)
         return gathered
 
+    def gather_scalars(
+        self, values: Mapping[str, Tensor], names: Sequence[str], *, apart: bool = False
+    ) -> Tensor:
+        """One number for each name, from all ranks of a pipeline, in the order of names: [n].
+
+        Pipelines are given the mean of theirs, unless they are apart from each other.
+
+        Args:
+            values: 0-d tensors by the names that this rank has; some may be left out.
+            names: all names, alike on all ranks.
+            apart: whether each pipeline is given its own.
+        """
+        own = [values[name].item() if name in values else 0.0 for name in names]
+        there = [float(name in values) for name in names]
+        places, place = (self.num_replicas, self.replica) if apart else (1, 0)
+        mine = slice(place * len(names), (place + 1) * len(names))
+        placed = [0.0] * (places * len(names))
+        placed[mine] = own
+        sums = self.all_reduce_sum([*placed, *there])
+        kept = [
+            total / (self.num_replicas // places)
+            for total, count in zip(sums[mine], sums[len(placed) :], strict=True)
+            if count
+        ]
+        dtype = next((value.dtype for value in values.values()), torch.float32)
+        return torch.tensor(kept, dtype=dtype, device=self.device)
+
 
 class LocalMesh(Mesh):
     """One rank, which has all there is already.
@@ -248,6 +275,12 @@ class LocalMesh(Mesh):
 
     def all_gather_tensors(self, tensors: Mapping[str, Tensor], what: str) -> dict[str, Tensor]:
         return dict(tensors)
+
+    def gather_scalars(
+        self, values: Mapping[str, Tensor], names: Sequence[str], *, apart: bool = False
+    ) -> Tensor:
+        found = [values[name].to(self.device) for name in names if name in values]
+        return torch.stack(found) if found else torch.zeros(0, device=self.device)
 
 
 class ProcessMesh(Mesh):

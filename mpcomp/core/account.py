@@ -18,7 +18,7 @@ __all__ = ["Account", "agreed_in_step"]
 
 NOTHING: Final = Sent()
 #: Numbers of a record at the start of a step (`mpcomp.comm.handshake.StepFingerprint`), and of one
-#: at its end (`mpcomp.api.step_sync`) beside a number for each link; of 8 bytes.
+#: at its end (`mpcomp.api.training_steps`) beside a number for each link; of 8 bytes.
 _AT_START: Final = 9
 _AT_END: Final = 6
 _NUMBER_BYTES: Final = 8

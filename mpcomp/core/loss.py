@@ -18,6 +18,7 @@ __all__ = [
     "is_sum",
     "num_terms",
     "one_number",
+    "pair_of",
     "with_target",
 ]
 
@@ -133,6 +134,26 @@ def _described(labels: object) -> str:
     if isinstance(labels, Tensor):
         return f"{list(labels.shape)} {labels.dtype}"
     return f"a {type(labels).__name__}"
+
+
+def pair_of(item: object, caller: str = "evaluate") -> tuple[Any, Any]:
+    """Batch and target that a loader yielded; no target of a mapping, which has its labels.
+
+    Raises:
+        TypeError: it yielded something else; ``caller`` is named.
+    """
+    if isinstance(item, Mapping):
+        return item, None
+    if not isinstance(item, Sequence) or isinstance(item, str) or len(item) < 2:
+        shape = f" of shape {list(item.shape)}" if isinstance(item, Tensor) else ""
+        if isinstance(item, Sequence) and not isinstance(item, str):
+            shape = f" of length {len(item)}"
+        raise TypeError(
+            f"{caller}: the loader yielded a {type(item).__name__}{shape}: expected pairs (batch, "
+            "target), or mappings with 'labels'. For one batch pass [(x, y)]; for outputs alone "
+            "call pipe(x) under torch.no_grad()"
+        )
+    return item[0], item[1]
 
 
 def with_target(batch: Any, target: Any) -> tuple[Any, Any]:

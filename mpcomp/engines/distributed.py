@@ -6,7 +6,7 @@ A step on every rank::
              first rank runs its first microbatch; what that changed is put back if they are not
     run      torch's schedule over this rank's stages (`torch_stage`), in which messages move
     reduce   gradients of tied weights are added up, then those of replicas exchanged
-    sum      loss, overflow and byte counts: one decision for all (`mpcomp.api.step_sync`)
+    sum      loss, overflow and byte counts: one decision for all (`mpcomp.api.training_steps`)
 
 Evaluation has no backward and so needs no schedule: each stage runs its microbatches in turn.
 """

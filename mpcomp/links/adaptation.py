@@ -1,7 +1,7 @@
 """All adaptive links of a pipeline: what they measure in a step, and what is decided at its end.
 
 Decisions follow from sums over all ranks, which travel in the one sum at the end of a step
-(`mpcomp.api.step_sync`)::
+(`mpcomp.api.training_steps`)::
 
     [seconds, then of each adaptive link: base, rests, and its traffic or its bytes at each CF]
 

@@ -5,7 +5,7 @@
     python -m recipes.bench.soak --methods "ef21+topk:0.1" "dp: dgc:0.01" --steps 4000
 
 Each row is a training on two ranks, with checkpoints. Both ends of its links, and the weights of
-its replicas, are compared every 100 steps (`mpcomp.api.equal_copies`), and copies that differ end
+its replicas, are compared every 100 steps (`mpcomp.links.equal_copies`), and copies that differ end
 the training and this program. All the while each rank looks at what it holds: memory of its own,
 threads, open files, and files in the run's and the temporary folder. Growth is from the second
 tenth of the steps, when all samples have been met, to the last; the rank that grew most counts.

@@ -143,7 +143,7 @@ def test_tensorboard_gets_them(tmp_path):
     pytest.importorskip("tensorboard", reason="TensorBoard comes with mpcomp[tensorboard]")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    from mpcomp.api.step_log import tensorboard_writer
+    from mpcomp.monitor.step_log import tensorboard_writer
 
     pipe = pipeline(act_comp="quant:4")
     with tensorboard_writer(tmp_path) as writer:

@@ -22,7 +22,7 @@ from torch import fx, nn
 
 import mpcomp
 from mpcomp import TensorMeta
-from mpcomp.api.weights import to_meta
+from mpcomp.checkpoint.weights import to_meta
 from mpcomp.core.microbatch import rows_of_chunks, scatter
 from mpcomp.engines import shape_inference
 from mpcomp.engines.shape_inference import Planner

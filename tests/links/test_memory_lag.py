@@ -137,7 +137,7 @@ def lags_of(report):
 
 def test_reports_and_logs_say_it(tmp_path, capsys):
     report, seen = train(str(tmp_path))
-    mpcomp.api.report.print_report(report)
+    mpcomp.monitor.report.print_report(report)
     table = capsys.readouterr().out
     run = Run.read(tmp_path)
     windows = [window for _, window in run.windows]

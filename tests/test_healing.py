@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 LIMIT_S = 120
 
 ATTEMPTS = """

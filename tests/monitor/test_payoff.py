@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from mpcomp.api.payoff import CutTimes, PayOff, RankTimes, Simulation
-from mpcomp.api.report import _times_of
-from mpcomp.api.step_costs import stage_times
+from mpcomp.monitor.payoff import CutTimes, PayOff, RankTimes, Simulation
+from mpcomp.monitor.report import _times_of
+from mpcomp.monitor.step_costs import stage_times
 from mpcomp.plan import Coding, Messages
 from mpcomp.plan.curve import WORTHWHILE
 from mpcomp.plan.network import PACKET_SHARE

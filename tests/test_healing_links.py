@@ -18,17 +18,17 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from mpcomp.api import healing
+from mpcomp import healing
 from recipes.bench.hosts import free_port
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 LIMIT_S = 120
 
 SCRIPT = """
     import os, signal, sys, time
     from pathlib import Path
     import mpcomp
-    import mpcomp.api.healing as healing
+    import mpcomp.healing as healing
     import mpcomp.comm.lasting_store as lasting_store
 
     folder = Path(sys.argv[1])

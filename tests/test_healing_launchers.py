@@ -22,7 +22,7 @@ TRAINS = """
     import torch
     from torch import nn
     import mpcomp
-    from mpcomp.api import healing
+    from mpcomp import healing
 
     folder, way = Path(sys.argv[1]), sys.argv[2]
     healing._PATIENCE_S = 3.0

@@ -2,7 +2,7 @@
 
 Every method begins from the same weights and runs over the same batches, with the same dropout, so
 that losses can be compared batch by batch. Its links are new ones, put in the place of the
-pipeline's; where these have been put back, nothing is left of it (`mpcomp.api.undoing`).
+pipeline's; where these have been put back, nothing is left of it (`mpcomp.pilot.undoing`).
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from mpcomp.api.comparison import Comparison, Trial, pairs_in_order
-from mpcomp.api.evaluation import pair_of
-from mpcomp.api.payoff import CutTimes, RankTimes, Simulation
-from mpcomp.api.step_costs import cut_times, stage_times
-from mpcomp.api.undoing import Start, undone
 from mpcomp.core.account import Account
+from mpcomp.core.loss import pair_of
 from mpcomp.core.traffic import Traffic
 from mpcomp.engines.base import Engine
 from mpcomp.links.boundary import Boundary
 from mpcomp.links.build import boundaries_of
+from mpcomp.monitor.payoff import CutTimes, RankTimes, Simulation
+from mpcomp.monitor.step_costs import cut_times, stage_times
+from mpcomp.pilot.comparison import Comparison, Trial, pairs_in_order
+from mpcomp.pilot.undoing import Start, undone
 from mpcomp.plan.known_quality import methods_of
 from mpcomp.plan.network import FIRST_WINDOW, Network
 from mpcomp.plan.planner import Pair

@@ -1,6 +1,6 @@
 """Figures of each step for TensorBoard, Weights & Biases or any function that takes them.
 
-They are those of a window of steps (`mpcomp.api.step_window`), gathered from all ranks every
+They are those of a window of steps (`mpcomp.monitor.step_window`), gathered from all ranks every
 ``every`` steps and written on the first one.
 """
 
@@ -11,10 +11,10 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from mpcomp.api.step_window import StepWindow
 from mpcomp.core.sent import Sent
 from mpcomp.core.traffic import LAGS, Traffic
 from mpcomp.links.link import Link
+from mpcomp.monitor.step_window import StepWindow
 
 __all__ = ["ScalarWriter", "StepLog", "tensorboard_writer"]
 

@@ -16,7 +16,6 @@ attempt; where it had the store, they end, and are to be started again, too.
 from __future__ import annotations
 
 import functools
-import importlib
 import itertools
 import json
 import math
@@ -37,6 +36,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+import mpcomp.api.build  # noqa: F401  # seconds that would else be spent in each fork
 from mpcomp.comm.failures import DifferentCalls, PeerError, say_that_all_returned
 from mpcomp.comm.lasting_store import LastingStore
 from mpcomp.comm.mesh import ATTEMPT, HEALING, attempt_of_launcher, launched
@@ -97,7 +97,6 @@ def heal(train: Callable[[], Any], *, restarts: int = 100, grace_s: float = 0.5)
     """
     if restarts < 0:
         raise ValueError(f"restarts={restarts}: expected 0 or more")
-    importlib.import_module("mpcomp.api.build")  # seconds that would else be spent in each fork
     _check_forkable()
     if "TORCHELASTIC_RUN_ID" in os.environ:  # else the parent is a shell, which may go
         die_with_parent(os.getppid())

@@ -26,7 +26,7 @@ from torch import nn
 
 import mpcomp
 import stages
-from mpcomp.api.weights import check_weights, load_weights, to_meta
+from mpcomp.checkpoint.weights import check_weights, load_weights, to_meta
 from stages import split
 
 

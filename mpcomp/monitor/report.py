@@ -13,8 +13,6 @@ from typing import Any
 
 from tabulate import tabulate
 
-from mpcomp.api.payoff import PayOff
-from mpcomp.api.step_costs import chunks_of, cut_times, stage_times
 from mpcomp.core.account import Account
 from mpcomp.core.sent import Sent, below_bf16_text
 from mpcomp.core.traffic import AMOUNTS, LAGS, SECONDS, Traffic
@@ -22,8 +20,12 @@ from mpcomp.data_parallel.exchange import Exchange
 from mpcomp.engines.base import Engine
 from mpcomp.links.adaptation import Adaptation
 from mpcomp.links.link import Link
+from mpcomp.links.tied_weights import TiedWeights
+from mpcomp.monitor.payoff import PayOff
+from mpcomp.monitor.step_costs import chunks_of, cut_times, stage_times
+from stages import Stage
 
-__all__ = ["print_report", "report_of"]
+__all__ = ["names_of_crossings", "print_report", "report_of"]
 
 _PHASES = {"train": "train", "eval": "eval", "eval_off": "eval, off"}
 _DIRECTIONS = {
@@ -32,6 +34,14 @@ _DIRECTIONS = {
     "tie_first": "tied gradient ->",
     "tie_last": "tied gradient <-",
 }
+
+
+def names_of_crossings(cut: Sequence[Stage], ties: Sequence[TiedWeights]) -> list[str]:
+    """Of each cut the block before it, then of each tied weight its name.
+
+    Ties are numbered on, as if they were cuts.
+    """
+    return [*(stage.block_names[-1] for stage in cut[:-1]), *(tie.name for tie in ties)]
 
 
 def report_of(
@@ -51,7 +61,7 @@ def report_of(
     Args:
         engine: runs the stages.
         links: all links of the pipeline.
-        after: of each cut the block before it, of each tied weight its name.
+        after: see `names_of_crossings`.
         adaptation: of the adaptive links.
         exchange: of the replicas' gradients, if they are compressed.
         step_times: of the last steps on this rank: seconds, and of these waiting for messages.

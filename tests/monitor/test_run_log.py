@@ -13,7 +13,7 @@ from models import MLP_SPLIT, mlp, rows
 from ranks import preload
 
 import mpcomp
-from mpcomp.api import run_log
+from mpcomp.monitor import run_log
 from mpcomp.view.json_files import JsonLinesTail, append_json_lines
 from mpcomp.view.run import PARTS, Run
 

@@ -19,17 +19,22 @@ import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
 
-from mpcomp.api.pipeline import Pipeline
-from mpcomp.api.step_window import StepFigures
 from mpcomp.core.sent import Sent
 from mpcomp.core.traffic import FIDELITY, Traffic
+from mpcomp.data_parallel.replica_sync import ReplicaSync
+from mpcomp.engines.base import Engine
+from mpcomp.links.link import Link
+from mpcomp.links.tied_weights import TiedWeights
+from mpcomp.monitor.report import names_of_crossings
+from mpcomp.monitor.step_window import StepFigures, StepWindow
 from mpcomp.view.files import RunFiles
 from mpcomp.view.json_files import append_json_lines, read_json_lines, replace_text, write_json
+from stages import Stage
 
 __all__ = ["RunLog"]
 
@@ -39,6 +44,30 @@ EVERY_S: Final = 1.0
 SHARE: Final = 0.02
 #: Steps between two gatherings, at most: of more a history in memory forgets.
 MOST_STEPS: Final = 500
+
+
+class LoggedRun(Protocol):
+    """The part of a `mpcomp.Pipeline` that a `RunLog` reads."""
+
+    cut_stages: list[Stage]
+    ties: list[TiedWeights]
+    engine: Engine
+    replica_sync: ReplicaSync | None
+    chunks: int
+
+    @property
+    def num_steps(self) -> int: ...
+
+    @property
+    def step_skipped(self) -> bool: ...
+
+    @property
+    def links(self) -> list[Link]: ...
+
+    @property
+    def sent(self) -> Sent: ...
+
+    def step_window(self) -> StepWindow: ...
 
 
 class RunLog:
@@ -60,7 +89,7 @@ class RunLog:
 
     def __init__(
         self,
-        pipe: Pipeline,
+        pipe: LoggedRun,
         folder: str | Path,
         *,
         total_steps: int | None = None,
@@ -68,13 +97,14 @@ class RunLog:
         steps_done: int | None = None,
     ) -> None:
         self._pipe = pipe
+        self._writes = pipe.engine.mesh.rank == 0
         self._files = RunFiles(Path(folder))
         self._steps = pipe.num_steps if steps_done is None else steps_done
         self._rows: list[dict[str, Any]] = []
         self._losses: list[Tensor | float] = []
         self._wait_for = 1  # steps until the next gathering
         before = 0.0
-        if pipe.rank == 0:
+        if self._writes:
             self._files.path.mkdir(parents=True, exist_ok=True)
             before = self._forget_later()
             write_json(self._files.about, _about(pipe, total_steps, samples))
@@ -113,7 +143,7 @@ class RunLog:
         if not self._rows:
             return
         figures = self._window.gathered(len(self._rows))
-        if self._pipe.rank == 0:
+        if self._writes:
             for row, loss in zip(self._rows, _numbers(self._losses), strict=True):
                 row["loss"] = loss
             self._rows[-1]["figures"] = _figures(figures)
@@ -179,10 +209,9 @@ def _rounded(value: float | None) -> float | None:
     return round(value, 6) if value is not None and math.isfinite(value) else None
 
 
-def _about(pipe: Pipeline, total_steps: int | None, samples: str) -> dict[str, Any]:
+def _about(pipe: LoggedRun, total_steps: int | None, samples: str) -> dict[str, Any]:
     """Facts of a run that steps have in common."""
-    after = [stage.block_names[-1] for stage in pipe.cut_stages[:-1]]
-    after += [tie.name for tie in pipe.ties]
+    after = names_of_crossings(pipe.cut_stages, pipe.ties)
     links = [
         {
             "boundary": link.boundary,
@@ -192,15 +221,16 @@ def _about(pipe: Pipeline, total_steps: int | None, samples: str) -> dict[str, A
         }
         for link in pipe.links
     ]
-    if pipe.replica_sync is not None:
-        method = "none" if pipe.exchange is None else str(pipe.exchange.method)
+    sync, mesh = pipe.replica_sync, pipe.engine.mesh
+    if sync is not None:
+        method = "none" if sync.exchange is None else str(sync.exchange.method)
         links.append({"boundary": None, "after": "", "direction": "replicas", "method": method})
     return {
         "total_steps": total_steps,
         "samples": samples,
         "engine": pipe.engine.name,
-        "ranks": pipe.num_ranks,
-        "replicas": pipe.num_replicas,
+        "ranks": mesh.num_ranks,
+        "replicas": mesh.num_replicas,
         "stages": len(pipe.cut_stages),
         "chunks": pipe.chunks,
         "links": links,

@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import random
+import time
 
 import numpy as np
 import pytest
@@ -13,9 +14,9 @@ from models import CONV_SPLIT, MLP_SPLIT, convnet, mlp, rows
 from torch import nn
 
 import mpcomp
-from mpcomp.api.comparison import Comparison, Trial
 from mpcomp.core.account import Account
 from mpcomp.core.sent import Sent
+from mpcomp.pilot.comparison import Comparison, Trial
 
 
 def images(number):
@@ -115,6 +116,85 @@ def test_a_run_goes_on_as_without_a_pilot():
     train(other, its, range(3))
     assert_same(train(pipe, optimizer, range(3, 6)), train(other, its, range(3, 6)))
     assert_same(dict(pipe.state_dict()), dict(other.state_dict()))
+
+
+def by_log(pipe, folder, run, every=1):
+    seen = []
+    pipe.log_to(lambda figures, step: seen.append({**figures, "step": step}), every=every)
+    run()
+    assert seen
+    return [{k: v for k, v in entry.items() if k != "seconds"} for entry in seen]
+
+
+def by_run_log(pipe, folder, run):
+    log = mpcomp.RunLog(pipe, folder / "run")
+    run(log.step)
+    log.close()
+    lines = map(json.loads, (folder / "run" / "steps.jsonl").read_text().splitlines())
+    return [[line[name] for name in ("step", "loss", "wire_bytes", "skipped")] for line in lines]
+
+
+def by_window(pipe, folder, run):
+    window = pipe.step_window()
+    run()
+    found = window.gathered(4)
+    links = [{**traffic.to_state(), "seconds": 0.0} for traffic in found.links]
+    return [links, found.account.to_dict()]
+
+
+def by_trace(pipe, folder, run):
+    with pipe.trace(folder / "trace.json", steps=4):
+        run()
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    return [[e["name"], e["args"].get("step")] for e in events if e["ph"] == "X"]
+
+
+def by_history(pipe, folder, run):
+    run()
+    return [pipe.adaptive_history, len(pipe.step_times), pipe.num_steps, pipe.account().to_dict()]
+
+
+WATCHES = {
+    "log": by_log,
+    "log of two steps": lambda *given: by_log(*given, every=2),
+    "run log": by_run_log,
+    "window": by_window,
+    "trace": by_trace,
+    "history": by_history,
+}
+
+
+@pytest.mark.parametrize("watch", WATCHES)
+def test_who_watches_a_run_sees_nothing_of_a_pilot(watch, tmp_path):
+    """Neither its steps nor its bytes, in the middle of a run."""
+    seen = []
+    for name in ("with", "without"):
+        pipe, optimizer = pipe_and_optimizer()
+
+        def run(each=None, pipe=pipe, optimizer=optimizer, name=name):
+            for number in range(4):
+                if number == 2 and name == "with":
+                    pipe.compare(["topk:0.1"], data=[images(9)], optimizer=optimizer, show=False)
+                (loss,) = train(pipe, optimizer, [number])
+                if each is not None:
+                    each(loss)
+
+        (tmp_path / name).mkdir()
+        seen.append(WATCHES[watch](pipe, tmp_path / name, run))
+    assert_same(*seen)
+
+
+def test_the_time_of_a_pilot_is_part_of_no_step():
+    pipe, _ = pipe_and_optimizer()
+    window = pipe.step_window()
+    pipe.forward_backward(*images(0))
+
+    def slow():
+        time.sleep(5)
+        yield images(1)
+
+    pipe.compare(["topk:0.1"], data=slow(), show=False)
+    assert window.gathered(1).ranks[0]["seconds"] < 5
 
 
 def test_a_pilot_that_fails_leaves_nothing_either():

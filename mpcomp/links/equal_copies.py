@@ -3,7 +3,7 @@
 Nothing that a step computes shows it when two of them have come apart, by a bit that memory or the
 network has turned, by an optimizer that steps by other gradients, or by a processor that rounds
 otherwise. So every `PERIOD` steps each rank sums the bits of its copies, and the sums go into the
-one that ends the step (`mpcomp.api.step_sync`), with weights that add up to zero::
+one that ends the step (`mpcomp.api.training_steps`), with weights that add up to zero::
 
     a link      + sender's estimates     - receiver's        in each replica
     a tie       + first copy             - last copy

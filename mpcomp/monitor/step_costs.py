@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from mpcomp.api.payoff import CutTimes, RankTimes
+from mpcomp.monitor.payoff import CutTimes, RankTimes
 from mpcomp.plan import Coding, Messages
 
 __all__ = ["chunks_of", "cut_times", "stage_times"]

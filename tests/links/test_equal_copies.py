@@ -11,9 +11,9 @@ from methods import FEEDBACK, beside
 from models import MLP_SPLIT, assert_same_state, links_state, mlp, rows
 
 import mpcomp
-from mpcomp.api import equal_copies
 from mpcomp.core.step import Step
 from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.links import equal_copies
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*would not shrink")
 

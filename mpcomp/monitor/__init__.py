@@ -1,0 +1,1 @@
+"""Figures of a run, sent and timed: reports, logs, windows of steps, traces, the pay-off."""
