@@ -30,10 +30,10 @@ from torch.utils.hooks import RemovableHandle
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.data_parallel.averaging import Averaging
 from mpcomp.data_parallel.base import ReplicaMethod
-from mpcomp.data_parallel.drift import correct
 from mpcomp.data_parallel.exchange import Exchange
 from mpcomp.data_parallel.groups import in_groups
 from mpcomp.data_parallel.methods import replica_method_of
+from mpcomp.data_parallel.methods.drift import correct
 from mpcomp.data_parallel.network import ReplicaNetwork
 from mpcomp.feedback.anchor import ANCHOR
 

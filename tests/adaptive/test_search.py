@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mpcomp import ErrorFeedback, Quantize, RandomK, Sign, TopK, parse
 from mpcomp.adaptive.clock import ModelledClock, WallClock
 from mpcomp.adaptive.search import Search, ladder
-from mpcomp.data_parallel.gravac import PAPER, GraVAC
+from mpcomp.data_parallel.methods.gravac import PAPER, GraVAC
 
 WINDOW = 10
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mpcomp import DGC, RedSync
 from mpcomp.compressors.base import num_kept
-from mpcomp.data_parallel.dgc import _Momentum
+from mpcomp.data_parallel.methods.dgc import _Momentum
 
 preload("replica_runs")
 

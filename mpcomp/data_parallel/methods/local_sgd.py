@@ -11,8 +11,8 @@ import torch
 from mpcomp.compressors import Compressor
 from mpcomp.core.spec import shown
 from mpcomp.data_parallel.base import Controller, ReplicaMethod, Setting
-from mpcomp.data_parallel.drift import check_correction, has_first_moments
 from mpcomp.data_parallel.methods import Compressed, replica_method_of
+from mpcomp.data_parallel.methods.drift import check_correction, has_first_moments
 from mpcomp.data_parallel.rhythm import Rhythm
 from mpcomp.feedback.anchor import Anchored
 from mpcomp.feedback.base import Feedback

@@ -8,9 +8,9 @@ from typing import ClassVar
 
 from mpcomp.compressors.base import Compressor
 from mpcomp.core.spec import SpecValue, shown
-from mpcomp.data_parallel.accordion_controller import AccordionController
 from mpcomp.data_parallel.base import Controller, Factored, ReplicaMethod, Setting
-from mpcomp.data_parallel.detector import Detector
+from mpcomp.data_parallel.methods.accordion_controller import AccordionController
+from mpcomp.data_parallel.methods.detector import Detector
 from mpcomp.feedback.memory import NO_MEMORY, Memory
 from mpcomp.feedback.residual import Residual
 

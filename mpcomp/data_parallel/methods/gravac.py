@@ -13,7 +13,7 @@ from mpcomp.adaptive.search import POLICIES, Search, checked_cfs
 from mpcomp.compressors.base import Compressor, check_contractive
 from mpcomp.core.spec import shown
 from mpcomp.data_parallel.base import Controller, ReplicaMethod, Setting
-from mpcomp.data_parallel.gravac_controller import GraVACController
+from mpcomp.data_parallel.methods.gravac_controller import GraVACController
 from mpcomp.feedback.memory import NO_MEMORY, Memory
 from mpcomp.feedback.momentum import check_momentum, momentum_memory, refuse_momentum
 from mpcomp.feedback.residual import Residual

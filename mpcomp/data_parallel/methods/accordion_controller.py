@@ -11,7 +11,7 @@ from torch import Tensor
 from mpcomp.compressors import Compressor
 from mpcomp.core.spec import SpecValue
 from mpcomp.data_parallel.base import Codec, Controller, Draw, Factored, Setting
-from mpcomp.data_parallel.detector import Detector
+from mpcomp.data_parallel.methods.detector import Detector
 
 __all__ = ["AccordionController"]
 
