@@ -37,11 +37,11 @@ from .data_parallel.compress import CompressedGradients as CompressedGradients
 from .data_parallel.compress import compress_gradients as compress_gradients
 from .data_parallel.methods.accordion import Accordion as Accordion
 from .data_parallel.methods.dgc import DGC as DGC
-from .data_parallel.methods.dgc import RedSync as RedSync
 from .data_parallel.methods.gravac import GraVAC as GraVAC
 from .data_parallel.methods.local_sgd import LocalSGD as LocalSGD
 from .data_parallel.methods.onebit import OneBit as OneBit
 from .data_parallel.methods.powersgd import PowerSGD as PowerSGD
+from .data_parallel.methods.redsync import RedSync as RedSync
 from .data_parallel.network import ReplicaNetwork as ReplicaNetwork
 from .data_parallel.sampler import ReplicaSampler as ReplicaSampler
 from .feedback import AQSGD as AQSGD

@@ -25,7 +25,6 @@ from mpcomp.compressors import Compressor
 from mpcomp.compressors.coding import Coding, Encoded
 from mpcomp.core.spec import SpecValue
 from mpcomp.core.tensor_meta import TensorMeta
-from mpcomp.data_parallel.rhythm import Rhythm
 from mpcomp.feedback.kept import Draw
 from mpcomp.feedback.memory import Memory
 
@@ -35,6 +34,7 @@ __all__ = [
     "Draw",
     "Factored",
     "ReplicaMethod",
+    "Rhythm",
     "Setting",
     "Static",
 ]
@@ -163,6 +163,61 @@ class Static(Controller):
 
     def codec(self, name: str) -> Codec:
         return self._codec
+
+
+@dataclass(frozen=True)
+class Rhythm:
+    """A period, in which each part of a model has its turn once, at equal distances.
+
+    With several parts a message is that much smaller and as many times more frequent: Streaming
+    DiLoCo, Douillard et al. 2025.
+
+    Args:
+        period: steps between two turns of the same part.
+        parts: how many.
+
+    Raises:
+        ValueError: a period below one step, or more parts than it has steps.
+    """
+
+    period: int
+    parts: int = 1
+
+    def __post_init__(self) -> None:
+        if type(self.period) is not int or self.period < 1:
+            raise ValueError(f"period={self.period!r}: expected a number of steps, 1 or more")
+        if type(self.parts) is not int or not 1 <= self.parts <= self.period:
+            raise ValueError(
+                f"parts={self.parts!r}: each has a step of its own in a period of {self.period}; "
+                f"expected 1 to {self.period}"
+            )
+
+    def due(self, step: int) -> int | None:
+        """The part whose turn comes after a step, or None.
+
+        Args:
+            step: number of steps before it.
+        """
+        for part in range(self.parts):
+            turn = (part + 1) * self.period // self.parts
+            if (step + 1 - turn) % self.period == 0:
+                return part
+        return None
+
+    def shares(self, sizes: Mapping[str, int]) -> dict[str, int]:
+        """The part that each parameter belongs to: neighbours together, of about equal sizes.
+
+        A parameter that is larger than a share leaves fewer, or none, to a part beside it.
+
+        Args:
+            sizes: elements of each parameter, in the model's order.
+        """
+        total, before, found = max(1, sum(sizes.values())), 0, {}
+        for name, size in sizes.items():
+            middle = before + size / 2
+            found[name] = min(self.parts - 1, int(middle * self.parts / total))
+            before += size
+        return found
 
 
 class ReplicaMethod(SpecValue, ABC):

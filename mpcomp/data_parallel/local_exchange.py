@@ -33,7 +33,7 @@ from mpcomp.data_parallel.base import ReplicaMethod
 from mpcomp.data_parallel.exchange import Exchange
 from mpcomp.data_parallel.groups import in_groups
 from mpcomp.data_parallel.methods import replica_method_of
-from mpcomp.data_parallel.methods.drift import correct
+from mpcomp.data_parallel.methods.local_sgd import correct
 from mpcomp.data_parallel.network import ReplicaNetwork
 from mpcomp.feedback.anchor import ANCHOR
 

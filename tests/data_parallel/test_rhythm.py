@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from mpcomp import LocalSGD, parse
-from mpcomp.data_parallel.rhythm import Rhythm
+from mpcomp.data_parallel.base import Rhythm
 
 
 @pytest.mark.parametrize("period, parts", [(1, 1), (30, 1), (30, 3), (7, 3), (5, 5)])

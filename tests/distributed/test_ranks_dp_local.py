@@ -19,7 +19,7 @@ from test_ranks_dp import (
 from torch import nn
 
 import mpcomp
-from mpcomp.data_parallel.methods.drift import correct
+from mpcomp.data_parallel.methods.local_sgd import correct
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*would not shrink")
 

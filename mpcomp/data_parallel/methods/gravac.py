@@ -1,45 +1,37 @@
-"""GraVAC: a compression factor that follows what compression costs and what it saves."""
+"""GraVAC: a compression factor that follows what compression costs and what it saves.
+
+Its controller measures the gains of two compression factors in every step, and sends by one. Both
+levels are selected in one pass (the second among the survivors of the first), also in steps that go
+dense, as else the way back would not be found. What `Search` is told are sums over all ranks:
+energies of all parameters, and seconds; so every rank of a whole pipeline decides alike, however
+its own gradients and its own clock differ.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from mpcomp.adaptive.clock import Clock, ModelledClock, WallClock
-from mpcomp.adaptive.search import POLICIES, Search, checked_cfs
-from mpcomp.compressors.base import Compressor, check_contractive
+from mpcomp.adaptive.search import POLICIES, Branch, Search, checked_cfs
+from mpcomp.compressors import Compressor, MultiLevel, Selecting
+from mpcomp.compressors.base import check_contractive
+from mpcomp.compressors.coding import Coding, Encoded
+from mpcomp.compressors.multi_level import levels
 from mpcomp.core.spec import shown
-from mpcomp.data_parallel.base import Controller, ReplicaMethod, Setting
-from mpcomp.data_parallel.methods.gravac_controller import GraVACController
+from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.data_parallel.base import Codec, Controller, Draw, ReplicaMethod, Setting
 from mpcomp.feedback.memory import NO_MEMORY, Memory
 from mpcomp.feedback.momentum import check_momentum, momentum_memory, refuse_momentum
 from mpcomp.feedback.residual import Residual
 
-__all__ = ["PAPER", "GraVAC"]
-
-#: The settings of the paper's evaluation, see `GraVAC.paper`.
-PAPER: Final[Mapping[str, Mapping[str, Any]]] = {
-    "resnet101": {"cf": (10.0, 1000.0), "eps": 0.7, "window": 500, "omega": 0.01},
-    "vgg16": {"cf": (10.0, 1000.0), "eps": 0.7, "window": 500, "omega": 0.01},
-    "lstm": {"cf": (10.0, 1000.0), "eps": 0.7, "window": 500, "omega": 0.01},
-    "geometric": {
-        "cf": (10.0, 2000.0),
-        "eps": 0.7,
-        "window": 2000,
-        "omega": 0.01,
-        "policy": "geometric",
-    },
-    "randomk": {
-        "cf": (1.5, 1000.0),
-        "eps": 0.7,
-        "window": 2000,
-        "omega": 0.01,
-        "policy": "geometric",
-    },
-}
+__all__ = ["GraVAC", "GraVACController"]
 
 
 @dataclass(frozen=True)
@@ -51,7 +43,8 @@ class GraVAC(ReplicaMethod):
     gain ||C(g)||^2 / ||g||^2 is at least ``eps``; with none of them it goes as it is. `Search` has
     the rules by which the two move.
 
-    As a spec: ``gravac:cf=10-1000:eps=0.9:window=200+topk:0.1``.
+    As a spec: ``gravac:cf=10-1000:eps=0.9:window=200+topk:0.1``. Defaults are those of the paper's
+    evaluation, which has DGC's threshold inside (`SampledTopK`).
 
     * Source: Tyagi & Swany, IEEE CLOUD 2023, Algorithm 1; ``momentum`` from DGC.
     * State: a residual of each parameter on each replica (with ``momentum`` its velocity and sum);
@@ -149,36 +142,6 @@ class GraVAC(ReplicaMethod):
     def own_momentum(self) -> float:  # type: ignore[override]
         return self.momentum
 
-    @classmethod
-    def paper(cls, name: str, inner: Compressor, **changes: Any) -> GraVAC:
-        """A setting of the paper's evaluation (32 workers).
-
-        ============  =====================================================================
-        "resnet101"   CIFAR-10; 163 times less traffic, with eps=0.9 19 times
-        "vgg16"       CIFAR-100; 80 times less, with eps=0.9 13.5 times
-        "lstm"        Penn Treebank; 289 times less, with eps=0.9 279 times
-        "geometric"   ResNet101 with RedSync's threshold inside: ends at CF 1280; 76 times less
-        "randomk"     ResNet101 with random-k inside: CFs of 1.5 to 48; 18 times less
-        ============  =====================================================================
-
-        The first three have DGC's threshold inside, and are the same setting. The traffic is the
-        paper's. Its code divides by the energy of the gradient without the residual, by which
-        random-k gains about 1 at any CF once the residual has grown; by Algorithm 1, which is
-        followed here, it gains about 1 / CF, so that "randomk" sends nothing but dense steps
-        unless eps is far lower.
-
-        Args:
-            name: of the setting.
-            inner: compressor.
-            changes: arguments to replace, such as eps=0.9.
-
-        Raises:
-            ValueError: an unknown name.
-        """
-        if name not in PAPER:
-            raise ValueError(f"unknown setting {name!r} (known: {', '.join(PAPER)})")
-        return cls(inner, **{**PAPER[name], **changes})
-
     def search(self, num_replicas: int) -> Search:
         """A new search among so many replicas."""
         smoothing = self.smoothing
@@ -220,3 +183,190 @@ class GraVAC(ReplicaMethod):
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         if self.momentum:
             refuse_momentum(self, optimizer)
+
+
+@dataclass
+class _Seen:
+    """Energies of one step, fp64: of what was wanted, and of what each level leaves out."""
+
+    wanted: Tensor | float = 0.0
+    rest_min: Tensor | float = 0.0
+    rest_candidate: Tensor | float = 0.0
+
+    def sums(self) -> list[float]:
+        """The energies as numbers (from an accelerator this waits)."""
+        return [float(self.wanted), float(self.rest_min), float(self.rest_candidate)]
+
+
+class GraVACController(Controller):
+    """The controller of `GraVAC`.
+
+    Args:
+        inner: compressor that a CF is set of.
+        search: decides.
+        clock: says how long steps take.
+        exact: whether a step is decided by its own gradient.
+        modelled: whether the clock computes a lap from the bytes of a step.
+        num_replicas: of the run.
+
+    Attributes:
+        search: as given.
+        clock: as given.
+    """
+
+    def __init__(
+        self,
+        inner: Compressor,
+        search: Search,
+        clock: Clock,
+        *,
+        exact: bool,
+        modelled: bool,
+        num_replicas: int,
+    ) -> None:
+        self._inner = inner
+        self.search = search
+        self.clock = clock
+        self.waits = exact
+        self._modelled = modelled
+        self._rounds = 2 * (num_replicas - 1)
+        self._branch: Branch = "dense"
+        self._last: dict[str, Any] = {}
+
+    def begin(self, step: int, lr: float | None) -> None:
+        self._seen = _Seen()
+        #: Of each parameter its number of elements, and the positions that were chosen, by branch.
+        self._chosen: dict[str, tuple[int, dict[str, Tensor]]] = {}
+        inner, low, high = self._inner, self.search.cf_min, self.search.cf_candidate
+        self._minimum = inner.with_cf(low)
+        self._candidate: Compressor = inner.with_cf(high)
+        if isinstance(self._minimum, Selecting):
+            self._candidate = MultiLevel(self._minimum, keep=1 / high)
+        self._candidate_keep = 1 / high
+        if not self.waits:
+            self._branch = self.search.branch()
+
+    # With exact=True all gradients are looked at first, and then sent. Otherwise each is looked at
+    # when it is there, and sent by what the steps before have shown.
+
+    def look(self, name: str, wanted: Tensor, draw: Draw) -> None:
+        self._measure(name, wanted, draw)
+
+    def looked(self) -> list[float]:
+        return self._seen.sums()
+
+    def decide(self, sums: Sequence[float]) -> None:
+        self._average(sums)
+        self._branch = self.search.branch()
+
+    def observe(self, name: str, wanted: Tensor, gradient: Tensor, draw: Draw) -> None:
+        if not self.waits:
+            self._measure(name, wanted, draw)
+
+    def codec(self, name: str) -> Codec:
+        if self._branch == "dense":
+            return None
+        return self._minimum if self._branch == "minimum" else self._candidate
+
+    def encode(self, name: str, x: Tensor, coding: Coding) -> Encoded:
+        numel, chosen = self._chosen.pop(name, (0, {}))
+        if numel != x.numel() or not isinstance(coding.compressor, Selecting):
+            return coding.encode(x)  # a piece of the parameter, or not a selection
+        return coding.take(x, chosen[self._branch])
+
+    def _measure(self, name: str, wanted: Tensor, draw: Draw) -> None:
+        """Adds the energies of one parameter, and keeps the positions that will be sent."""
+        seen, generator = self._seen, draw(self._minimum.shares_choice)
+        energy = _energy(wanted)
+        seen.wanted += energy
+        if not isinstance(self._minimum, Selecting):
+            seen.rest_min += _rest(self._minimum, wanted, draw)
+            if self._minimum != self._candidate:
+                seen.rest_candidate += _rest(self._candidate, wanted, draw)
+            return
+        positions = levels(self._minimum, self._candidate_keep, wanted, generator)
+        kept: dict[str, Tensor] = dict(zip(("minimum", "candidate"), positions, strict=True))
+        rests = [self._rest_of_selection(wanted, energy, at) for at in positions]
+        seen.rest_min += rests[0]
+        seen.rest_candidate += rests[1]
+        if self.waits or self._branch != "dense":
+            if not self.waits:
+                kept = {self._branch: kept[self._branch]}
+            self._chosen[name] = wanted.numel(), kept
+
+    def _rest_of_selection(self, wanted: Tensor, energy: Tensor, positions: Tensor) -> Tensor:
+        """The energy that a selection leaves out, the error of its values included."""
+        assert isinstance(self._minimum, Selecting)
+        values = wanted.index_select(0, positions)
+        rest = energy - _energy(values)
+        coder = self._minimum.values
+        if coder is None or not values.numel():
+            return rest
+        row = values.reshape(1, -1)
+        coded = coder.decompress(coder.compress(row), TensorMeta.of(row))
+        return rest + _energy((row - coded).reshape(-1))
+
+    def figures(self) -> list[float]:
+        # Read here, before ranks wait for each other: a lap is this rank's own time.
+        lap = math.nan if self._modelled else self.clock.lap(0.0, 0)
+        known = math.isfinite(lap)
+        return [1.0, float(known), lap if known else 0.0, *self._seen.sums()]
+
+    def end(self, sums: Sequence[float], *, finite: bool, traffic_bytes: float) -> None:
+        ranks, laps, seconds, *energies = sums
+        if energies[0] == 0:  # nothing was compressed, as the step was to go dense
+            self._branch = "dense"
+        if self._modelled:
+            lap = self.clock.lap(traffic_bytes, self._rounds)
+        else:
+            lap = seconds / laps if laps == ranks else math.nan
+        self._last = {"branch": self._branch, "cf": self.search.cf_of(self._branch)}
+        if finite:
+            if not self.waits:
+                self._average(energies)
+            if 0 < lap < math.inf:  # of one replica alone a modelled step takes no time
+                self.search.record(self._branch, lap)
+                self._last["throughput"] = self._gain() / lap
+        self._last["gain"] = self._gain()
+        self.search.end_step()
+        self._chosen.clear()
+
+    def _average(self, energies: Sequence[float]) -> None:
+        wanted, rest_min, rest_candidate = energies
+        if wanted > 0 and all(map(math.isfinite, energies)):
+            self.search.average(*(max(0.0, 1 - r / wanted) for r in (rest_min, rest_candidate)))
+
+    def _gain(self) -> float:
+        """The average gain of what was sent."""
+        search = self.search
+        gains = {"minimum": search.gain_min, "candidate": search.gain_candidate}
+        gain = gains.get(self._branch, 1.0)
+        return math.nan if gain is None else gain
+
+    def report(self) -> dict[str, Any]:
+        search = self.search
+        return {
+            **self._last,
+            "cf_min": search.cf_min,
+            "cf_candidate": search.cf_candidate,
+            "gain_min": search.gain_min,
+            "gain_candidate": search.gain_candidate,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.search.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.search.load_state_dict(state)
+
+
+def _energy(x: Tensor) -> Tensor:
+    """||x||^2, summed up in fp32 and added up in fp64."""
+    return torch.dot(x, x).double()
+
+
+def _rest(compressor: Compressor, wanted: Tensor, draw: Draw) -> Tensor:
+    """||x - C(x)||^2 of a method that does not select."""
+    row = wanted.reshape(1, -1)
+    coding = Coding(compressor, TensorMeta.of(row), partial(draw, compressor.shares_choice))
+    return _energy(coding.encode(row).without(wanted))
