@@ -28,8 +28,8 @@ from mpcomp.core.traffic import ReplicaTraffic
 from mpcomp.data_parallel.averaging import Averaging, Run
 from mpcomp.data_parallel.base import Controller, ReplicaMethod, Setting
 from mpcomp.data_parallel.connections import Connections
-from mpcomp.data_parallel.item import Item, matrix_of
 from mpcomp.data_parallel.network import ReplicaNetwork
+from mpcomp.data_parallel.plan import Item, matrix_of
 from mpcomp.data_parallel.replica_state import ReplicaState
 from mpcomp.data_parallel.selection import check_run, matrices
 

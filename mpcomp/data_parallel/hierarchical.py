@@ -17,10 +17,10 @@ import torch.distributed as dist
 from mpcomp.comm.collectives import Peers
 from mpcomp.compressors import Compressor
 from mpcomp.core.tensor_meta import TensorMeta
-from mpcomp.data_parallel.algorithms import Path, dense_sum, gather, payload_sum
 from mpcomp.data_parallel.base import Draw, Static
-from mpcomp.data_parallel.item import Context, Item
 from mpcomp.data_parallel.network import ReplicaNetwork
+from mpcomp.data_parallel.paths import Path, dense_sum, gather, payload_sum
+from mpcomp.data_parallel.plan import Context, Item
 from mpcomp.feedback.memory import NO_MEMORY
 from mpcomp.feedback.state import EndState
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.data_parallel.base import ReplicaMethod
-from mpcomp.data_parallel.item import OF_ERROR, Context, Item
+from mpcomp.data_parallel.plan import OF_ERROR, Context, Item
 from mpcomp.feedback.memory import Memory
 from mpcomp.feedback.state import EndState
 

@@ -1,6 +1,6 @@
 """The mean of replicas' gradients, by DDP's reducer: bit for bit what DDP gives.
 
-The uncompressed mean of an exchange (`algorithms.dense_sum`) is no replacement. On gloo it has
+The uncompressed mean of an exchange (`paths.dense_sum`) is no replacement. On gloo it has
 DDP's bits with 2 replicas, fp32 and bf16, but not with others: of 12 million fp32 gradients in
 three buckets 43 % differ with 3 replicas, where DDP multiplies by 1/3 and an exchange divides by 3,
 and 15 % with 4, where the order of a ring's sums follows from the place in the buffer, and so from

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from mpcomp.compressors import Compressor
 from mpcomp.core.tensor_meta import TensorMeta
-from mpcomp.data_parallel.algorithms import dense_sum, gather, payload_sum, two_phase
 from mpcomp.data_parallel.base import Controller, Factored, ReplicaMethod, Setting
-from mpcomp.data_parallel.item import Item, matrix_of
 from mpcomp.data_parallel.methods.powersgd import factored_sum
 from mpcomp.data_parallel.network import ReplicaNetwork
+from mpcomp.data_parallel.paths import dense_sum, gather, payload_sum, two_phase
+from mpcomp.data_parallel.plan import Item, matrix_of
 
 __all__ = ["PATH_OF", "check_run", "matrices", "routes"]
 

@@ -20,7 +20,7 @@ from mpcomp import (
     TopK,
 )
 from mpcomp.core.randomness import generator_for
-from mpcomp.data_parallel.item import Compensated
+from mpcomp.data_parallel.plan import Compensated
 from mpcomp.data_parallel.replica_state import load_tensors, tensors_of
 from mpcomp.feedback.memory import Memory
 from mpcomp.feedback.residual import Residual

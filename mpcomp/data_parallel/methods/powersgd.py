@@ -14,9 +14,9 @@ from mpcomp.comm.collectives import Works
 from mpcomp.compressors.lowrank import orthonormal_, times, transposed_times
 from mpcomp.core.randomness import normal
 from mpcomp.core.tensor_meta import TensorMeta
-from mpcomp.data_parallel.algorithms import Path
 from mpcomp.data_parallel.base import Controller, Factored, ReplicaMethod, Setting, Static
-from mpcomp.data_parallel.item import Context, Item, matrix_of
+from mpcomp.data_parallel.paths import Path
+from mpcomp.data_parallel.plan import Context, Item, matrix_of
 from mpcomp.feedback.memory import NO_MEMORY, Memory
 from mpcomp.feedback.residual import Residual
 from mpcomp.feedback.slots import StoragePlan

@@ -26,7 +26,7 @@ from mpcomp.compressors import Compressor
 from mpcomp.compressors.coding import Encoded
 from mpcomp.core.tensor_meta import TensorMeta, narrow
 from mpcomp.core.wire import Payload, aligned_length, pack
-from mpcomp.data_parallel.item import OF_ERROR, Context, Item, shape_for
+from mpcomp.data_parallel.plan import OF_ERROR, Context, Item, shape_for
 
 __all__ = ["Path", "dense_sum", "gather", "payload_sum", "two_phase"]
 
