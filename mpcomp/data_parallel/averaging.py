@@ -16,13 +16,10 @@ from mpcomp.core.randomness import generator_for
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.core.traffic import ReplicaTraffic
 from mpcomp.data_parallel.base import Controller, Draw, ReplicaMethod
-from mpcomp.data_parallel.connections import Connections
-from mpcomp.data_parallel.hierarchical import broadcast, mean_inside
-from mpcomp.data_parallel.network import ReplicaNetwork
-from mpcomp.data_parallel.paths import Path
+from mpcomp.data_parallel.network import Connections, ReplicaNetwork
+from mpcomp.data_parallel.paths import PATH_OF, Path, broadcast, mean_inside, routes
 from mpcomp.data_parallel.plan import Context, Item
 from mpcomp.data_parallel.replica_state import ReplicaState
-from mpcomp.data_parallel.selection import PATH_OF, routes
 
 __all__ = ["Averaging", "Run"]
 

@@ -2,9 +2,10 @@
 
 A step of an `Exchange`, for each parameter of this rank::
 
-    gradient ──memory.wanted──> wanted ──controller.encode──> payload ──path──> mean of all
-                 ^                │                              │                │
-                 └─ memory.keep <─┴── minus what the payload says ┘   memory.result ──> gradient
+    gradient ──memory.compensate──> target ──controller.encode──> payload ──path──> mean of all
+                     ^                │                              │                   │
+                     └─ memory.sent <─┴── less what the payload says ┘                   │
+    result <──────────────────────────────────────────── memory.received ────────────────┘
 
 A `ReplicaMethod` is a frozen value that makes both for a run: one `Controller` on each rank, which
 chooses what parameters are sent with, and a `Memory` for each parameter. Whatever a controller
@@ -25,6 +26,7 @@ from mpcomp.compressors import Compressor
 from mpcomp.compressors.coding import Coding, Encoded
 from mpcomp.core.spec import SpecValue
 from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.data_parallel.network import ReplicaNetwork
 from mpcomp.feedback.kept import Draw
 from mpcomp.feedback.memory import Memory
 
@@ -37,6 +39,9 @@ __all__ = [
     "Rhythm",
     "Setting",
     "Static",
+    "check_run",
+    "matrices",
+    "matrix_of",
 ]
 
 
@@ -58,7 +63,7 @@ Codec: TypeAlias = Compressor | Factored | None
 
 @dataclass(frozen=True)
 class Setting:
-    """A run, as a method is gathered of it once.
+    """A run, as a method is told of it once.
 
     Attributes:
         num_replicas: replicas that average their gradients.
@@ -263,3 +268,75 @@ class ReplicaMethod(SpecValue, ABC):
     def mean_memory(self) -> Memory:
         """The memory of a mean that one replica forms for all, and compresses again."""
         return self.memory(compressed=True).of_mean()
+
+
+def matrix_of(meta: TensorMeta) -> TensorMeta:
+    """A tensor as a matrix [first dim, all others]."""
+    return TensorMeta((meta.num_rows, meta.row_numel), meta.dtype)
+
+
+def matrices(
+    parameters: Mapping[str, Tensor],
+    network: ReplicaNetwork,
+    sizes: Mapping[str, int] | None = None,
+) -> dict[str, TensorMeta]:
+    """The parameters that may go compressed, as matrices.
+
+    Args:
+        parameters: by name.
+        network: says from how many elements on.
+        sizes: elements of the whole parameter, where ``parameters`` are pieces; by default theirs.
+    """
+    metas = {name: TensorMeta.of(p) for name, p in parameters.items()}
+    sizes = sizes or {name: meta.numel for name, meta in metas.items()}
+    return {
+        name: matrix_of(meta)
+        for name, meta in metas.items()
+        if len(meta.shape) > 1 and sizes[name] >= network.smallest
+    }
+
+
+def check_run(
+    parameters: Mapping[str, Tensor],
+    method: ReplicaMethod,
+    network: ReplicaNetwork,
+    num_replicas: int,
+    sizes: Mapping[str, int] | None = None,
+) -> None:
+    """Checks what ranks can tell alike before anything is connected.
+
+    Args:
+        parameters: those of the whole model that require gradients, by name.
+        method: between replicas.
+        network: how they are connected.
+        num_replicas: how many.
+        sizes: as for `matrices`.
+
+    Raises:
+        ValueError: the method does not suit the model or the path, or the network these replicas.
+        TypeError: parameters of fp64.
+    """
+    wide = [name for name, p in parameters.items() if p.dtype == torch.float64]
+    if wide:
+        raise TypeError(f"{wide[0]} is fp64: gradients between replicas are at most fp32")
+    network.check_replicas(num_replicas)
+    setting = Setting(num_replicas, matrices(parameters, network, sizes))
+    method.check(setting)
+    controller = method.controller(setting)
+    if controller.waits and network.per_machine > 1:
+        raise ValueError(
+            f"{method} with per_machine={network.per_machine}: exact=True looks at gradients "
+            "before machines have averaged theirs; leave exact out"
+        )
+    controller.begin(0, None)
+    for name in setting.metas:
+        codec = controller.codec(name)
+        if not isinstance(codec, Compressor):
+            continue
+        if codec.variable_length:
+            raise ValueError(
+                f"dp_comp={method}: a message of {codec} is as long as its tensor makes it, and "
+                "replicas exchange messages of equal lengths; use it at a cut"
+            )
+        if network.path == "sum":
+            network.check_path(codec.summable)

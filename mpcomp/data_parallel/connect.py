@@ -11,15 +11,18 @@ from torch.distributed.utils import _sync_module_states
 
 import stages as staging
 from mpcomp.comm.mesh import ProcessMesh
-from mpcomp.data_parallel.average import CompressedAverage
 from mpcomp.data_parallel.base import ReplicaMethod
 from mpcomp.data_parallel.exchange import Exchange
 from mpcomp.data_parallel.groups import GROUP_BYTES
 from mpcomp.data_parallel.local_exchange import LocalExchange
 from mpcomp.data_parallel.methods import replica_method_of
 from mpcomp.data_parallel.network import ReplicaNetwork
-from mpcomp.data_parallel.replica_sync import ReplicaSync, trained_in
-from mpcomp.data_parallel.replicas import GradientAverage
+from mpcomp.data_parallel.replica_sync import (
+    CompressedAverage,
+    GradientAverage,
+    ReplicaSync,
+    trained_in,
+)
 from mpcomp.data_parallel.sharded_average import ShardedAverage, Sharding
 
 __all__ = ["connect_replicas"]

@@ -26,12 +26,17 @@ from mpcomp.core.step import HISTORY_STEPS
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.core.traffic import ReplicaTraffic
 from mpcomp.data_parallel.averaging import Averaging, Run
-from mpcomp.data_parallel.base import Controller, ReplicaMethod, Setting
-from mpcomp.data_parallel.connections import Connections
-from mpcomp.data_parallel.network import ReplicaNetwork
-from mpcomp.data_parallel.plan import Item, matrix_of
+from mpcomp.data_parallel.base import (
+    Controller,
+    ReplicaMethod,
+    Setting,
+    check_run,
+    matrices,
+    matrix_of,
+)
+from mpcomp.data_parallel.network import Connections, ReplicaNetwork
+from mpcomp.data_parallel.plan import Item
 from mpcomp.data_parallel.replica_state import ReplicaState
-from mpcomp.data_parallel.selection import check_run, matrices
 
 __all__ = ["Exchange"]
 

@@ -22,10 +22,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPM
 
 from mpcomp.compressors import Compressor
 from mpcomp.core.tensor_meta import TensorMeta
-from mpcomp.data_parallel.base import ReplicaMethod
+from mpcomp.data_parallel.base import ReplicaMethod, matrix_of
 from mpcomp.data_parallel.gradients import CompressedGradients, check_same_arguments
 from mpcomp.data_parallel.network import ReplicaNetwork
-from mpcomp.data_parallel.plan import matrix_of
 from mpcomp.data_parallel.sharded import ShardedExchange, ShardedParameter
 
 __all__ = ["Owner", "ShardedGradients", "Shards", "compress_sharded", "reduce_now"]

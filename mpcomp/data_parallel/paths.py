@@ -14,21 +14,35 @@ replica adds up what all have sent in the order of ranks, in fp32, so that all g
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from mpcomp.comm.collectives import Works
+from mpcomp.comm.collectives import Peers, Works
 from mpcomp.compressors import Compressor
 from mpcomp.compressors.coding import Encoded
 from mpcomp.core.tensor_meta import TensorMeta, narrow
 from mpcomp.core.wire import Payload, aligned_length, pack
+from mpcomp.data_parallel.base import Controller, Draw, Factored, Static, matrix_of
+from mpcomp.data_parallel.network import ReplicaNetwork
 from mpcomp.data_parallel.plan import OF_ERROR, Context, Item, shape_for
+from mpcomp.feedback.memory import NO_MEMORY
+from mpcomp.feedback.state import EndState
 
-__all__ = ["Path", "dense_sum", "gather", "payload_sum", "two_phase"]
+__all__ = [
+    "PATH_OF",
+    "Path",
+    "broadcast",
+    "dense_sum",
+    "gather",
+    "mean_inside",
+    "payload_sum",
+    "routes",
+    "two_phase",
+]
 
 Path = Iterator[Works]
 
@@ -184,6 +198,115 @@ def two_phase(items: Sequence[Item], context: Context) -> Path:
             starts[j] = stop
     for item, result in zip(items, results, strict=True):
         item.finish(result)
+
+
+def mean_inside(
+    items: Sequence[Item],
+    peers: Peers,
+    codec: Compressor | None,
+    draw: Callable[[str, int], Draw],
+    factor: float,
+) -> Path:
+    """Replaces gradients by their means over this machine's replicas.
+
+    Args:
+        items: gradients.
+        peers: the machine's replicas.
+        codec: what large ones are sent with.
+        draw: makes generators.
+        factor: on this replica's gradients.
+    """
+
+    def pieces(name: str, piece: int) -> Draw:
+        return draw(name, -1 - piece)
+
+    def kept(name: str, start: int, numel: int) -> EndState:
+        return nothing
+
+    nothing = EndState(NO_MEMORY, TensorMeta(()), torch.device("cpu"))
+    context = Context(peers, Static(codec), 1.0, pieces, kept, {})
+    plain = [Item(item.name, item.gradient, nothing, item.compressible) for item in items]
+    for item in plain:
+        item.load(context, factor)
+    small = [item for item in plain if not _worthwhile(item, codec)]
+    large = [item for item in plain if _worthwhile(item, codec)]
+    if small:
+        yield from dense_sum(small, context)
+    if large:
+        assert codec is not None
+        yield from (payload_sum if codec.summable else gather)(large, context)
+
+
+def broadcast(items: Sequence[Item], peers: Peers) -> Path:
+    """Gives the gradients of a machine's first replica to the others."""
+    works = []
+    flats = []
+    for item in items:
+        flat = item.meta.flatten(item.gradient).reshape(-1).clone()
+        flats.append(flat)
+        works.append(peers.broadcast(flat))
+    yield works
+    for item, flat in zip(items, flats, strict=True):
+        item.gradient.copy_(item.meta.unflatten(flat))
+
+
+#: The paths by name, in the order in which they start. A module with one of its own adds it.
+PATH_OF: dict[str, Callable[[Sequence[Item], Context], Path]] = {
+    "dense": dense_sum,
+    "sum": payload_sum,
+    "gather": gather,
+    "two-phase": two_phase,
+}
+
+
+def routes(
+    items: Sequence[Item], controller: Controller, network: ReplicaNetwork, num_replicas: int
+) -> dict[str, list[Item]]:
+    """The gradients by the name of their path, in the order of `PATH_OF`."""
+    found: dict[str, list[Item]] = {}
+    to_weigh: list[Item] = []
+    for item in items:
+        route = _route(item, controller)
+        if route is None:
+            to_weigh.append(item)
+        else:
+            found.setdefault(route, []).append(item)
+    if to_weigh:
+        weighed = _weighed(to_weigh, controller, network, num_replicas)
+        found.setdefault(weighed, []).extend(to_weigh)
+    return {name: found[name] for name in PATH_OF if name in found}
+
+
+def _route(item: Item, controller: Controller) -> str | None:
+    """The path of one gradient; None where that depends on how much goes with it."""
+    codec = controller.codec(item.name) if item.compressible else None
+    if codec is None:
+        return "dense"
+    if isinstance(codec, Factored):
+        return "factors" if codec.worthwhile(matrix_of(item.meta)) else "dense"
+    if codec.sends_dense or codec.wire_bytes(item.shaped(codec)) >= item.meta.dense_bytes:
+        return "dense"
+    return "sum" if codec.summable else None
+
+
+def _weighed(
+    items: Sequence[Item], controller: Controller, network: ReplicaNetwork, num_replicas: int
+) -> str:
+    wire = dense = 0
+    for item in items:
+        codec = controller.codec(item.name)
+        assert isinstance(codec, Compressor)
+        wire += codec.wire_bytes(item.shaped(codec))
+        dense += item.meta.dense_bytes
+    return network.choose(
+        summable=False, wire_bytes=wire, dense_bytes=dense, num_replicas=num_replicas
+    )
+
+
+def _worthwhile(item: Item, codec: Compressor | None) -> bool:
+    if codec is None or not item.compressible:
+        return False
+    return codec.wire_bytes(item.shaped(codec)) < item.meta.dense_bytes
 
 
 class _Sent(NamedTuple):

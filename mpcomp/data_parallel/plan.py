@@ -15,19 +15,14 @@ from mpcomp.compressors import Compressor
 from mpcomp.compressors.coding import Coding, Encoded
 from mpcomp.core.tensor_meta import TensorMeta, narrow
 from mpcomp.core.traffic import ReplicaTraffic
-from mpcomp.data_parallel.base import Controller, Draw
+from mpcomp.data_parallel.base import Controller, Draw, matrix_of
 from mpcomp.feedback.memory import Sent, State
 from mpcomp.feedback.state import EndState
 
-__all__ = ["OF_ERROR", "Compensated", "Context", "Item", "matrix_of"]
+__all__ = ["OF_ERROR", "Compensated", "Context", "Item", "shape_for"]
 
 #: The piece of a parameter for which numbers are drawn that round what is kept of it.
 OF_ERROR = -1
-
-
-def matrix_of(meta: TensorMeta) -> TensorMeta:
-    """A tensor as a matrix [first dim, all others]."""
-    return TensorMeta((meta.num_rows, meta.row_numel), meta.dtype)
 
 
 @dataclass

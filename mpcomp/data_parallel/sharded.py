@@ -29,11 +29,10 @@ from mpcomp.core.randomness import generator_for
 from mpcomp.core.tensor_meta import TensorMeta, narrow
 from mpcomp.core.traffic import ReplicaTraffic
 from mpcomp.core.wire import Payload, aligned_length, pack, packed_length
-from mpcomp.data_parallel.base import Factored, ReplicaMethod, Setting
+from mpcomp.data_parallel.base import Factored, ReplicaMethod, Setting, matrices
 from mpcomp.data_parallel.exchange import Exchange
 from mpcomp.data_parallel.network import ReplicaNetwork
 from mpcomp.data_parallel.plan import Item, shape_for
-from mpcomp.data_parallel.selection import matrices
 
 __all__ = ["ShardedExchange", "ShardedParameter"]
 

@@ -14,14 +14,21 @@ from mpcomp.comm.collectives import Works
 from mpcomp.compressors.lowrank import orthonormal_, times, transposed_times
 from mpcomp.core.randomness import normal
 from mpcomp.core.tensor_meta import TensorMeta
-from mpcomp.data_parallel.base import Controller, Factored, ReplicaMethod, Setting, Static
-from mpcomp.data_parallel.paths import Path
-from mpcomp.data_parallel.plan import Context, Item, matrix_of
+from mpcomp.data_parallel.base import (
+    Controller,
+    Factored,
+    ReplicaMethod,
+    Setting,
+    Static,
+    matrix_of,
+)
+from mpcomp.data_parallel.paths import PATH_OF, Path
+from mpcomp.data_parallel.plan import Context, Item
 from mpcomp.feedback.memory import NO_MEMORY, Memory
 from mpcomp.feedback.residual import Residual
 from mpcomp.feedback.slots import StoragePlan
 
-__all__ = ["PowerSGD", "factored_sum"]
+__all__ = ["PowerSGD"]
 
 
 @dataclass(frozen=True)
@@ -112,6 +119,9 @@ def factored_sum(items: Sequence[Item], context: Context) -> Path:
     for item, left, right in zip(items, lefts, rights, strict=True):
         context.new_factors[item.name] = right
         item.finish((left @ right.T).reshape(-1))
+
+
+PATH_OF["factors"] = factored_sum
 
 
 def _start(item: Item, columns: int, rank: int, context: Context) -> Tensor:
