@@ -345,7 +345,7 @@ class DistributedLaunch(Launch):
                 network=config.network,
                 seed=config.seed,
                 cut=cut,
-                copy_of={
+                tied_alias={
                     name: tie.name
                     for tie in ties
                     if isinstance(tie, TiedWeights)

@@ -265,7 +265,7 @@ class ReplicaMethod(SpecValue, ABC):
     def memory(self, *, compressed: bool) -> Memory:
         """The memory of a parameter; ``compressed``: whether it may go compressed at all."""
 
-    def mean_memory(self) -> Memory:
+    def second_stage_memory(self) -> Memory:
         """The memory of a mean that one replica forms for all, and compresses again."""
         return self.memory(compressed=True).of_mean()
 

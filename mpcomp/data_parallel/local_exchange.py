@@ -28,10 +28,8 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from mpcomp.core.tensor_meta import TensorMeta
-from mpcomp.data_parallel.averaging import Averaging
 from mpcomp.data_parallel.base import ReplicaMethod
-from mpcomp.data_parallel.exchange import Exchange
-from mpcomp.data_parallel.groups import in_groups
+from mpcomp.data_parallel.exchange import Averaging, Exchange, in_groups
 from mpcomp.data_parallel.methods import replica_method_of
 from mpcomp.data_parallel.methods.local_sgd import correct
 from mpcomp.data_parallel.network import ReplicaNetwork
@@ -48,7 +46,7 @@ class LocalExchange(Exchange):
         method: one with a rhythm.
         group: the ranks that have these parameters.
         whole: as for `Exchange`.
-        copy_of: as for `Exchange`.
+        tied_alias: as for `Exchange`.
         together: a context for an exchange, which it names: an error in it ends all ranks.
         agrees: whether replicas find out in each step if gradients are finite on all of them, in a
             sum of one number: where each has a loss scaler that skips steps.
@@ -59,7 +57,7 @@ class LocalExchange(Exchange):
     """
 
     density_every = None  # results are parameters, which are not sparse
-    alike_inside = True  # as gradients were averaged there
+    replicated_in_node = True  # as gradients were averaged there
     _machine: Exchange | None = None
 
     def __init__(
@@ -69,12 +67,12 @@ class LocalExchange(Exchange):
         group: dist.ProcessGroup,
         *,
         whole: Mapping[str, Tensor] | None = None,
-        copy_of: Mapping[str, str] | None = None,
+        tied_alias: Mapping[str, str] | None = None,
         together: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
         agrees: bool = False,
         **options: Any,
     ) -> None:
-        super().__init__(parameters, method, group, whole=whole, copy_of=copy_of, **options)
+        super().__init__(parameters, method, group, whole=whole, tied_alias=tied_alias, **options)
         assert method.rhythm is not None
         self._rhythm = method.rhythm
         self._trained = dict(parameters)
@@ -82,7 +80,7 @@ class LocalExchange(Exchange):
         self._num_elements = sum(p.numel() for p in parameters.values())
         shares = self._rhythm.shares({name: p.numel() for name, p in (whole or parameters).items()})
         #: Copies of a tied weight have the turn of the first one, on whatever rank.
-        self._part_of = {name: shares[self._copy_of.get(name, name)] for name in shares}
+        self._part_of = {name: shares[self._tied_alias.get(name, name)] for name in shares}
         inside = self._connections.inside
         if inside is not None:
             common = ("seed", "waiting", "timeout")
@@ -92,7 +90,7 @@ class LocalExchange(Exchange):
                 inside.group,
                 network=ReplicaNetwork(smallest=self.network.smallest),
                 whole=whole,
-                copy_of=copy_of,
+                tied_alias=tied_alias,
                 **{name: value for name, value in options.items() if name in common},
             )
         self._together = together
@@ -232,7 +230,7 @@ class LocalExchange(Exchange):
         with self._together(f"step {self.step}, exchanging parameters with other replicas"):
             super().begin(compress=self._compress)
             named = ((name, parameter.detach()) for name, parameter in due.items())
-            for group in in_groups(named, alone=self._copy_of):
+            for group in in_groups(named, alone=self._tied_alias):
                 super().add(group)
             self._count_all(self._under_way)
             super().finish()
@@ -250,17 +248,17 @@ class LocalExchange(Exchange):
 
     def _pass(self) -> None:
         """Counts a step in which nothing is sent."""
-        averaging = Averaging(self._run(), self.step, 1.0, compress=True)
-        averaging.context.traffic.messages = 1
+        averaging = Averaging(self, 1.0, compress=True)
+        averaging.traffic.messages = 1
         self._count_all(averaging)
-        self._count(averaging.context.traffic)
+        self._count(averaging.traffic)
         self.history.append(averaging.entry(finite=True))
         self.step += 1
 
     def _count_all(self, averaging: Averaging) -> None:
         """Compares a step with gradients, all of which would be sent."""
-        averaging.context.traffic.dense_bytes = self._dense_bytes
-        averaging.context.traffic.num_elements = self._num_elements
+        averaging.traffic.dense_bytes = self._dense_bytes
+        averaging.traffic.num_elements = self._num_elements
 
 
 def _flat(parameter: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from mpcomp.core.tensor_meta import TensorMeta, narrow
 from mpcomp.core.wire import Payload, aligned_length, pack
 from mpcomp.data_parallel.base import Controller, Draw, Factored, Static, matrix_of
 from mpcomp.data_parallel.network import ReplicaNetwork
-from mpcomp.data_parallel.plan import OF_ERROR, Context, Item, shape_for
+from mpcomp.data_parallel.plan import RESIDUAL_STREAM, Context, GradientPlan, shape_for
 from mpcomp.feedback.memory import NO_MEMORY
 from mpcomp.feedback.state import EndState
 
@@ -47,17 +47,17 @@ __all__ = [
 Path = Iterator[Works]
 
 
-def dense_sum(items: Sequence[Item], context: Context) -> Path:
-    """The mean of what is wanted, uncompressed, in the gradients' own dtype or a narrower one."""
+def dense_sum(plans: Sequence[GradientPlan], context: Context) -> Path:
+    """The mean of the targets, uncompressed, in the gradients' own dtype or a narrower one."""
     peers = context.peers
     works, sums = [], []
-    for dtype in _in_order(item.uncompressed_meta.dtype for item in items):
-        alike = [item for item in items if item.uncompressed_meta.dtype == dtype]
+    for dtype in _in_order(plan.uncompressed_meta.dtype for plan in plans):
+        alike = [plan for plan in plans if plan.uncompressed_meta.dtype == dtype]
         parts = []
-        for item in alike:
-            part = narrow(item.target, dtype)
-            if item.end.keeps:
-                item.sent(partial(_less, part.to(torch.float32)))
+        for plan in alike:
+            part = narrow(plan.target, dtype)
+            if plan.end.keeps:
+                plan.sent(partial(torch.sub, other=part.to(torch.float32)))
             parts.append(part)
         flat = _share(torch.cat(parts), peers.size)
         context.traffic.count_part(flat.nbytes, flat.nbytes / 4)
@@ -65,15 +65,15 @@ def dense_sum(items: Sequence[Item], context: Context) -> Path:
         works.append(peers.sum(flat))
     yield works
     for alike, flat in sums:
-        means = torch.split(flat.to(torch.float32), [item.numel for item in alike])
-        for item, mean in zip(alike, means, strict=True):
-            item.finish(mean)
+        means = torch.split(flat.to(torch.float32), [plan.numel for plan in alike])
+        for plan, mean in zip(alike, means, strict=True):
+            plan.finish(mean)
 
 
-def payload_sum(items: Sequence[Item], context: Context) -> Path:
+def payload_sum(plans: Sequence[GradientPlan], context: Context) -> Path:
     """Payloads that may be added elementwise: one sum for all of them of a dtype."""
     peers = context.peers
-    sent = [item.encode(context) for item in items]
+    sent = [plan.encode(context) for plan in plans]
     parts = [part for encoded in sent for part in encoded.payload]
     works, sums = [], {}
     for dtype in _in_order(part.dtype for part in parts):
@@ -82,14 +82,14 @@ def payload_sum(items: Sequence[Item], context: Context) -> Path:
         works.append(peers.sum(sums[dtype]))
     yield works
     ends = dict.fromkeys(sums, 0)
-    for item, encoded in zip(items, sent, strict=True):
+    for plan, encoded in zip(plans, sent, strict=True):
         summed = []
         for part in encoded.payload:
             start, ends[part.dtype] = ends[part.dtype], ends[part.dtype] + part.numel()
             summed.append(sums[part.dtype][start : ends[part.dtype]].reshape(part.shape))
-        mean = item.target.new_zeros(item.numel)
+        mean = plan.target.new_zeros(plan.numel)
         encoded.coding.add_to(mean, tuple(summed), positions=encoded.positions)
-        item.finish(mean)
+        plan.finish(mean)
 
 
 def _share(x: Tensor, num_replicas: int) -> Tensor:
@@ -105,44 +105,44 @@ def _share(x: Tensor, num_replicas: int) -> Tensor:
     return x
 
 
-def gather(items: Sequence[Item], context: Context) -> Path:
+def gather(plans: Sequence[GradientPlan], context: Context) -> Path:
     """Every replica gets the messages of all others and adds them up."""
     peers = context.peers
-    sent = [item.encode(context) for item in items]
+    sent = [plan.encode(context) for plan in plans]
     gathered, work = peers.gather(pack(encoded.payload for encoded in sent))
     yield [work]
-    means = [item.target.new_zeros(item.numel) for item in items]
+    means = [plan.target.new_zeros(plan.numel) for plan in plans]
     for message in gathered:
         start = 0
         for encoded, mean in zip(sent, means, strict=True):
             payload, start = encoded.coding.unpack(message, start)
             encoded.coding.add_to(mean, payload, scale=1 / peers.size)
-    for item, mean in zip(items, means, strict=True):
-        item.finish(mean)
+    for plan, mean in zip(plans, means, strict=True):
+        plan.finish(mean)
 
 
-def two_phase(items: Sequence[Item], context: Context) -> Path:
+def two_phase(plans: Sequence[GradientPlan], context: Context) -> Path:
     """Replica i forms the mean of the i-th piece of each parameter, and tells it compressed."""
     peers = context.peers
     # Of each parameter the codings of its pieces: how many elements each has, and of what shape.
     codings = []
-    for item in items:
-        codec = context.compressor_of(item.name)
-        metas = _pieces(codec, item.meta, peers.size)
-        codings.append([context.coding(codec, m, item.name, i) for i, m in enumerate(metas)])
+    for plan in plans:
+        codec = context.compressor_of(plan.name)
+        metas = _pieces(codec, plan.meta, peers.size)
+        codings.append([context.coding(codec, m, plan.name, i) for i, m in enumerate(metas)])
     messages: list[list[Payload]] = [[] for _ in range(peers.size)]
-    for item, of_pieces in zip(items, codings, strict=True):
+    for plan, of_pieces in zip(plans, codings, strict=True):
         pieces, start = [], 0
         for i, coding in enumerate(of_pieces):
             piece = slice(start, start + coding.meta.numel)
-            x = narrow(item.target[piece], coding.meta.dtype).reshape(coding.meta.shape)
-            encoded = context.controller.encode(item.name, x, coding)
+            x = narrow(plan.target[piece], coding.meta.dtype).reshape(coding.meta.shape)
+            encoded = context.controller.encode(plan.name, x, coding)
             pieces.append(_Sent(piece, encoded))
             context.count(encoded)
             messages[i].append(encoded.payload)
             start = piece.stop
-        if item.end.keeps:
-            item.sent(partial(_without, pieces), _positions(pieces))
+        if plan.end.keeps:
+            plan.sent(partial(_without, pieces), _positions(pieces))
     own = peers.rank
     own_layout = sum((of_pieces[own].layout for of_pieces in codings), ())
     gathered, work = peers.scatter(
@@ -151,8 +151,8 @@ def two_phase(items: Sequence[Item], context: Context) -> Path:
     yield [work]
 
     means, again = [], []
-    for item, of_pieces in zip(items, codings, strict=True):
-        means.append(item.target.new_zeros(of_pieces[own].meta.numel))
+    for plan, of_pieces in zip(plans, codings, strict=True):
+        means.append(plan.target.new_zeros(of_pieces[own].meta.numel))
     for message in gathered:
         start = 0
         for of_pieces, mean in zip(codings, means, strict=True):
@@ -161,22 +161,20 @@ def two_phase(items: Sequence[Item], context: Context) -> Path:
     # What is drawn for a mean is drawn for no piece that it is formed of.
     of_means = [
         [
-            context.coding(piece.compressor, piece.meta, item.name, peers.size + i)
+            context.coding(piece.compressor, piece.meta, plan.name, peers.size + i)
             for i, piece in enumerate(of_pieces)
         ]
-        for item, of_pieces in zip(items, codings, strict=True)
+        for plan, of_pieces in zip(plans, codings, strict=True)
     ]
-    for item, of_pieces, mean in zip(items, of_means, means, strict=True):
+    for plan, of_pieces, mean in zip(plans, of_means, means, strict=True):
         coding = of_pieces[own]
         meta = coding.meta
         start = sum(before.meta.numel for before in of_pieces[:own])
-        end = context.end_of_mean(item.name, start, meta.numel)
-        due = context.compensated(end, mean, item.name, OF_ERROR - own - 1)
-        encoded = coding.encode(narrow(due.target, meta.dtype).reshape(meta.shape))
-        if due.keeps:
-            due.sent(encoded.without, encoded.positions)
-        context.count(encoded)
-        again.append(encoded.payload)
+        end = context.state.second_stage(plan.name, start, meta.numel)
+        due = GradientPlan(plan.name, mean, end)
+        due.load(context, stream=RESIDUAL_STREAM - own - 1)
+        x = narrow(due.target, meta.dtype).reshape(meta.shape)
+        again.append(due.note(context, coding.encode(x)).payload)
     lengths = [
         aligned_length(sum((of_pieces[i].layout for of_pieces in of_means), ()))
         for i in range(peers.size)
@@ -187,8 +185,8 @@ def two_phase(items: Sequence[Item], context: Context) -> Path:
     gathered, work = peers.gather(padded)
     yield [work]
 
-    results = [item.target.new_zeros(item.numel) for item in items]
-    starts = [0] * len(items)
+    results = [plan.target.new_zeros(plan.numel) for plan in plans]
+    starts = [0] * len(plans)
     for i, message in enumerate(gathered):
         start = 0
         for j, of_pieces in enumerate(of_means):
@@ -196,62 +194,60 @@ def two_phase(items: Sequence[Item], context: Context) -> Path:
             payload, start = of_pieces[i].unpack(message, start)
             of_pieces[i].add_to(results[j][starts[j] : stop], payload)
             starts[j] = stop
-    for item, result in zip(items, results, strict=True):
-        item.finish(result)
+    for plan, result in zip(plans, results, strict=True):
+        plan.finish(result)
 
 
 def mean_inside(
-    items: Sequence[Item],
+    plans: Sequence[GradientPlan],
+    context: Context,
     peers: Peers,
     codec: Compressor | None,
-    draw: Callable[[str, int], Draw],
     factor: float,
 ) -> Path:
     """Replaces gradients by their means over this machine's replicas.
 
     Args:
-        items: gradients.
+        plans: gradients.
+        context: of the step between machines, whose counts this leaves alone.
         peers: the machine's replicas.
         codec: what large ones are sent with.
-        draw: makes generators.
         factor: on this replica's gradients.
     """
+    draw = context.draw
 
     def pieces(name: str, piece: int) -> Draw:
         return draw(name, -1 - piece)
 
-    def kept(name: str, start: int, numel: int) -> EndState:
-        return nothing
-
     nothing = EndState(NO_MEMORY, TensorMeta(()), torch.device("cpu"))
-    context = Context(peers, Static(codec), 1.0, pieces, kept, {})
-    plain = [Item(item.name, item.gradient, nothing, item.compressible) for item in items]
-    for item in plain:
-        item.load(context, factor)
-    small = [item for item in plain if not _worthwhile(item, codec)]
-    large = [item for item in plain if _worthwhile(item, codec)]
+    inside = Context(peers, Static(codec), context.state, 1.0, pieces)
+    plain = [GradientPlan(plan.name, plan.gradient, nothing, plan.compressible) for plan in plans]
+    for plan in plain:
+        plan.load(inside, factor)
+    small = [plan for plan in plain if not _worthwhile(plan, codec)]
+    large = [plan for plan in plain if _worthwhile(plan, codec)]
     if small:
-        yield from dense_sum(small, context)
+        yield from dense_sum(small, inside)
     if large:
         assert codec is not None
-        yield from (payload_sum if codec.summable else gather)(large, context)
+        yield from (payload_sum if codec.summable else gather)(large, inside)
 
 
-def broadcast(items: Sequence[Item], peers: Peers) -> Path:
+def broadcast(plans: Sequence[GradientPlan], peers: Peers) -> Path:
     """Gives the gradients of a machine's first replica to the others."""
     works = []
     flats = []
-    for item in items:
-        flat = item.meta.flatten(item.gradient).reshape(-1).clone()
+    for plan in plans:
+        flat = plan.meta.flatten(plan.gradient).reshape(-1).clone()
         flats.append(flat)
         works.append(peers.broadcast(flat))
     yield works
-    for item, flat in zip(items, flats, strict=True):
-        item.gradient.copy_(item.meta.unflatten(flat))
+    for plan, flat in zip(plans, flats, strict=True):
+        plan.gradient.copy_(plan.meta.unflatten(flat))
 
 
 #: The paths by name, in the order in which they start. A module with one of its own adds it.
-PATH_OF: dict[str, Callable[[Sequence[Item], Context], Path]] = {
+PATH_OF: dict[str, Callable[[Sequence[GradientPlan], Context], Path]] = {
     "dense": dense_sum,
     "sum": payload_sum,
     "gather": gather,
@@ -260,53 +256,50 @@ PATH_OF: dict[str, Callable[[Sequence[Item], Context], Path]] = {
 
 
 def routes(
-    items: Sequence[Item], controller: Controller, network: ReplicaNetwork, num_replicas: int
-) -> dict[str, list[Item]]:
+    plans: Sequence[GradientPlan], context: Context, network: ReplicaNetwork
+) -> dict[str, list[GradientPlan]]:
     """The gradients by the name of their path, in the order of `PATH_OF`."""
-    found: dict[str, list[Item]] = {}
-    to_weigh: list[Item] = []
-    for item in items:
-        route = _route(item, controller)
+    found: dict[str, list[GradientPlan]] = {}
+    to_weigh: list[GradientPlan] = []
+    for plan in plans:
+        route = _route(plan, context.controller)
         if route is None:
-            to_weigh.append(item)
+            to_weigh.append(plan)
         else:
-            found.setdefault(route, []).append(item)
+            found.setdefault(route, []).append(plan)
     if to_weigh:
-        weighed = _weighed(to_weigh, controller, network, num_replicas)
+        weighed = _weighed(to_weigh, context, network)
         found.setdefault(weighed, []).extend(to_weigh)
     return {name: found[name] for name in PATH_OF if name in found}
 
 
-def _route(item: Item, controller: Controller) -> str | None:
+def _route(plan: GradientPlan, controller: Controller) -> str | None:
     """The path of one gradient; None where that depends on how much goes with it."""
-    codec = controller.codec(item.name) if item.compressible else None
+    codec = controller.codec(plan.name) if plan.compressible else None
     if codec is None:
         return "dense"
     if isinstance(codec, Factored):
-        return "factors" if codec.worthwhile(matrix_of(item.meta)) else "dense"
-    if codec.sends_dense or codec.wire_bytes(item.shaped(codec)) >= item.meta.dense_bytes:
+        return "factors" if codec.worthwhile(matrix_of(plan.meta)) else "dense"
+    if codec.sends_dense or codec.wire_bytes(plan.shaped(codec)) >= plan.meta.dense_bytes:
         return "dense"
     return "sum" if codec.summable else None
 
 
-def _weighed(
-    items: Sequence[Item], controller: Controller, network: ReplicaNetwork, num_replicas: int
-) -> str:
+def _weighed(plans: Sequence[GradientPlan], context: Context, network: ReplicaNetwork) -> str:
     wire = dense = 0
-    for item in items:
-        codec = controller.codec(item.name)
-        assert isinstance(codec, Compressor)
-        wire += codec.wire_bytes(item.shaped(codec))
-        dense += item.meta.dense_bytes
+    for plan in plans:
+        codec = context.compressor_of(plan.name)
+        wire += codec.wire_bytes(plan.shaped(codec))
+        dense += plan.meta.dense_bytes
     return network.choose(
-        summable=False, wire_bytes=wire, dense_bytes=dense, num_replicas=num_replicas
+        summable=False, wire_bytes=wire, dense_bytes=dense, num_replicas=context.peers.size
     )
 
 
-def _worthwhile(item: Item, codec: Compressor | None) -> bool:
-    if codec is None or not item.compressible:
+def _worthwhile(plan: GradientPlan, codec: Compressor | None) -> bool:
+    if codec is None or not plan.compressible:
         return False
-    return codec.wire_bytes(item.shaped(codec)) < item.meta.dense_bytes
+    return codec.wire_bytes(plan.shaped(codec)) < plan.meta.dense_bytes
 
 
 class _Sent(NamedTuple):
@@ -329,10 +322,6 @@ def _positions(sent: Sequence[_Sent]) -> Tensor | None:
         if (positions := encoded.positions) is not None
     ]
     return torch.cat(found) if len(found) == len(sent) else None
-
-
-def _less(said: Tensor, y: Tensor) -> Tensor:
-    return y - said
 
 
 def _pieces(codec: Compressor, meta: TensorMeta, num_pieces: int) -> list[TensorMeta]:

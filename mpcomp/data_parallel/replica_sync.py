@@ -29,8 +29,7 @@ import stages as staging
 from mpcomp.comm.mesh import ProcessMesh
 from mpcomp.core.sent import Sent
 from mpcomp.core.step import Step
-from mpcomp.data_parallel.exchange import Exchange
-from mpcomp.data_parallel.groups import in_groups
+from mpcomp.data_parallel.exchange import Exchange, in_groups
 
 __all__ = ["CompressedAverage", "GradientAverage", "ReplicaSync", "trained_in"]
 

@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mpcomp.data_parallel.base import ReplicaMethod
-from mpcomp.data_parallel.exchange import Exchange
-from mpcomp.data_parallel.groups import in_groups
+from mpcomp.data_parallel.exchange import Exchange, in_groups
 from mpcomp.data_parallel.network import ReplicaNetwork
 from recipes.lab.thread_group import Meeting, NobodyComes, thread_group
 

@@ -177,7 +177,7 @@ class GraVAC(ReplicaMethod):
             return momentum_memory(self.momentum, compressed=compressed, masking=self.masking)
         return Residual() if compressed else NO_MEMORY
 
-    def mean_memory(self) -> Memory:
+    def second_stage_memory(self) -> Memory:
         return Residual()
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
