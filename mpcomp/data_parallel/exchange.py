@@ -309,6 +309,14 @@ class Exchange:
             )
         self._state.check(state["tensors"])
 
+    def merged(self, replicas: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """The tensors of a `state_dict` for every replica, from those of more or fewer replicas.
+
+        Raises:
+            ValueError: something belongs to as many replicas as there were.
+        """
+        return self._state.merged(replicas)
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from what `state_dict` gave, on the same replica of as many.
 

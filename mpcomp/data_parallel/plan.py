@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from mpcomp.compressors.coding import Coding, Encoded
 from mpcomp.core.tensor_meta import TensorMeta, narrow
 from mpcomp.core.traffic import ReplicaTraffic
 from mpcomp.data_parallel.base import Controller, Draw, ReplicaMethod, matrix_of
-from mpcomp.feedback.memory import Memory, Sent, State
+from mpcomp.feedback.memory import Field, Memory, Sent, State
 from mpcomp.feedback.state import EndState
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "ReplicaState",
     "load_tensors",
     "shape_for",
+    "split_key",
     "tensors_of",
 ]
 
@@ -211,6 +212,7 @@ class ReplicaState:
         device: torch.device,
     ) -> None:
         self._method = method
+        self._metas = metas
         self._device = device
         self.ends: dict[str, EndState] = {
             name: self._end(method.memory(compressed=name in compressible), meta)
@@ -289,8 +291,7 @@ class ReplicaState:
     def check(self, tensors: Mapping[str, Tensor]) -> None:
         """Raises ValueError unless there is a place for all that `tensors` gave."""
         for key, value in tensors.items():
-            kind, _, rest = key.partition("/")
-            name, _, field = rest.rpartition("/")
+            kind, name, field = split_key(key)
             if kind != "own":
                 continue
             fields = self.ends[name].fields if name in self.ends else {}
@@ -305,15 +306,65 @@ class ReplicaState:
                     f"{known.numel}: use the same model"
                 )
 
+    def merged(self, replicas: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """The `tensors` that every replica goes on with, from those of more or fewer of them.
+
+        Each field says how it is merged (`mpcomp.feedback.Field`). Factors are the same on all
+        replicas. Of what else there is, such as a controller's, every replica gets the mean.
+
+        Raises:
+            ValueError: something belongs to as many replicas as there were.
+        """
+        # With several replicas on a machine only the first of each holds anything.
+        held: dict[str, list[Tensor]] = {}
+        for replica in replicas:
+            for key, value in replica.items():
+                held.setdefault(key, []).append(value)
+        result: dict[str, Tensor] = {}
+        owed: dict[str, Tensor] = {}
+        for key, values in held.items():
+            kind, name, field = split_key(key)
+            field, _, part = field.partition(":")
+            if "/" in name or (part and f"{kind}/{name}/{field}" not in held):
+                raise _inseparable(name)
+            if part:
+                continue  # bits that stand for another field
+            declared = self._declared(kind, name, values[0].numel()).get(field)
+            if kind == "phase":
+                if declared is None or declared.merges != "owed":
+                    continue
+                if declared.kept is not None:
+                    raise _inseparable(name)
+                owed[name] = torch.cat(values)  # pieces, in the order of replicas
+            elif kind == "factor" or (declared is not None and declared.merges == "same"):
+                result[key] = values[0]
+            else:
+                result[key] = torch.stack(values).mean(dim=0)
+        for name, meta in self._metas.items():
+            for field, each in self._declared("own", name, meta.numel).items():
+                key, source = f"own/{name}/{field}", f"own/{name}/{each.mirrors}"
+                if source in result:
+                    result[key] = result[source]
+                elif each.merges == "owed" and key in result and name in owed:
+                    result[key] = result[key] + owed.pop(name)
+        return result
+
+    def _declared(self, kind: str, name: str, numel: int) -> Mapping[str, Field]:
+        """The fields of a parameter, or of a piece of it of so many elements."""
+        if kind == "phase":
+            return self._method.second_stage_memory().fields(TensorMeta((1, numel)))
+        if kind != "own" or name not in self.ends:
+            return {}
+        return self.ends[name].memory.fields(self._metas[name])
+
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Goes on from what `tensors` gave."""
         found: dict[tuple[str, str], dict[str, Tensor]] = {}
         for key, value in tensors.items():
-            kind, _, name = key.partition("/")
+            kind, name, field = split_key(key)
             if kind == "factor":
                 self.factors[name] = value.to(self._device)
             elif kind in ("own", "phase"):
-                name, _, field = name.rpartition("/")
                 found.setdefault((kind, name), {})[field] = value.to(self._device)
         for (kind, name), fields in found.items():
             if kind == "phase":
@@ -321,6 +372,15 @@ class ReplicaState:
                 load_tensors(self.second_stage(name, start, numel), fields)
             else:
                 load_tensors(self.ends[name], fields)
+
+
+def split_key(key: str) -> tuple[str, str, str]:
+    """Kind, parameter and field of a tensor of `ReplicaState.tensors`; some kinds have no field."""
+    kind, _, name = key.partition("/")
+    if kind not in ("own", "phase"):
+        return kind, name, ""
+    name, _, field = name.rpartition("/")
+    return kind, name, field
 
 
 def tensors_of(end: EndState) -> dict[str, Tensor]:
@@ -339,3 +399,11 @@ def load_tensors(end: EndState, state: Mapping[str, Tensor]) -> None:
     """
     for name in dict.fromkeys(key.partition(":")[0] for key in state):
         end.fields[name].load_state_dict(name, state)
+
+
+def _inseparable(name: str) -> ValueError:
+    return ValueError(
+        f"what is remembered of {name} belongs to as many replicas as it was saved with: a piece "
+        "of it, or compressed in a way that cannot be averaged; use as many, or load the weights "
+        "alone with weights= of mpcomp.pipeline"
+    )
