@@ -387,7 +387,7 @@ class Pipeline(OriginalNames):
             return torch.stack([value.to(self.mesh.device) for value in found])
         own = [values[name].item() if name in values else 0.0 for name in names]
         there = [float(name in values) for name in names]
-        apart = self.exchange is not None and self.exchange.method.rhythm is not None
+        apart = self.exchange is not None and self.exchange.method.sync_schedule is not None
         places, place = (self.num_replicas, self.replica) if apart else (1, 0)
         mine = slice(place * len(names), (place + 1) * len(names))
         placed = [0.0] * (places * len(names))

@@ -36,9 +36,9 @@ __all__ = [
     "Draw",
     "Factored",
     "ReplicaMethod",
-    "Rhythm",
-    "Setting",
+    "RunInfo",
     "Static",
+    "SyncSchedule",
     "check_run",
     "matrices",
     "matrix_of",
@@ -62,7 +62,7 @@ Codec: TypeAlias = Compressor | Factored | None
 
 
 @dataclass(frozen=True)
-class Setting:
+class RunInfo:
     """A run, as a method is told of it once.
 
     Attributes:
@@ -88,7 +88,7 @@ class Controller(ABC):
     waits: bool = False
     #: Whether `figures` are summed over the replicas of this rank's parameters alone, and not over
     #: all ranks: for what is decided for each parameter by itself.
-    among_replicas: bool = False
+    sum_over_replicas_only: bool = False
 
     def begin(self, step: int, lr: float | None) -> None:  # noqa: B027
         """A step begins.
@@ -98,7 +98,7 @@ class Controller(ABC):
             lr: learning rate, where it is known.
         """
 
-    def look(self, name: str, wanted: Tensor, draw: Draw) -> None:  # noqa: B027
+    def look(self, name: str, target: Tensor, draw: Draw) -> None:  # noqa: B027
         """Looks at what is to be sent, fp32 [n], where it ``waits``."""
 
     def looked(self) -> list[float]:
@@ -122,7 +122,7 @@ class Controller(ABC):
         """
         return coding.encode(x)
 
-    def observe(self, name: str, wanted: Tensor, gradient: Tensor, draw: Draw) -> None:  # noqa: B027
+    def observe(self, name: str, target: Tensor, gradient: Tensor, draw: Draw) -> None:  # noqa: B027
         """Looks at what is to be sent and this step's gradient in it, both fp32 [n], on all paths.
 
         It comes before `encode`, if that is called at all.
@@ -171,7 +171,7 @@ class Static(Controller):
 
 
 @dataclass(frozen=True)
-class Rhythm:
+class SyncSchedule:
     """A period, in which each part of a model has its turn once, at equal distances.
 
     With several parts a message is that much smaller and as many times more frequent: Streaming
@@ -197,7 +197,7 @@ class Rhythm:
                 f"expected 1 to {self.period}"
             )
 
-    def due(self, step: int) -> int | None:
+    def part_due(self, step: int) -> int | None:
         """The part whose turn comes after a step, or None.
 
         Args:
@@ -209,7 +209,7 @@ class Rhythm:
                 return part
         return None
 
-    def shares(self, sizes: Mapping[str, int]) -> dict[str, int]:
+    def assign_parts(self, sizes: Mapping[str, int]) -> dict[str, int]:
         """The part that each parameter belongs to: neighbours together, of about equal sizes.
 
         A parameter that is larger than a share leaves fewer, or none, to a part beside it.
@@ -242,23 +242,23 @@ class ReplicaMethod(SpecValue, ABC):
     own_momentum: float = 0.0
     #: When it averages which parameters, and gradients stay each replica's own; None for gradients,
     #: in every step.
-    rhythm: Rhythm | None = None
+    sync_schedule: SyncSchedule | None = None
     #: Share of what an exchange moves a replica by that goes into its optimizer's first moments.
     correction: float = 0.0
 
     @property
     def deltas(self) -> ReplicaMethod:
-        """The method of what goes at the turns of a `rhythm`; of gradients, this one."""
+        """The method of what goes at the turns of a `sync_schedule`; of gradients, this one."""
         return self
 
-    def check(self, setting: Setting) -> None:
+    def check(self, run: RunInfo) -> None:
         """Raises ValueError where the method does not suit a run."""
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Raises ValueError for an optimizer that does what the method itself does."""
 
     @abstractmethod
-    def controller(self, setting: Setting) -> Controller:
+    def controller(self, run: RunInfo) -> Controller:
         """This rank's controller for a run."""
 
     @abstractmethod
@@ -320,16 +320,16 @@ def check_run(
     if wide:
         raise TypeError(f"{wide[0]} is fp64: gradients between replicas are at most fp32")
     network.check_replicas(num_replicas)
-    setting = Setting(num_replicas, matrices(parameters, network, sizes))
-    method.check(setting)
-    controller = method.controller(setting)
+    run = RunInfo(num_replicas, matrices(parameters, network, sizes))
+    method.check(run)
+    controller = method.controller(run)
     if controller.waits and network.per_machine > 1:
         raise ValueError(
             f"{method} with per_machine={network.per_machine}: exact=True looks at gradients "
             "before machines have averaged theirs; leave exact out"
         )
     controller.begin(0, None)
-    for name in setting.metas:
+    for name in run.metas:
         codec = controller.codec(name)
         if not isinstance(codec, Compressor):
             continue

@@ -144,7 +144,7 @@ def compress_gradients(
         _check_unhooked(model)
         group = model.process_group
         exchange: Exchange
-        if method.rhythm is not None:
+        if method.sync_schedule is not None:
             exchange = LocalExchange(
                 parameters, method, group, network=network, seed=seed, agrees=scaled
             )

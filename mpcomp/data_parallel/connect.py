@@ -69,7 +69,7 @@ def _connected(
 ) -> ReplicaSync:
     if method is None and sharding is None:
         return GradientAverage(own, mesh)
-    apart = method is not None and method.rhythm is not None
+    apart = method is not None and method.sync_schedule is not None
     purpose = f"{'parameters' if apart else 'gradients'} of other replicas"
 
     def over_all_ranks(numbers: Sequence[float]) -> list[float]:

@@ -32,7 +32,7 @@ from mpcomp.data_parallel.base import (
     Controller,
     Draw,
     ReplicaMethod,
-    Setting,
+    RunInfo,
     check_run,
     matrices,
     matrix_of,
@@ -128,8 +128,8 @@ class Exchange:
     def reset(self) -> None:
         """Forgets everything, as before the first step."""
         method = self.method
-        setting = Setting(self.num_replicas, self._compressible)
-        self.controller: Controller = method.controller(setting)
+        run = RunInfo(self.num_replicas, self._compressible)
+        self.controller: Controller = method.controller(run)
         self._state = ReplicaState(method, self._metas, self._compressible, self._device)
         self.step = 0
         self.totals = ReplicaTraffic()
@@ -440,7 +440,7 @@ class Averaging(Context):
         self.traffic.traffic_bytes = connections.take_traffic()
         said = [1.0, float(self._bad), self.traffic.traffic_bytes, *self._used.values()]
         figures = controller.figures()
-        if controller.among_replicas:
+        if controller.sum_over_replicas_only:
             ranks, bad, total_traffic, *used = exchange._all_reduce_sum(said)
             self.sums = connections.sum(figures) if figures else []
         else:
@@ -546,7 +546,7 @@ class Averaging(Context):
         for name, of_path in by_path.items():
             self.count_route(name, len(of_path))
             for plan in of_path if name != "two-phase" else ():
-                self.state.flush_second_stage(plan, self)
+                self.state.flush_second_stage_residual(plan, self)
         return [PATH_OF[name](of_path, self) for name, of_path in by_path.items()]
 
     def _drive(self) -> None:

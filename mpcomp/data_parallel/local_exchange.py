@@ -5,8 +5,8 @@ average are parameters, after the optimizer's step, in the same calls of the cla
 
     begin, add, finish, finish_step     of a backward: gradients stay each replica's own
     optimizer.step()
-        └─ take_step                    nothing is sent, or, where a part of the model has its turn,
-                                        begin, add, finish, finish_step of its parameters
+        └─ on_optimizer_step    nothing is sent, or, where a part of the model has its turn,
+                                begin, add, finish, finish_step of its parameters
 
 Which of the two it is follows from the number of steps, so replicas have to skip the same ones:
 those of a pipeline do in any case, and those that have a loss scaler each agree in every step.
@@ -43,7 +43,7 @@ class LocalExchange(Exchange):
 
     Args:
         parameters: as for `Exchange`; they are read and replaced in place.
-        method: one with a rhythm.
+        method: one with a schedule.
         group: the ranks that have these parameters.
         whole: as for `Exchange`.
         tied_alias: as for `Exchange`.
@@ -73,12 +73,14 @@ class LocalExchange(Exchange):
         **options: Any,
     ) -> None:
         super().__init__(parameters, method, group, whole=whole, tied_alias=tied_alias, **options)
-        assert method.rhythm is not None
-        self._rhythm = method.rhythm
+        assert method.sync_schedule is not None
+        self._schedule = method.sync_schedule
         self._trained = dict(parameters)
         self._dense_bytes = sum(p.nbytes for p in parameters.values())
         self._num_elements = sum(p.numel() for p in parameters.values())
-        shares = self._rhythm.shares({name: p.numel() for name, p in (whole or parameters).items()})
+        shares = self._schedule.assign_parts(
+            {name: p.numel() for name, p in (whole or parameters).items()}
+        )
         #: Copies of a tied weight have the turn of the first one, on whatever rank.
         self._part_of = {name: shares[self._tied_alias.get(name, name)] for name in shares}
         inside = self._connections.inside
@@ -124,7 +126,7 @@ class LocalExchange(Exchange):
             )
         self._unfollow()
         self._optimizer = optimizer
-        self._hook = optimizer.register_step_post_hook(lambda *_: self.take_step())
+        self._hook = optimizer.register_step_post_hook(lambda *_: self.on_optimizer_step())
 
     def close(self) -> None:
         self._unfollow()
@@ -207,7 +209,7 @@ class LocalExchange(Exchange):
 
     # -- parameters -----------------------------------------------------------------------------
 
-    def take_step(self) -> None:
+    def on_optimizer_step(self) -> None:
         """Counts a step that the optimizer has taken, and averages what has its turn then.
 
         Raises:
@@ -217,13 +219,13 @@ class LocalExchange(Exchange):
         if not self._expecting:
             return
         self._expecting = False
-        part = self._rhythm.due(self.step)
+        part = self._schedule.part_due(self.step)
         if part in self._part_of.values():
-            self._meet({n: p for n, p in self._trained.items() if self._part_of[n] == part})
+            self._sync_part({n: p for n, p in self._trained.items() if self._part_of[n] == part})
         else:
-            self._pass()
+            self._count_step()
 
-    def _meet(self, due: Mapping[str, Tensor]) -> None:
+    def _sync_part(self, due: Mapping[str, Tensor]) -> None:
         """Moves all replicas to the next anchor of some parameters."""
         correction = self.method.correction
         before = [p.detach().clone() for p in due.values()] if correction else []
@@ -244,9 +246,9 @@ class LocalExchange(Exchange):
         if correction:
             assert self._optimizer is not None  # who calls this
             moved = {p: p.detach() - own for p, own in zip(due.values(), before, strict=True)}
-            correct(self._optimizer, moved, self._rhythm.period, correction)
+            correct(self._optimizer, moved, self._schedule.period, correction)
 
-    def _pass(self) -> None:
+    def _count_step(self) -> None:
         """Counts a step in which nothing is sent."""
         averaging = Averaging(self, 1.0, compress=True)
         averaging.traffic.messages = 1

@@ -62,7 +62,7 @@ def dense_sum(plans: Sequence[GradientPlan], context: Context) -> Path:
         flat = _share(torch.cat(parts), peers.size)
         context.traffic.count_part(flat.nbytes, flat.nbytes / 4)
         sums.append((alike, flat))
-        works.append(peers.sum(flat))
+        works.append(peers.all_reduce(flat))
     yield works
     for alike, flat in sums:
         means = torch.split(flat.to(torch.float32), [plan.numel for plan in alike])
@@ -79,7 +79,7 @@ def payload_sum(plans: Sequence[GradientPlan], context: Context) -> Path:
     for dtype in _in_order(part.dtype for part in parts):
         flat = torch.cat([part.reshape(-1) for part in parts if part.dtype == dtype])
         sums[dtype] = _share(flat, peers.size)
-        works.append(peers.sum(sums[dtype]))
+        works.append(peers.all_reduce(sums[dtype]))
     yield works
     ends = dict.fromkeys(sums, 0)
     for plan, encoded in zip(plans, sent, strict=True):
@@ -109,7 +109,7 @@ def gather(plans: Sequence[GradientPlan], context: Context) -> Path:
     """Every replica gets the messages of all others and adds them up."""
     peers = context.peers
     sent = [plan.encode(context) for plan in plans]
-    gathered, work = peers.gather(pack(encoded.payload for encoded in sent))
+    gathered, work = peers.all_gather(pack(encoded.payload for encoded in sent))
     yield [work]
     means = [plan.target.new_zeros(plan.numel) for plan in plans]
     for message in gathered:
@@ -145,7 +145,7 @@ def two_phase(plans: Sequence[GradientPlan], context: Context) -> Path:
             plan.sent(partial(_without, pieces), _positions(pieces))
     own = peers.rank
     own_layout = sum((of_pieces[own].layout for of_pieces in codings), ())
-    gathered, work = peers.scatter(
+    gathered, work = peers.all_to_all(
         [pack(message) for message in messages], aligned_length(own_layout)
     )
     yield [work]
@@ -182,7 +182,7 @@ def two_phase(plans: Sequence[GradientPlan], context: Context) -> Path:
     message = pack(again)
     padded = message.new_zeros(max(lengths))
     padded[: message.numel()] = message
-    gathered, work = peers.gather(padded)
+    gathered, work = peers.all_gather(padded)
     yield [work]
 
     results = [plan.target.new_zeros(plan.numel) for plan in plans]

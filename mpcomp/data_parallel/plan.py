@@ -233,7 +233,7 @@ class ReplicaState:
         assert (piece.start, piece.numel) == (start, numel), "pieces stay the same for ever"
         return piece.end
 
-    def flush_second_stage(self, plan: GradientPlan, context: Context) -> None:
+    def flush_second_stage_residual(self, plan: GradientPlan, context: Context) -> None:
         """Adds the residual that a piece's memory still holds to a parameter's target.
 
         For a step in which no mean is formed piece by piece. What is owed is a part of a mean, and

@@ -78,7 +78,7 @@ class ReplicaSync(ABC):
     @property
     def keeps_weights_equal(self) -> bool:
         """Whether all replicas have the same weights after each of the optimizer's steps."""
-        return self.exchange is None or self.exchange.method.rhythm is None
+        return self.exchange is None or self.exchange.method.sync_schedule is None
 
     def begin(self, step: Step) -> None:  # noqa: B027  (most have nothing to do)
         """Before the first microbatch of a step, or of a pass of evaluation."""

@@ -29,7 +29,7 @@ from mpcomp.core.randomness import generator_for
 from mpcomp.core.tensor_meta import TensorMeta, narrow
 from mpcomp.core.traffic import ReplicaTraffic
 from mpcomp.core.wire import Payload, aligned_length, pack, packed_length
-from mpcomp.data_parallel.base import Factored, ReplicaMethod, Setting, matrices
+from mpcomp.data_parallel.base import Factored, ReplicaMethod, RunInfo, matrices
 from mpcomp.data_parallel.exchange import Exchange
 from mpcomp.data_parallel.network import ReplicaNetwork
 from mpcomp.data_parallel.plan import GradientPlan, shape_for
@@ -142,7 +142,7 @@ class ShardedExchange(Exchange):
             own = plans[self.rank]
             codings = [self._coding(plan) for plan in own]
             length = aligned_length(sum((coding.layout for coding in codings), (_STATUS,)))
-            gathered, work = peers.scatter(messages, length)
+            gathered, work = peers.all_to_all(messages, length)
         with self.totals.timed("wait_s"), peers.waiting():
             work.wait()
         with self.totals.timed("decode_s"):
@@ -283,12 +283,12 @@ def _check_method(
     method: ReplicaMethod, network: ReplicaNetwork, metas: Mapping[str, TensorMeta], num_ranks: int
 ) -> None:
     """Raises ValueError for what sharded gradients cannot be sent with."""
-    if method.rhythm is not None:
+    if method.sync_schedule is not None:
         raise ValueError(
             f"{method} with sharded parameters: replicas that train alone need all of them each; "
             "use DDP, or a pipeline without shard=True, or another method such as conef+topk:0.1"
         )
-    controller = method.controller(Setting(num_ranks, metas))
+    controller = method.controller(RunInfo(num_ranks, metas))
     controller.begin(0, None)
     problem = None
     if controller.waits:

@@ -92,7 +92,7 @@ class InOneProcess:
         seed: int = 0,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
-        if method.rhythm is not None:
+        if method.sync_schedule is not None:
             raise ValueError(f"{method}: replicas train apart, and there is one model for all")
         if network is not None and network.per_machine > 1:
             raise ValueError(

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from mpcomp.compressors.base import Compressor
 from mpcomp.core.spec import SpecValue, shown
-from mpcomp.data_parallel.base import Codec, Controller, Draw, Factored, ReplicaMethod, Setting
+from mpcomp.data_parallel.base import Codec, Controller, Draw, Factored, ReplicaMethod, RunInfo
 from mpcomp.feedback.memory import NO_MEMORY, Memory
 from mpcomp.feedback.residual import Residual
 
@@ -118,8 +118,8 @@ class Accordion(ReplicaMethod):
         """A new detector."""
         return Detector(self.interval, span=self.span, threshold=self.threshold)
 
-    def controller(self, setting: Setting) -> Controller:
-        return AccordionController(self.low, self.high, self.detector(), setting)
+    def controller(self, run: RunInfo) -> Controller:
+        return AccordionController(self.low, self.high, self.detector(), run)
 
     def memory(self, *, compressed: bool) -> Memory:
         return Residual() if compressed and self.feedback else NO_MEMORY
@@ -132,18 +132,16 @@ class AccordionController(Controller):
         low: method of low compression, for critical phases.
         high: method of high compression.
         detector: tells which parameters are in one.
-        setting: of the run.
+        run: what it is for.
     """
 
-    among_replicas = True
+    sum_over_replicas_only = True
 
-    def __init__(
-        self, low: SpecValue, high: SpecValue, detector: Detector, setting: Setting
-    ) -> None:
+    def __init__(self, low: SpecValue, high: SpecValue, detector: Detector, run: RunInfo) -> None:
         self._low, self._high = low, high
         self.detector = detector
-        self._names = list(setting.metas)
-        self._num_replicas = setting.num_replicas
+        self._names = list(run.metas)
+        self._num_replicas = run.num_replicas
         self._sums: dict[str, Tensor] = {}
         self._new: dict[str, Tensor] = {}
 
@@ -157,7 +155,7 @@ class AccordionController(Controller):
         assert isinstance(chosen, Compressor | Factored)
         return chosen
 
-    def observe(self, name: str, wanted: Tensor, gradient: Tensor, draw: Draw) -> None:
+    def observe(self, name: str, target: Tensor, gradient: Tensor, draw: Draw) -> None:
         if self.detector.accumulating:
             before = self._sums.get(name)
             # A new tensor: a step that is not finite must not be in the sum.

@@ -13,7 +13,7 @@ import torch
 from mpcomp.compressors import Compressor, SampledTopK, Selecting
 from mpcomp.compressors.base import check_keep
 from mpcomp.compressors.gather import check_values
-from mpcomp.data_parallel.base import Codec, Controller, ReplicaMethod, Setting
+from mpcomp.data_parallel.base import Codec, Controller, ReplicaMethod, RunInfo
 from mpcomp.feedback.memory import Memory
 from mpcomp.feedback.momentum import check_momentum, momentum_memory, refuse_momentum
 
@@ -60,14 +60,14 @@ class MomentumMethod(ReplicaMethod):
         return self.momentum
 
     @abstractmethod
-    def codec(self, step: int, name: str, setting: Setting) -> Codec:
+    def codec(self, step: int, name: str, run: RunInfo) -> Codec:
         """The codec of a parameter in a step."""
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         refuse_momentum(self, optimizer)
 
-    def controller(self, setting: Setting) -> Controller:
-        return _ByStep(lambda step, name: self.codec(step, name, setting))
+    def controller(self, run: RunInfo) -> Controller:
+        return _ByStep(lambda step, name: self.codec(step, name, run))
 
     def memory(self, *, compressed: bool) -> Memory:
         return momentum_memory(
@@ -151,5 +151,5 @@ class DGC(MomentumMethod):
             return self.keep
         return stages[step * len(stages) // self.warmup_steps]
 
-    def codec(self, step: int, name: str, setting: Setting) -> Codec:
+    def codec(self, step: int, name: str, run: RunInfo) -> Codec:
         return self.compressor(self.keep_at(step))

@@ -26,7 +26,7 @@ from mpcomp.compressors.coding import Coding, Encoded
 from mpcomp.compressors.multi_level import levels
 from mpcomp.core.spec import shown
 from mpcomp.core.tensor_meta import TensorMeta
-from mpcomp.data_parallel.base import Codec, Controller, Draw, ReplicaMethod, Setting
+from mpcomp.data_parallel.base import Codec, Controller, Draw, ReplicaMethod, RunInfo
 from mpcomp.feedback.memory import NO_MEMORY, Memory
 from mpcomp.feedback.momentum import check_momentum, momentum_memory, refuse_momentum
 from mpcomp.feedback.residual import Residual
@@ -162,14 +162,14 @@ class GraVAC(ReplicaMethod):
             return WallClock()
         return ModelledClock(self.compute_ms, self.bandwidth_mbps, self.latency_ms)
 
-    def controller(self, setting: Setting) -> Controller:
+    def controller(self, run: RunInfo) -> Controller:
         return GraVACController(
             self.inner,
-            self.search(setting.num_replicas),
+            self.search(run.num_replicas),
             self.clock(),
             exact=self.exact,
             modelled=self.bandwidth_mbps is not None,
-            num_replicas=setting.num_replicas,
+            num_replicas=run.num_replicas,
         )
 
     def memory(self, *, compressed: bool) -> Memory:
@@ -187,15 +187,15 @@ class GraVAC(ReplicaMethod):
 
 @dataclass
 class _Seen:
-    """Energies of one step, fp64: of what was wanted, and of what each level leaves out."""
+    """Energies of one step, fp64: of targets, and of what each level leaves out."""
 
-    wanted: Tensor | float = 0.0
+    target: Tensor | float = 0.0
     rest_min: Tensor | float = 0.0
     rest_candidate: Tensor | float = 0.0
 
     def sums(self) -> list[float]:
         """The energies as numbers (from an accelerator this waits)."""
-        return [float(self.wanted), float(self.rest_min), float(self.rest_candidate)]
+        return [float(self.target), float(self.rest_min), float(self.rest_candidate)]
 
 
 class GraVACController(Controller):
@@ -249,8 +249,8 @@ class GraVACController(Controller):
     # With exact=True all gradients are looked at first, and then sent. Otherwise each is looked at
     # when it is there, and sent by what the steps before have shown.
 
-    def look(self, name: str, wanted: Tensor, draw: Draw) -> None:
-        self._measure(name, wanted, draw)
+    def look(self, name: str, target: Tensor, draw: Draw) -> None:
+        self._measure(name, target, draw)
 
     def looked(self) -> list[float]:
         return self._seen.sums()
@@ -259,9 +259,9 @@ class GraVACController(Controller):
         self._average(sums)
         self._branch = self.search.branch()
 
-    def observe(self, name: str, wanted: Tensor, gradient: Tensor, draw: Draw) -> None:
+    def observe(self, name: str, target: Tensor, gradient: Tensor, draw: Draw) -> None:
         if not self.waits:
-            self._measure(name, wanted, draw)
+            self._measure(name, target, draw)
 
     def codec(self, name: str) -> Codec:
         if self._branch == "dense":
@@ -274,30 +274,30 @@ class GraVACController(Controller):
             return coding.encode(x)  # a piece of the parameter, or not a selection
         return coding.take(x, chosen[self._branch])
 
-    def _measure(self, name: str, wanted: Tensor, draw: Draw) -> None:
+    def _measure(self, name: str, target: Tensor, draw: Draw) -> None:
         """Adds the energies of one parameter, and keeps the positions that will be sent."""
         seen, generator = self._seen, draw(self._minimum.shares_choice)
-        energy = _energy(wanted)
-        seen.wanted += energy
+        energy = _energy(target)
+        seen.target += energy
         if not isinstance(self._minimum, Selecting):
-            seen.rest_min += _rest(self._minimum, wanted, draw)
+            seen.rest_min += _rest(self._minimum, target, draw)
             if self._minimum != self._candidate:
-                seen.rest_candidate += _rest(self._candidate, wanted, draw)
+                seen.rest_candidate += _rest(self._candidate, target, draw)
             return
-        positions = levels(self._minimum, self._candidate_keep, wanted, generator)
+        positions = levels(self._minimum, self._candidate_keep, target, generator)
         kept: dict[str, Tensor] = dict(zip(("minimum", "candidate"), positions, strict=True))
-        rests = [self._rest_of_selection(wanted, energy, at) for at in positions]
+        rests = [self._rest_of_selection(target, energy, at) for at in positions]
         seen.rest_min += rests[0]
         seen.rest_candidate += rests[1]
         if self.waits or self._branch != "dense":
             if not self.waits:
                 kept = {self._branch: kept[self._branch]}
-            self._chosen[name] = wanted.numel(), kept
+            self._chosen[name] = target.numel(), kept
 
-    def _rest_of_selection(self, wanted: Tensor, energy: Tensor, positions: Tensor) -> Tensor:
+    def _rest_of_selection(self, target: Tensor, energy: Tensor, positions: Tensor) -> Tensor:
         """The energy that a selection leaves out, the error of its values included."""
         assert isinstance(self._minimum, Selecting)
-        values = wanted.index_select(0, positions)
+        values = target.index_select(0, positions)
         rest = energy - _energy(values)
         coder = self._minimum.values
         if coder is None or not values.numel():
@@ -332,9 +332,9 @@ class GraVACController(Controller):
         self._chosen.clear()
 
     def _average(self, energies: Sequence[float]) -> None:
-        wanted, rest_min, rest_candidate = energies
-        if wanted > 0 and all(map(math.isfinite, energies)):
-            self.search.average(*(max(0.0, 1 - r / wanted) for r in (rest_min, rest_candidate)))
+        target, rest_min, rest_candidate = energies
+        if target > 0 and all(map(math.isfinite, energies)):
+            self.search.average(*(max(0.0, 1 - r / target) for r in (rest_min, rest_candidate)))
 
     def _gain(self) -> float:
         """The average gain of what was sent."""
@@ -365,8 +365,8 @@ def _energy(x: Tensor) -> Tensor:
     return torch.dot(x, x).double()
 
 
-def _rest(compressor: Compressor, wanted: Tensor, draw: Draw) -> Tensor:
+def _rest(compressor: Compressor, target: Tensor, draw: Draw) -> Tensor:
     """||x - C(x)||^2 of a method that does not select."""
-    row = wanted.reshape(1, -1)
+    row = target.reshape(1, -1)
     coding = Coding(compressor, TensorMeta.of(row), partial(draw, compressor.shares_choice))
-    return _energy(coding.encode(row).without(wanted))
+    return _energy(coding.encode(row).without(target))

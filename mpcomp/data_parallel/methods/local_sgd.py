@@ -27,7 +27,7 @@ from torch import Tensor
 
 from mpcomp.compressors import Compressor
 from mpcomp.core.spec import shown
-from mpcomp.data_parallel.base import Controller, ReplicaMethod, Rhythm, Setting
+from mpcomp.data_parallel.base import Controller, ReplicaMethod, RunInfo, SyncSchedule
 from mpcomp.data_parallel.methods import Compressed, replica_method_of
 from mpcomp.feedback.anchor import Anchored
 from mpcomp.feedback.base import Feedback
@@ -104,7 +104,7 @@ class LocalSGD(ReplicaMethod):
     spec_inner: ClassVar[str | None] = "inner"
 
     def __post_init__(self) -> None:
-        self.rhythm  # noqa: B018  (raises for a bad period)
+        self.sync_schedule  # noqa: B018  (raises for a bad period)
         if not (self.lr > 0 and math.isfinite(self.lr)):
             raise ValueError(f"lr={self.lr}: expected a rate of the outer step above 0; 0.7, say")
         check_momentum(self.momentum)
@@ -129,8 +129,8 @@ class LocalSGD(ReplicaMethod):
             )
 
     @property
-    def rhythm(self) -> Rhythm:  # type: ignore[override]
-        return Rhythm(self.period, self.parts)
+    def sync_schedule(self) -> SyncSchedule:  # type: ignore[override]
+        return SyncSchedule(self.period, self.parts)
 
     @property
     def deltas(self) -> ReplicaMethod:
@@ -144,8 +144,8 @@ class LocalSGD(ReplicaMethod):
                 f"{type(optimizer).__name__}: use one of those, or leave correction out"
             )
 
-    def controller(self, setting: Setting) -> Controller:
-        return self.deltas.controller(setting)
+    def controller(self, run: RunInfo) -> Controller:
+        return self.deltas.controller(run)
 
     def memory(self, *, compressed: bool) -> Memory:
         return Anchored(self.deltas.memory(compressed=compressed), self.lr, self.momentum)

@@ -18,7 +18,7 @@ from mpcomp.data_parallel.base import (
     Controller,
     Factored,
     ReplicaMethod,
-    Setting,
+    RunInfo,
     Static,
     matrix_of,
 )
@@ -80,15 +80,15 @@ class PowerSGD(ReplicaMethod, Factored):
         rank = min(self.rank, rows, columns)
         return (rows + columns) * rank * self.min_saving <= rows * columns
 
-    def check(self, setting: Setting) -> None:
-        ranks = [min(meta.shape) for meta in setting.metas.values()]
+    def check(self, run: RunInfo) -> None:
+        ranks = [min(meta.shape) for meta in run.metas.values()]
         if ranks and self.rank > max(ranks):
             raise ValueError(
                 f"rank={self.rank} is above that of every matrix here (the largest is "
                 f"{max(ranks)}): choose a smaller one, such as 2"
             )
 
-    def controller(self, setting: Setting) -> Controller:
+    def controller(self, run: RunInfo) -> Controller:
         return Static(self)
 
     def memory(self, *, compressed: bool) -> Memory:
@@ -138,6 +138,6 @@ def _mean(factors: list[Tensor], context: Context) -> Generator[Works, None, lis
     """The means of all factors over the replicas, in one collective."""
     flat = torch.cat([factor.reshape(-1) for factor in factors]).div_(context.peers.size)
     context.traffic.count_part(flat.nbytes, flat.numel())
-    yield [context.peers.sum(flat)]
+    yield [context.peers.all_reduce(flat)]
     parts = torch.split(flat, [factor.numel() for factor in factors])
     return [part.reshape(f.shape) for part, f in zip(parts, factors, strict=True)]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from mpcomp.compressors import RedSyncTopK, SameSign
-from mpcomp.data_parallel.base import Codec, Setting
+from mpcomp.data_parallel.base import Codec, RunInfo
 from mpcomp.data_parallel.methods.dgc import MomentumMethod
 
 __all__ = ["RedSync"]
@@ -54,16 +54,16 @@ class RedSync(MomentumMethod):
         if self.plain is not None and not self.same_sign:
             raise ValueError(f"plain={self.plain!r} without same_sign=True: leave it out")
 
-    def check(self, setting: Setting) -> None:
-        if self.plain is not None and self.plain not in setting.metas:
+    def check(self, run: RunInfo) -> None:
+        if self.plain is not None and self.plain not in run.metas:
             raise ValueError(
                 f"plain={self.plain!r}: no parameter of two dimensions or more has this name"
             )
 
-    def codec(self, step: int, name: str, setting: Setting) -> Codec:
+    def codec(self, step: int, name: str, run: RunInfo) -> Codec:
         if self.same_sign and name != self.plain:
             return SameSign(self.keep, sign=("positive", "negative")[step % 2])
         search = self.search
         if search == "auto":
-            search = "trimmed" if setting.metas[name].numel <= _LARGE else "binary"
+            search = "trimmed" if run.metas[name].numel <= _LARGE else "binary"
         return RedSyncTopK(self.keep, search=search)
