@@ -57,7 +57,7 @@ def clip_grad_norm_(
     }
     names = [name for stage in pipe.cut_stages for name, _ in stage.named_parameters()]
     # Between two updates of `LocalSGD` each replica has gradients of its own.
-    apart = pipe.exchange is not None and pipe.exchange.method.rhythm is not None
+    apart = pipe.exchange is not None and pipe.exchange.method.sync_schedule is not None
     # One norm of all norms, in the model's order: the same bits however the model is cut.
     found = pipe.mesh.gather_scalars(norms, names, apart=apart)
     norm: Tensor = torch.linalg.vector_norm(found, norm_type)

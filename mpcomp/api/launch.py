@@ -28,12 +28,11 @@ from mpcomp.comm.joining import join
 from mpcomp.comm.mesh import ProcessMesh
 from mpcomp.comm.probe import transport_for
 from mpcomp.core.dtensor import on_meta
-from mpcomp.data_parallel.base import ReplicaMethod
+from mpcomp.data_parallel.base import ReplicaMethod, check_run
 from mpcomp.data_parallel.connect import connect_replicas
 from mpcomp.data_parallel.methods import param_comp_of, replica_method_of
 from mpcomp.data_parallel.network import ReplicaNetwork
 from mpcomp.data_parallel.replica_sync import ReplicaSync, trained_in
-from mpcomp.data_parallel.selection import check_run
 from mpcomp.data_parallel.sharded_average import Sharding
 from mpcomp.engines.base import Engine
 from mpcomp.engines.distributed import DistributedEngine
@@ -346,7 +345,7 @@ class DistributedLaunch(Launch):
                 network=config.network,
                 seed=config.seed,
                 cut=cut,
-                copy_of={
+                tied_alias={
                     name: tie.name
                     for tie in ties
                     if isinstance(tie, TiedWeights)

@@ -2,11 +2,11 @@
 
 Each rank writes what it remembers of the parameters of its stages; the same ranks read that again
 and go on bit for bit. What a replica remembers is of a parameter, so other ranks per pipeline put
-it together by name, as they do with weights. Another number of replicas gives every replica the
-mean over those that were saved::
+it together by name, as they do with weights. On another number of replicas all of them go on with
+the same, and each field says with what (`merge` of `mpcomp.feedback.Field`)::
 
     residual, momentum, sum      the mean: an update is one too, so nothing is lost or counted twice
-    of a piece (two phases)      one for all, so it is added to what every replica has
+    of a piece (two phases)      one for all, so it is added to what is owed by every replica
     anchor, outer velocity       as they are: all replicas have the same
     EF21                         every replica's own estimate becomes their common mean, less what
                                  the second phase still owes: that is what it was
@@ -17,12 +17,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from mpcomp.checkpoint.files import Part, Saved
 from mpcomp.checkpoint.run_state import RunState
-from mpcomp.feedback.anchor import ANCHOR, OUTER_VELOCITY
+from mpcomp.data_parallel.plan import split_key
 
 __all__ = [
     "check_replicas",
@@ -33,12 +32,6 @@ __all__ = [
 ]
 
 _PREFIX = "replicas."
-#: What is left of a mean that one replica formed for all belongs to these fields of its own.
-_OWED = ("residual", "sum")
-#: The same on all replicas, as they follow from means alone.
-_ALIKE = ("mean", ANCHOR, OUTER_VELOCITY)
-#: An error that is kept compressed. The mean of sketches of the same kind is that of the mean.
-_COMPRESSED = ("error", "second_error")
 
 # -- saving ---------------------------------------------------------------------------------------
 
@@ -119,7 +112,7 @@ def restored_replicas(
         return exchange.reset
     names = {name for name, p in run.model.named_parameters() if p.requires_grad}
     replicas = [_of_replica(each, names) for each in parts]
-    tensors = _averaged(replicas) if needs_all_replicas(run, saved) else replicas[0]
+    tensors = exchange.merged(replicas) if needs_all_replicas(run, saved) else replicas[0]
     entries = [part.meta["replicas"] for each in parts for part in each]
     totals = entries[0]["totals"]
     if not unchanged:  # what all have counted goes on where the first rank counts
@@ -141,56 +134,9 @@ def _of_replica(parts: Sequence[Part], names: set[str]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for part in parts:  # a sharded parameter's pieces have numbers behind its name
         found.update(
-            part.read_state(_PREFIX, lambda key: _split(key)[1].partition("/")[0] in names)
+            part.read_state(_PREFIX, lambda key: split_key(key)[1].partition("/")[0] in names)
         )
     return found
-
-
-def _split(key: str) -> tuple[str, str, str]:
-    """Kind, parameter and field of a tensor; see `Exchange.state_dict`."""
-    kind, _, name = key.partition("/")
-    if kind in ("own", "phase"):
-        name, _, field = name.rpartition("/")
-        return kind, name, field
-    return kind, name, ""
-
-
-def _averaged(replicas: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The state that every replica goes on with, where there are more or fewer than before."""
-    # With several replicas on a machine only the first of each holds anything.
-    held: dict[str, list[Tensor]] = {}
-    for replica in replicas:
-        for key, value in replica.items():
-            held.setdefault(key, []).append(value)
-    result: dict[str, Tensor] = {}
-    owed: dict[str, Tensor] = {}
-    for key, values in held.items():
-        kind, name, field = _split(key)
-        coded = field.partition(":")[0] in _COMPRESSED and (kind == "phase" or ":" in field)
-        if coded or "/" in name:
-            raise ValueError(
-                f"what is remembered of {name} belongs to as many replicas as it was saved with: a "
-                "piece of it, or compressed in a way that cannot be averaged; use as many, or load "
-                "the weights alone with weights= of mpcomp.pipeline"
-            )
-        if kind == "phase":
-            if field in _OWED:
-                owed[name] = torch.cat(values)  # pieces, in the order of replicas
-        elif ":" in field:
-            continue  # bits that stand for another field
-        elif kind == "factor" or field in _ALIKE:
-            result[key] = values[0]
-        else:
-            result[key] = torch.stack(values).mean(dim=0)
-    for name, value in owed.items():
-        own = next((f"own/{name}/{f}" for f in _OWED if f"own/{name}/{f}" in result), None)
-        if own is not None:
-            result[own] = result[own] + value
-    for key, value in list(result.items()):
-        kind, name, field = _split(key)
-        if field == "mean":
-            result[f"own/{name}/own"] = value
-    return result
 
 
 def _united(states: Sequence[Any]) -> Any:

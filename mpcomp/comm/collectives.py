@@ -46,20 +46,20 @@ class Peers:
         sent, self.traffic_bytes = self.traffic_bytes, 0.0
         return sent
 
-    def sum(self, x: Tensor) -> Any:
+    def all_reduce(self, x: Tensor) -> Any:
         """Begins to replace ``x`` by its sum over all replicas, the same bits on each."""
         self.traffic_bytes += 2 * (self.size - 1) / self.size * x.nbytes
         with self.waiting():
             return dist.all_reduce(x, group=self.group, async_op=True)
 
-    def gather(self, x: Tensor) -> tuple[Tensor, Any]:
+    def all_gather(self, x: Tensor) -> tuple[Tensor, Any]:
         """Begins to collect ``x`` [n], which is as long everywhere, as [replicas, n]."""
         self.traffic_bytes += (self.size - 1) * x.nbytes
         gathered = torch.empty(self.size, x.numel(), dtype=x.dtype, device=x.device)
         with self.waiting():
             return gathered, dist.all_gather(list(gathered), x, group=self.group, async_op=True)
 
-    def scatter(self, parts: Sequence[Tensor], own_length: int) -> tuple[Tensor, Any]:
+    def all_to_all(self, parts: Sequence[Tensor], own_length: int) -> tuple[Tensor, Any]:
         """Begins to send part i to replica i; gives what all have sent here [replicas, n].
 
         Args:

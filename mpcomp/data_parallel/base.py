@@ -2,9 +2,10 @@
 
 A step of an `Exchange`, for each parameter of this rank::
 
-    gradient ──memory.wanted──> wanted ──controller.encode──> payload ──path──> mean of all
-                 ^                │                              │                │
-                 └─ memory.keep <─┴── minus what the payload says ┘   memory.result ──> gradient
+    gradient ──memory.compensate──> target ──controller.encode──> payload ──path──> mean of all
+                     ^                │                              │                   │
+                     └─ memory.sent <─┴── less what the payload says ┘                   │
+    result <──────────────────────────────────────────── memory.received ────────────────┘
 
 A `ReplicaMethod` is a frozen value that makes both for a run: one `Controller` on each rank, which
 chooses what parameters are sent with, and a `Memory` for each parameter. Whatever a controller
@@ -25,7 +26,7 @@ from mpcomp.compressors import Compressor
 from mpcomp.compressors.coding import Coding, Encoded
 from mpcomp.core.spec import SpecValue
 from mpcomp.core.tensor_meta import TensorMeta
-from mpcomp.data_parallel.rhythm import Rhythm
+from mpcomp.data_parallel.network import ReplicaNetwork
 from mpcomp.feedback.kept import Draw
 from mpcomp.feedback.memory import Memory
 
@@ -35,8 +36,12 @@ __all__ = [
     "Draw",
     "Factored",
     "ReplicaMethod",
-    "Setting",
+    "RunInfo",
     "Static",
+    "SyncSchedule",
+    "check_run",
+    "matrices",
+    "matrix_of",
 ]
 
 
@@ -57,8 +62,8 @@ Codec: TypeAlias = Compressor | Factored | None
 
 
 @dataclass(frozen=True)
-class Setting:
-    """A run, as a method is gathered of it once.
+class RunInfo:
+    """A run, as a method is told of it once.
 
     Attributes:
         num_replicas: replicas that average their gradients.
@@ -83,7 +88,7 @@ class Controller(ABC):
     waits: bool = False
     #: Whether `figures` are summed over the replicas of this rank's parameters alone, and not over
     #: all ranks: for what is decided for each parameter by itself.
-    among_replicas: bool = False
+    sum_over_replicas_only: bool = False
 
     def begin(self, step: int, lr: float | None) -> None:  # noqa: B027
         """A step begins.
@@ -93,7 +98,7 @@ class Controller(ABC):
             lr: learning rate, where it is known.
         """
 
-    def look(self, name: str, wanted: Tensor, draw: Draw) -> None:  # noqa: B027
+    def look(self, name: str, target: Tensor, draw: Draw) -> None:  # noqa: B027
         """Looks at what is to be sent, fp32 [n], where it ``waits``."""
 
     def looked(self) -> list[float]:
@@ -117,7 +122,7 @@ class Controller(ABC):
         """
         return coding.encode(x)
 
-    def observe(self, name: str, wanted: Tensor, gradient: Tensor, draw: Draw) -> None:  # noqa: B027
+    def observe(self, name: str, target: Tensor, gradient: Tensor, draw: Draw) -> None:  # noqa: B027
         """Looks at what is to be sent and this step's gradient in it, both fp32 [n], on all paths.
 
         It comes before `encode`, if that is called at all.
@@ -165,6 +170,61 @@ class Static(Controller):
         return self._codec
 
 
+@dataclass(frozen=True)
+class SyncSchedule:
+    """A period, in which each part of a model has its turn once, at equal distances.
+
+    With several parts a message is that much smaller and as many times more frequent: Streaming
+    DiLoCo, Douillard et al. 2025.
+
+    Args:
+        period: steps between two turns of the same part.
+        parts: how many.
+
+    Raises:
+        ValueError: a period below one step, or more parts than it has steps.
+    """
+
+    period: int
+    parts: int = 1
+
+    def __post_init__(self) -> None:
+        if type(self.period) is not int or self.period < 1:
+            raise ValueError(f"period={self.period!r}: expected a number of steps, 1 or more")
+        if type(self.parts) is not int or not 1 <= self.parts <= self.period:
+            raise ValueError(
+                f"parts={self.parts!r}: each has a step of its own in a period of {self.period}; "
+                f"expected 1 to {self.period}"
+            )
+
+    def part_due(self, step: int) -> int | None:
+        """The part whose turn comes after a step, or None.
+
+        Args:
+            step: number of steps before it.
+        """
+        for part in range(self.parts):
+            turn = (part + 1) * self.period // self.parts
+            if (step + 1 - turn) % self.period == 0:
+                return part
+        return None
+
+    def assign_parts(self, sizes: Mapping[str, int]) -> dict[str, int]:
+        """The part that each parameter belongs to: neighbours together, of about equal sizes.
+
+        A parameter that is larger than a share leaves fewer, or none, to a part beside it.
+
+        Args:
+            sizes: elements of each parameter, in the model's order.
+        """
+        total, before, found = max(1, sum(sizes.values())), 0, {}
+        for name, size in sizes.items():
+            middle = before + size / 2
+            found[name] = min(self.parts - 1, int(middle * self.parts / total))
+            before += size
+        return found
+
+
 class ReplicaMethod(SpecValue, ABC):
     """A method between replicas: a frozen value.
 
@@ -182,29 +242,101 @@ class ReplicaMethod(SpecValue, ABC):
     own_momentum: float = 0.0
     #: When it averages which parameters, and gradients stay each replica's own; None for gradients,
     #: in every step.
-    rhythm: Rhythm | None = None
+    sync_schedule: SyncSchedule | None = None
     #: Share of what an exchange moves a replica by that goes into its optimizer's first moments.
     correction: float = 0.0
 
     @property
     def deltas(self) -> ReplicaMethod:
-        """The method of what goes at the turns of a `rhythm`; of gradients, this one."""
+        """The method of what goes at the turns of a `sync_schedule`; of gradients, this one."""
         return self
 
-    def check(self, setting: Setting) -> None:
+    def check(self, run: RunInfo) -> None:
         """Raises ValueError where the method does not suit a run."""
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Raises ValueError for an optimizer that does what the method itself does."""
 
     @abstractmethod
-    def controller(self, setting: Setting) -> Controller:
+    def controller(self, run: RunInfo) -> Controller:
         """This rank's controller for a run."""
 
     @abstractmethod
     def memory(self, *, compressed: bool) -> Memory:
         """The memory of a parameter; ``compressed``: whether it may go compressed at all."""
 
-    def mean_memory(self) -> Memory:
+    def second_stage_memory(self) -> Memory:
         """The memory of a mean that one replica forms for all, and compresses again."""
         return self.memory(compressed=True).of_mean()
+
+
+def matrix_of(meta: TensorMeta) -> TensorMeta:
+    """A tensor as a matrix [first dim, all others]."""
+    return TensorMeta((meta.num_rows, meta.row_numel), meta.dtype)
+
+
+def matrices(
+    parameters: Mapping[str, Tensor],
+    network: ReplicaNetwork,
+    sizes: Mapping[str, int] | None = None,
+) -> dict[str, TensorMeta]:
+    """The parameters that may go compressed, as matrices.
+
+    Args:
+        parameters: by name.
+        network: says from how many elements on.
+        sizes: elements of the whole parameter, where ``parameters`` are pieces; by default theirs.
+    """
+    metas = {name: TensorMeta.of(p) for name, p in parameters.items()}
+    sizes = sizes or {name: meta.numel for name, meta in metas.items()}
+    return {
+        name: matrix_of(meta)
+        for name, meta in metas.items()
+        if len(meta.shape) > 1 and sizes[name] >= network.smallest
+    }
+
+
+def check_run(
+    parameters: Mapping[str, Tensor],
+    method: ReplicaMethod,
+    network: ReplicaNetwork,
+    num_replicas: int,
+    sizes: Mapping[str, int] | None = None,
+) -> None:
+    """Checks what ranks can tell alike before anything is connected.
+
+    Args:
+        parameters: those of the whole model that require gradients, by name.
+        method: between replicas.
+        network: how they are connected.
+        num_replicas: how many.
+        sizes: as for `matrices`.
+
+    Raises:
+        ValueError: the method does not suit the model or the path, or the network these replicas.
+        TypeError: parameters of fp64.
+    """
+    wide = [name for name, p in parameters.items() if p.dtype == torch.float64]
+    if wide:
+        raise TypeError(f"{wide[0]} is fp64: gradients between replicas are at most fp32")
+    network.check_replicas(num_replicas)
+    run = RunInfo(num_replicas, matrices(parameters, network, sizes))
+    method.check(run)
+    controller = method.controller(run)
+    if controller.waits and network.per_machine > 1:
+        raise ValueError(
+            f"{method} with per_machine={network.per_machine}: exact=True looks at gradients "
+            "before machines have averaged theirs; leave exact out"
+        )
+    controller.begin(0, None)
+    for name in run.metas:
+        codec = controller.codec(name)
+        if not isinstance(codec, Compressor):
+            continue
+        if codec.variable_length:
+            raise ValueError(
+                f"dp_comp={method}: a message of {codec} is as long as its tensor makes it, and "
+                "replicas exchange messages of equal lengths; use it at a cut"
+            )
+        if network.path == "sum":
+            network.check_path(codec.summable)

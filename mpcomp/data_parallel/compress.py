@@ -2,27 +2,89 @@
 
 # No `from __future__ import annotations`: DDP compares a hook's annotations with the types.
 import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from mpcomp.comm.handshake import check_alike, fingerprint
 from mpcomp.compressors import Compressor
 from mpcomp.core.embeddings import check_dense_gradients
 from mpcomp.core.spec import shown
+from mpcomp.data_parallel.base import ReplicaMethod
 from mpcomp.data_parallel.exchange import Exchange
-from mpcomp.data_parallel.fsdp import compress_sharded
-from mpcomp.data_parallel.gradients import CompressedGradients, check_same_arguments
+from mpcomp.data_parallel.fsdp import Shards
 from mpcomp.data_parallel.local_exchange import LocalExchange
 from mpcomp.data_parallel.methods import param_comp_of, replica_method_of
 from mpcomp.data_parallel.network import ReplicaNetwork
+from mpcomp.data_parallel.sharded import ShardedExchange, ShardedParameter
 
-__all__ = ["CompressedGradients", "compress_gradients"]
+__all__ = ["CompressedGradients", "ShardedGradients", "compress_gradients"]
 
 _hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+class CompressedGradients:
+    """The state of a model's compressed gradients on this rank; see `compress_gradients`.
+
+    Args:
+        exchange: what does the work.
+        scaler: the loss scaler in use, if any.
+
+    Attributes:
+        exchange: as given.
+    """
+
+    def __init__(self, exchange: Exchange, scaler: torch.amp.GradScaler | None) -> None:
+        self.exchange = exchange
+        self._scaler = scaler
+        self._lr_of: torch.optim.Optimizer | None = None
+
+    def begin(self, *, compress: bool = True) -> None:
+        """Begins a step with the loss scale and the learning rate of the moment."""
+        enabled = self._scaler is not None and self._scaler.is_enabled()
+        scale = self._scaler.get_scale() if self._scaler is not None and enabled else 1.0
+        lr = float(self._lr_of.param_groups[0]["lr"]) if self._lr_of is not None else None
+        self.exchange.begin(loss_scale=scale, lr=lr, compress=compress)
+
+    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Names the optimizer that steps by the gradients, for the methods that must know it.
+
+        Some follow its (first group's) rate; `LocalSGD` acts after its steps.
+
+        Raises:
+            ValueError: the optimizer has momentum, and so has the method; or it has none of the
+                parameters that `LocalSGD` is to average.
+        """
+        self.exchange.follow(optimizer)
+        self._lr_of = optimizer
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """An entry for each of the last 1,000 steps: bytes, floats, seconds, the method's state."""
+        return list(self.exchange.history)
+
+    def report(self) -> dict[str, Any]:
+        """Totals of this replica: bytes, floats, ratio, seconds, and what the method is at."""
+        return self.exchange.report()
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that this replica needs to go on exactly: ``tensors``, and ``rest`` for JSON."""
+        return self.exchange.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `state_dict` gave on the same replica, of as many.
+
+        Raises:
+            ValueError: it was given by another method.
+        """
+        self.exchange.load_state_dict(state)
 
 
 class _ReplicatedGradients(CompressedGradients):
@@ -61,6 +123,56 @@ class _ReplicatedGradients(CompressedGradients):
                 waiting.set_result(result)
             self._open.clear()
         return future
+
+
+class ShardedGradients(CompressedGradients):
+    """The state of a sharded model's compressed gradients on this rank; see `compress_gradients`.
+
+    A step ends with backward: a callback of the autograd engine, when all blocks were exchanged.
+
+    Attributes:
+        exchange: what does the work.
+    """
+
+    exchange: ShardedExchange
+
+    def __init__(self, exchange: ShardedExchange, scaler: torch.amp.GradScaler | None) -> None:
+        super().__init__(exchange, scaler)
+        self._backward: int | None = None  # under way
+        self._compress = True
+
+    @contextmanager
+    def uncompressed(self) -> Iterator[None]:
+        """Within this context parameters are gathered as they are, and gradients exchanged so.
+
+        Every rank enters it.
+        """
+        before, self._compress = self._compress, False
+        try:
+            yield
+        finally:
+            self._compress = before
+
+    def reduce_block(
+        self, blocks: Tensor, parts: Sequence[ShardedParameter], out: Tensor, *, mean: bool
+    ) -> None:
+        """One block's reduce-scatter; the first of a backward begins the step."""
+        backward = torch._C._current_graph_task_id()
+        if backward != self._backward:
+            self.exchange.finish_step(finite=False)  # of a backward that ended with an error
+            self.begin(compress=self._compress)
+            self._backward = backward
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        self.exchange.reduce(blocks, parts, out, mean=mean)
+
+    def _end(self) -> None:
+        self._backward = None
+        self.exchange.finish()
+        self.exchange.finish_step(finite=not self.exchange.nonfinite)
+
+    def gather_block(self, own: Tensor, parts: Sequence[ShardedParameter], out: Tensor) -> None:
+        """One block's all-gather."""
+        self.exchange.gather(own, parts, out, compress=self._compress)
 
 
 def compress_gradients(
@@ -128,7 +240,7 @@ def compress_gradients(
     handle: CompressedGradients
     if isinstance(model, FSDPModule):
         _check_unhooked(model)
-        handle = compress_sharded(
+        handle = _compress_sharded(
             model, method, network=network, seed=seed, scaler=scaler, param_comp=codec
         )
     else:
@@ -140,11 +252,11 @@ def compress_gradients(
             *(f"{name} {tuple(p.shape)} {p.dtype}" for name, p in parameters.items()),
         ]
         device = next(iter(parameters.values())).device
-        check_same_arguments(words, model.process_group, device)
+        _check_same_arguments(words, model.process_group, device)
         _check_unhooked(model)
         group = model.process_group
         exchange: Exchange
-        if method.rhythm is not None:
+        if method.sync_schedule is not None:
             exchange = LocalExchange(
                 parameters, method, group, network=network, seed=seed, agrees=scaled
             )
@@ -158,9 +270,58 @@ def compress_gradients(
     return handle
 
 
+def _compress_sharded(
+    model: FSDPModule,
+    method: ReplicaMethod,
+    *,
+    network: ReplicaNetwork | None,
+    seed: int,
+    scaler: torch.amp.GradScaler | None,
+    param_comp: Compressor | None,
+) -> ShardedGradients:
+    """For a model that `fully_shard` was called on, and its blocks."""
+    assert isinstance(model, nn.Module)
+    shards = Shards([model])
+    words = [
+        f"{method}, {network or ReplicaNetwork()}, seed {seed}, parameters {param_comp}",
+        *(f"{part.name} {part.pieces} {part.dims}" for part in shards.parts),
+        *shards.dtypes,
+    ]
+    _check_same_arguments(words, shards.group, shards.device)
+    shards.check_dtypes()
+    exchange = ShardedExchange(
+        shards.parts,
+        method,
+        shards.group,
+        device=shards.device,
+        network=network,
+        seed=seed,
+        param_comp=param_comp,
+    )
+    handle = ShardedGradients(exchange, scaler)
+    shards.connect(handle, gathers=param_comp is not None)
+    return handle
+
+
 def _check_unhooked(model: nn.Module) -> None:
     if model in _hooked:
         raise ValueError(
             "this model's gradients are compressed already, and it takes one method for ever: wrap "
             "the plain model anew to change it"
         )
+
+
+def _check_same_arguments(
+    words: Sequence[str], group: dist.ProcessGroup, device: torch.device
+) -> None:
+    """Raises ValueError on all ranks if they were given different things."""
+    own = torch.tensor([fingerprint(list(words))], device=device)
+    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, own, group=group)
+    check_alike(
+        [{"arguments": number.item()} for number in gathered],
+        lambda found: (
+            f"replicas {', '.join(str(d.rank) for d in found)} were given another model, method, "
+            "network or seed than replica 0: give the same to all"
+        ),
+    )

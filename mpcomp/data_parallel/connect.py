@@ -11,15 +11,17 @@ from torch.distributed.utils import _sync_module_states
 
 import stages as staging
 from mpcomp.comm.mesh import ProcessMesh
-from mpcomp.data_parallel.average import CompressedAverage
 from mpcomp.data_parallel.base import ReplicaMethod
-from mpcomp.data_parallel.exchange import Exchange
-from mpcomp.data_parallel.groups import GROUP_BYTES
+from mpcomp.data_parallel.exchange import GROUP_BYTES, Exchange
 from mpcomp.data_parallel.local_exchange import LocalExchange
 from mpcomp.data_parallel.methods import replica_method_of
 from mpcomp.data_parallel.network import ReplicaNetwork
-from mpcomp.data_parallel.replica_sync import ReplicaSync, trained_in
-from mpcomp.data_parallel.replicas import GradientAverage
+from mpcomp.data_parallel.replica_sync import (
+    CompressedAverage,
+    GradientAverage,
+    ReplicaSync,
+    trained_in,
+)
 from mpcomp.data_parallel.sharded_average import ShardedAverage, Sharding
 
 __all__ = ["connect_replicas"]
@@ -33,7 +35,7 @@ def connect_replicas(
     network: ReplicaNetwork | None,
     seed: int,
     cut: Sequence[staging.Stage],
-    copy_of: Mapping[str, str],
+    tied_alias: Mapping[str, str],
     sharding: Sharding | None,
 ) -> ReplicaSync:
     """Gives all replicas the weights of the first, and connects their gradients.
@@ -45,14 +47,14 @@ def connect_replicas(
         network: how replicas are connected.
         seed: of the run.
         cut: all stages of the pipeline.
-        copy_of: of each copy of a tied weight the name of the first one.
+        tied_alias: of each copy of a tied weight the name of the first one.
         sharding: how replicas share parameters, if they do.
 
     Raises:
         PeerError: another rank failed.
     """
     with mesh.failing_together("connecting replicas"):
-        return _connected(own, method, mesh, network, seed, cut, copy_of, sharding)
+        return _connected(own, method, mesh, network, seed, cut, tied_alias, sharding)
 
 
 def _connected(
@@ -62,12 +64,12 @@ def _connected(
     network: ReplicaNetwork | None,
     seed: int,
     cut: Sequence[staging.Stage],
-    copy_of: Mapping[str, str],
+    tied_alias: Mapping[str, str],
     sharding: Sharding | None,
 ) -> ReplicaSync:
     if method is None and sharding is None:
         return GradientAverage(own, mesh)
-    apart = method is not None and method.rhythm is not None
+    apart = method is not None and method.sync_schedule is not None
     purpose = f"{'parameters' if apart else 'gradients'} of other replicas"
 
     def over_all_ranks(numbers: Sequence[float]) -> list[float]:
@@ -91,7 +93,7 @@ def _connected(
     # What is refused from here on is so on all ranks, and none of them waits for another yet.
     mesh.all_reduce_sum([0.0], "weights of the first replica")
     connections: dict[str, Any] = {
-        "everywhere": over_all_ranks,
+        "all_reduce_sum": over_all_ranks,
         "waiting": lambda: mesh.waiting(purpose),
         "timeout": timedelta(seconds=mesh.wait_s),
     }
@@ -114,9 +116,9 @@ def _connected(
         group,
         network=network,
         seed=seed,
-        own_norm=norm_of_replica,
+        global_norm=norm_of_replica,
         whole=trained_in(cut),
-        copy_of=copy_of,
+        tied_alias=tied_alias,
         **connections,
     )
-    return CompressedAverage(own, mesh, exchange, copy_of)
+    return CompressedAverage(own, mesh, exchange, tied_alias)

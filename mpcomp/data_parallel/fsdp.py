@@ -2,14 +2,13 @@
 
 FSDP2 calls a module's reduce-scatter when the backward of its block is done, and its all-gather
 before it runs, one flat tensor for all parameters of the block. What these are, in which order and
-how they are padded, it tells nobody, so its parameter groups are asked here. The step ends with
-backward: a callback of the autograd engine, when all blocks have been exchanged.
+how they are padded, it tells nobody, so its parameter groups are asked here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -20,15 +19,11 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 
-from mpcomp.compressors import Compressor
 from mpcomp.core.tensor_meta import TensorMeta
-from mpcomp.data_parallel.base import ReplicaMethod
-from mpcomp.data_parallel.gradients import CompressedGradients, check_same_arguments
-from mpcomp.data_parallel.item import matrix_of
-from mpcomp.data_parallel.network import ReplicaNetwork
-from mpcomp.data_parallel.sharded import ShardedExchange, ShardedParameter
+from mpcomp.data_parallel.base import matrix_of
+from mpcomp.data_parallel.sharded import ShardedParameter
 
-__all__ = ["Owner", "ShardedGradients", "Shards", "compress_sharded", "reduce_now"]
+__all__ = ["Owner", "Shards", "reduce_now"]
 
 
 class Owner(Protocol):
@@ -41,54 +36,6 @@ class Owner(Protocol):
 
     def gather_block(self, own: Tensor, parts: Sequence[ShardedParameter], out: Tensor) -> None:
         """One block's all-gather; see `ShardedExchange.gather`."""
-
-
-class ShardedGradients(CompressedGradients):
-    """The state of a sharded model's compressed gradients on this rank; see `compress_gradients`.
-
-    Attributes:
-        exchange: what does the work.
-    """
-
-    exchange: ShardedExchange
-
-    def __init__(self, exchange: ShardedExchange, scaler: torch.amp.GradScaler | None) -> None:
-        super().__init__(exchange, scaler)
-        self._backward: int | None = None  # under way
-        self._compress = True
-
-    @contextmanager
-    def uncompressed(self) -> Iterator[None]:
-        """Within this context parameters are gathered as they are, and gradients exchanged so.
-
-        Every rank enters it.
-        """
-        before, self._compress = self._compress, False
-        try:
-            yield
-        finally:
-            self._compress = before
-
-    def reduce_block(
-        self, blocks: Tensor, parts: Sequence[ShardedParameter], out: Tensor, *, mean: bool
-    ) -> None:
-        """One block's reduce-scatter; the first of a backward begins the step."""
-        backward = torch._C._current_graph_task_id()
-        if backward != self._backward:
-            self.exchange.finish_step(finite=False)  # of a backward that ended with an error
-            self.begin(compress=self._compress)
-            self._backward = backward
-            torch.autograd.Variable._execution_engine.queue_callback(self._end)
-        self.exchange.reduce(blocks, parts, out, mean=mean)
-
-    def _end(self) -> None:
-        self._backward = None
-        self.exchange.finish()
-        self.exchange.finish_step(finite=not self.exchange.nonfinite)
-
-    def gather_block(self, own: Tensor, parts: Sequence[ShardedParameter], out: Tensor) -> None:
-        """One block's all-gather."""
-        self.exchange.gather(own, parts, out, compress=self._compress)
 
 
 class _Allocating:
@@ -257,39 +204,6 @@ class Shards:
                 module.set_custom_all_gather(_AllGather(of_block, owner))
             elif waiting is not None:
                 module.set_custom_all_gather(_WatchedAllGather(waiting))
-
-
-def compress_sharded(
-    model: FSDPModule,
-    method: ReplicaMethod,
-    *,
-    network: ReplicaNetwork | None,
-    seed: int,
-    scaler: torch.amp.GradScaler | None,
-    param_comp: Compressor | None,
-) -> ShardedGradients:
-    """`mpcomp.compress_gradients` for a model that `fully_shard` was called on, and its blocks."""
-    assert isinstance(model, nn.Module)
-    shards = Shards([model])
-    words = [
-        f"{method}, {network or ReplicaNetwork()}, seed {seed}, parameters {param_comp}",
-        *(f"{part.name} {part.pieces} {part.dims}" for part in shards.parts),
-        *shards.dtypes,
-    ]
-    check_same_arguments(words, shards.group, shards.device)
-    shards.check_dtypes()
-    exchange = ShardedExchange(
-        shards.parts,
-        method,
-        shards.group,
-        device=shards.device,
-        network=network,
-        seed=seed,
-        param_comp=param_comp,
-    )
-    handle = ShardedGradients(exchange, scaler)
-    shards.connect(handle, gathers=param_comp is not None)
-    return handle
 
 
 def reduce_now(root: nn.Module) -> None:

@@ -5,8 +5,8 @@ average are parameters, after the optimizer's step, in the same calls of the cla
 
     begin, add, finish, finish_step     of a backward: gradients stay each replica's own
     optimizer.step()
-        └─ take_step                    nothing is sent, or, where a part of the model has its turn,
-                                        begin, add, finish, finish_step of its parameters
+        └─ on_optimizer_step    nothing is sent, or, where a part of the model has its turn,
+                                begin, add, finish, finish_step of its parameters
 
 Which of the two it is follows from the number of steps, so replicas have to skip the same ones:
 those of a pipeline do in any case, and those that have a loss scaler each agree in every step.
@@ -28,12 +28,10 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from mpcomp.core.tensor_meta import TensorMeta
-from mpcomp.data_parallel.averaging import Averaging
 from mpcomp.data_parallel.base import ReplicaMethod
-from mpcomp.data_parallel.drift import correct
-from mpcomp.data_parallel.exchange import Exchange
-from mpcomp.data_parallel.groups import in_groups
+from mpcomp.data_parallel.exchange import Averaging, Exchange, in_groups
 from mpcomp.data_parallel.methods import replica_method_of
+from mpcomp.data_parallel.methods.local_sgd import correct
 from mpcomp.data_parallel.network import ReplicaNetwork
 from mpcomp.feedback.anchor import ANCHOR
 
@@ -45,10 +43,10 @@ class LocalExchange(Exchange):
 
     Args:
         parameters: as for `Exchange`; they are read and replaced in place.
-        method: one with a rhythm.
+        method: one with a schedule.
         group: the ranks that have these parameters.
         whole: as for `Exchange`.
-        copy_of: as for `Exchange`.
+        tied_alias: as for `Exchange`.
         together: a context for an exchange, which it names: an error in it ends all ranks.
         agrees: whether replicas find out in each step if gradients are finite on all of them, in a
             sum of one number: where each has a loss scaler that skips steps.
@@ -59,7 +57,7 @@ class LocalExchange(Exchange):
     """
 
     density_every = None  # results are parameters, which are not sparse
-    alike_inside = True  # as gradients were averaged there
+    replicated_in_node = True  # as gradients were averaged there
     _machine: Exchange | None = None
 
     def __init__(
@@ -69,20 +67,22 @@ class LocalExchange(Exchange):
         group: dist.ProcessGroup,
         *,
         whole: Mapping[str, Tensor] | None = None,
-        copy_of: Mapping[str, str] | None = None,
+        tied_alias: Mapping[str, str] | None = None,
         together: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
         agrees: bool = False,
         **options: Any,
     ) -> None:
-        super().__init__(parameters, method, group, whole=whole, copy_of=copy_of, **options)
-        assert method.rhythm is not None
-        self._rhythm = method.rhythm
+        super().__init__(parameters, method, group, whole=whole, tied_alias=tied_alias, **options)
+        assert method.sync_schedule is not None
+        self._schedule = method.sync_schedule
         self._trained = dict(parameters)
         self._dense_bytes = sum(p.nbytes for p in parameters.values())
         self._num_elements = sum(p.numel() for p in parameters.values())
-        shares = self._rhythm.shares({name: p.numel() for name, p in (whole or parameters).items()})
+        shares = self._schedule.assign_parts(
+            {name: p.numel() for name, p in (whole or parameters).items()}
+        )
         #: Copies of a tied weight have the turn of the first one, on whatever rank.
-        self._part_of = {name: shares[self._copy_of.get(name, name)] for name in shares}
+        self._part_of = {name: shares[self._tied_alias.get(name, name)] for name in shares}
         inside = self._connections.inside
         if inside is not None:
             common = ("seed", "waiting", "timeout")
@@ -92,7 +92,7 @@ class LocalExchange(Exchange):
                 inside.group,
                 network=ReplicaNetwork(smallest=self.network.smallest),
                 whole=whole,
-                copy_of=copy_of,
+                tied_alias=tied_alias,
                 **{name: value for name, value in options.items() if name in common},
             )
         self._together = together
@@ -126,7 +126,7 @@ class LocalExchange(Exchange):
             )
         self._unfollow()
         self._optimizer = optimizer
-        self._hook = optimizer.register_step_post_hook(lambda *_: self.take_step())
+        self._hook = optimizer.register_step_post_hook(lambda *_: self.on_optimizer_step())
 
     def close(self) -> None:
         self._unfollow()
@@ -209,7 +209,7 @@ class LocalExchange(Exchange):
 
     # -- parameters -----------------------------------------------------------------------------
 
-    def take_step(self) -> None:
+    def on_optimizer_step(self) -> None:
         """Counts a step that the optimizer has taken, and averages what has its turn then.
 
         Raises:
@@ -219,20 +219,20 @@ class LocalExchange(Exchange):
         if not self._expecting:
             return
         self._expecting = False
-        part = self._rhythm.due(self.step)
+        part = self._schedule.part_due(self.step)
         if part in self._part_of.values():
-            self._meet({n: p for n, p in self._trained.items() if self._part_of[n] == part})
+            self._sync_part({n: p for n, p in self._trained.items() if self._part_of[n] == part})
         else:
-            self._pass()
+            self._count_step()
 
-    def _meet(self, due: Mapping[str, Tensor]) -> None:
+    def _sync_part(self, due: Mapping[str, Tensor]) -> None:
         """Moves all replicas to the next anchor of some parameters."""
         correction = self.method.correction
         before = [p.detach().clone() for p in due.values()] if correction else []
         with self._together(f"step {self.step}, exchanging parameters with other replicas"):
             super().begin(compress=self._compress)
             named = ((name, parameter.detach()) for name, parameter in due.items())
-            for group in in_groups(named, alone=self._copy_of):
+            for group in in_groups(named, alone=self._tied_alias):
                 super().add(group)
             self._count_all(self._under_way)
             super().finish()
@@ -246,21 +246,21 @@ class LocalExchange(Exchange):
         if correction:
             assert self._optimizer is not None  # who calls this
             moved = {p: p.detach() - own for p, own in zip(due.values(), before, strict=True)}
-            correct(self._optimizer, moved, self._rhythm.period, correction)
+            correct(self._optimizer, moved, self._schedule.period, correction)
 
-    def _pass(self) -> None:
+    def _count_step(self) -> None:
         """Counts a step in which nothing is sent."""
-        averaging = Averaging(self._run(), self.step, 1.0, compress=True)
-        averaging.context.traffic.messages = 1
+        averaging = Averaging(self, 1.0, compress=True)
+        averaging.traffic.messages = 1
         self._count_all(averaging)
-        self._count(averaging.context.traffic)
+        self._count(averaging.traffic)
         self.history.append(averaging.entry(finite=True))
         self.step += 1
 
     def _count_all(self, averaging: Averaging) -> None:
         """Compares a step with gradients, all of which would be sent."""
-        averaging.context.traffic.dense_bytes = self._dense_bytes
-        averaging.context.traffic.num_elements = self._num_elements
+        averaging.traffic.dense_bytes = self._dense_bytes
+        averaging.traffic.num_elements = self._num_elements
 
 
 def _flat(parameter: Tensor) -> Tensor:

@@ -19,17 +19,30 @@ the mean of the i-th piece of every parameter, compresses it again (what that le
 remembered there) and sends it to all: traffic and density stay those of one message. But what is
 compressed twice arrives later, which costs quality, so this path is only taken where it is less
 than half as expensive as to gather: from five replicas on, or so.
+
+Replicas on one machine may average their gradients first, at two levels of compression::
+
+    machine 0   replica 0 ── replica 1      means inside each machine first; then the first
+                    |                       replica of each exchanges with those of the others,
+    machine 1   replica 2 ── replica 3      and tells its machine the result
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Final
 
+import torch
+import torch.distributed as dist
+
+from mpcomp.comm.collectives import Peers
 from mpcomp.compressors import Compressor
 
-__all__ = ["PATHS", "ReplicaNetwork"]
+__all__ = ["PATHS", "Connections", "ReplicaNetwork"]
 
 PATHS: Final = ("auto", "sum", "gather", "two-phase")
 #: What weighs on the path that compresses twice.
@@ -136,6 +149,103 @@ class ReplicaNetwork:
         if gather > dense:
             return "two-phase" if two_phase < dense else "dense"
         return "two-phase" if TWICE * two_phase < gather else "gather"
+
+
+class Connections:
+    """The groups that this rank is in. All ranks of ``group`` make theirs together.
+
+    Args:
+        group: all replicas.
+        network: how they are connected.
+        device: of the gradients.
+        waiting: a context for whatever needs other replicas, and fails if one is gone.
+        timeout: of a wait in groups that are made here; None for torch's own.
+
+    Attributes:
+        everyone: all replicas.
+        inside: those on this one's machine; None for one level.
+        between: those that exchange compressed gradients; None where this rank only gives its own
+            to the first one of its machine.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        network: ReplicaNetwork,
+        device: torch.device,
+        *,
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+        timeout: timedelta | None = None,
+    ) -> None:
+        self._device = device
+        self.inside, between = _split_group(group, network, timeout, waiting)
+        self.everyone = Peers(group)
+        self.between = Peers(between) if between is not None else None
+        for peers in self._all():
+            peers.waiting = waiting
+
+    def _all(self) -> Iterator[Peers]:
+        yield self.everyone
+        for peers in (self.between, self.inside):
+            if peers is not None:
+                yield peers
+
+    def sum(self, numbers: Sequence[float]) -> list[float]:
+        """Over all replicas, in fp64, on the gradients' device."""
+        total = torch.tensor(list(numbers), dtype=torch.float64, device=self._device)
+        with self.everyone.waiting():
+            dist.all_reduce(total, group=self.everyone.group)
+        result: list[float] = total.tolist()
+        return result
+
+    def take_traffic(self) -> float:
+        """Bytes sent since the last call to whoever gradients are compressed for."""
+        traffic = self.everyone.take_traffic()
+        return traffic if self.between is None else traffic + self.between.take_traffic()
+
+    def close(self) -> None:
+        """Closes the groups made here, and lets go of the given one."""
+        for peers in (self.between, self.inside):
+            if peers is None:
+                continue
+            if peers.group is not self.everyone.group:
+                with suppress(ValueError, RuntimeError):  # destroyed with all others at the end
+                    dist.destroy_process_group(peers.group)
+            peers.close()
+        self.everyone.close()
+
+
+def _split_group(
+    group: dist.ProcessGroup,
+    network: ReplicaNetwork,
+    timeout: timedelta | None,
+    waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> tuple[Peers | None, dist.ProcessGroup | None]:
+    """The replicas on this one's machine, and those that exchange between machines.
+
+    All ranks of ``group`` call this together.
+
+    Returns:
+        None and ``group`` for one level; None as the second where this rank is not the first of its
+        machine.
+
+    Raises:
+        ValueError: the replicas cannot be shared out among such machines.
+    """
+    size, each = dist.get_world_size(group), network.per_machine
+    if each == 1:
+        return None, group
+    network.check_replicas(size)
+    ranks = dist.get_process_group_ranks(group)
+    machines = [ranks[i : i + each] for i in range(0, size, each)]
+    own, place = divmod(dist.get_rank(group), each)
+    # The name that torch gives a group in this way has the number of a rank's groups in it, so
+    # every rank has to make as many: the other places of the machines get groups as well.
+    alike = [machine[place] for machine in machines]
+    with waiting():
+        inside = dist.new_group(machines[own], timeout=timeout, use_local_synchronization=True)
+        between = dist.new_group(alike, timeout=timeout, use_local_synchronization=True)
+    return Peers(inside), between if place == 0 else None
 
 
 def _two_bytes(small: object) -> bool:

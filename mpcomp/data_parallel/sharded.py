@@ -5,8 +5,8 @@ sends the piece of its gradient that belongs to a peer to that peer alone, who f
 
     gradient of a block [ranks, n]  --row p, compressed-->  rank p: mean of all rows p [n]
 
-so a parameter's gradient is as many `Item`s as there are ranks, with a memory each: together as
-much as the whole gradient on every rank, where the optimizer's state is only a piece. That is why a
+so a parameter's gradient has as many plans as there are ranks, with a memory each: together as much
+as the whole gradient on every rank, where the optimizer's state is only a piece. That is why a
 compressed memory (`ConEF`) belongs here. Before a block runs, its parameters are gathered; those
 messages are twice the gradients', and are compressed without a memory, as what is sent is the same
 weights each time and not a sum over time.
@@ -29,11 +29,10 @@ from mpcomp.core.randomness import generator_for
 from mpcomp.core.tensor_meta import TensorMeta, narrow
 from mpcomp.core.traffic import ReplicaTraffic
 from mpcomp.core.wire import Payload, aligned_length, pack, packed_length
-from mpcomp.data_parallel.base import Factored, ReplicaMethod, Setting
+from mpcomp.data_parallel.base import Factored, ReplicaMethod, RunInfo, matrices
 from mpcomp.data_parallel.exchange import Exchange
-from mpcomp.data_parallel.item import Item, shape_for
 from mpcomp.data_parallel.network import ReplicaNetwork
-from mpcomp.data_parallel.selection import matrices
+from mpcomp.data_parallel.plan import GradientPlan, shape_for
 
 __all__ = ["ShardedExchange", "ShardedParameter"]
 
@@ -78,7 +77,7 @@ class ShardedExchange(Exchange):
         network: how they are connected; its path is that of this kind of training.
         seed: of all random choices.
         param_comp: compressor of parameters that are gathered; None for none.
-        connections: to other ranks, as for `Exchange`: everywhere, waiting, timeout.
+        connections: to other ranks, as for `Exchange`: all_reduce_sum, waiting, timeout.
 
     Raises:
         ValueError, TypeError: the method does not suit sharded gradients, or these parameters.
@@ -138,24 +137,24 @@ class ShardedExchange(Exchange):
             step.found_nonfinite(not finite)
             status = torch.full(_STATUS.shape, int(not finite), dtype=torch.uint8)
             status_part = (status.to(blocks.device),)
-            items = [self._items_of(row, parts, peer) for peer, row in enumerate(blocks)]
-            messages = [pack([status_part, *map(self._encode, row)]) for row in items]
-            own = items[self.rank]
-            codings = [self._coding(item) for item in own]
+            plans = [self._plans_of(row, parts, peer) for peer, row in enumerate(blocks)]
+            messages = [pack([status_part, *map(self._encode, row)]) for row in plans]
+            own = plans[self.rank]
+            codings = [self._coding(plan) for plan in own]
             length = aligned_length(sum((coding.layout for coding in codings), (_STATUS,)))
-            gathered, work = peers.scatter(messages, length)
+            gathered, work = peers.all_to_all(messages, length)
         with self.totals.timed("wait_s"), peers.waiting():
             work.wait()
         with self.totals.timed("decode_s"):
-            means = [item.target.new_zeros(item.numel) for item in own]
+            means = [plan.target.new_zeros(plan.numel) for plan in own]
             first = packed_length((_STATUS,))
             for message in gathered:
                 start = first
                 for coding, total in zip(codings, means, strict=True):
                     payload, start = coding.unpack(message, start)
                     coding.add_to(total, payload, scale=1 / peers.size)
-            for item, total in zip(own, means, strict=True):
-                item.finish(total)  # overwrites this rank's row of blocks
+            for plan, total in zip(own, means, strict=True):
+                plan.finish(total)  # overwrites this rank's row of blocks
             torch.mul(blocks[self.rank], 1 if mean else peers.size, out=out)
             if any(bool(message[0]) for message in gathered):
                 out.fill_(torch.nan)
@@ -164,45 +163,47 @@ class ShardedExchange(Exchange):
         pieces = {f"{name}/{rank}" for name in names for rank in range(self.num_replicas)}
         super().leave_alone(pieces)
 
-    def _items_of(self, row: Tensor, parts: Sequence[ShardedParameter], peer: int) -> list[Item]:
+    def _plans_of(
+        self, row: Tensor, parts: Sequence[ShardedParameter], peer: int
+    ) -> list[GradientPlan]:
         """The pieces of a row, loaded."""
-        items, start = [], 0
+        plans, start = [], 0
         for part in parts:
             meta = part.pieces[peer]
             if meta.numel:
                 name = part.key(peer)
                 gradient = row[start : start + meta.numel].view(meta.shape)
-                items.append(self._under_way.item(name, gradient))
+                plans.append(self._under_way.plan(name, gradient))
             start += part.padded.numel
         assert start == row.numel(), "parts are those of this gradient"
-        self._under_way.load(items)
-        return items
+        self._under_way.load(plans)
+        return plans
 
-    def _codec(self, item: Item) -> Compressor:
+    def _codec(self, plan: GradientPlan) -> Compressor:
         """The compressor that a piece is sent with, known to both ends."""
-        codec = self.controller.codec(item.name) if item.compressible else None
+        codec = self.controller.codec(plan.name) if plan.compressible else None
         if not isinstance(codec, Compressor):
             return Identity()
-        smaller = codec.wire_bytes(item.shaped(codec)) < item.meta.dense_bytes
+        smaller = codec.wire_bytes(plan.shaped(codec)) < plan.meta.dense_bytes
         return codec if smaller else Identity()
 
-    def _coding(self, item: Item) -> Coding:
+    def _coding(self, plan: GradientPlan) -> Coding:
         """The coding of a piece, likewise."""
-        codec = self._codec(item)
-        meta = item.uncompressed_meta if codec.sends_dense else item.meta
-        return self._under_way.context.coding(codec, shape_for(codec, meta), item.name, 0)
+        codec = self._codec(plan)
+        meta = plan.uncompressed_meta if codec.sends_dense else plan.meta
+        return self._under_way.coding(codec, shape_for(codec, meta), plan.name, 0)
 
-    def _encode(self, item: Item) -> Payload:
+    def _encode(self, plan: GradientPlan) -> Payload:
         step = self._under_way
-        if not self._codec(item).sends_dense:
+        if not self._codec(plan).sends_dense:
             step.count_route("scatter")
-            return item.encode(step.context).payload
+            return plan.encode(step).payload
         step.count_route("dense")
-        sent = narrow(item.target, item.uncompressed_meta.dtype)
-        if item.end.keeps:
-            item.sent(lambda y: y - sent.to(torch.float32))
-        encoded = self._coding(item).encode(sent.reshape(1, -1))
-        step.context.count(encoded)
+        sent = narrow(plan.target, plan.uncompressed_meta.dtype)
+        if plan.end.keeps:
+            plan.sent(partial(torch.sub, other=sent.to(torch.float32)))
+        encoded = self._coding(plan).encode(sent.reshape(1, -1))
+        step.count(encoded)
         return encoded.payload
 
     # -- parameters -----------------------------------------------------------------------------
@@ -282,12 +283,12 @@ def _check_method(
     method: ReplicaMethod, network: ReplicaNetwork, metas: Mapping[str, TensorMeta], num_ranks: int
 ) -> None:
     """Raises ValueError for what sharded gradients cannot be sent with."""
-    if method.rhythm is not None:
+    if method.sync_schedule is not None:
         raise ValueError(
             f"{method} with sharded parameters: replicas that train alone need all of them each; "
             "use DDP, or a pipeline without shard=True, or another method such as conef+topk:0.1"
         )
-    controller = method.controller(Setting(num_ranks, metas))
+    controller = method.controller(RunInfo(num_ranks, metas))
     controller.begin(0, None)
     problem = None
     if controller.waits:

@@ -174,7 +174,7 @@ class ConEF(Feedback):
         if self.improved is not None:
             coders.append(self.error)
         return {
-            name: Field(Side.SENDER, kept=self._kept(coder, slot))
+            name: Field(Side.SENDER, kept=self._kept(coder, slot), merge="owed")
             for name, coder in zip(_ERRORS, coders, strict=False)
         }
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import Final, Protocol
 
 from torch import Tensor
 
@@ -43,6 +43,10 @@ class Side(Enum):
         return Side.RECEIVER if self is Side.SENDER else Side.SENDER
 
 
+#: Ways to merge a field over replicas, see `Field`.
+MERGES: Final = ("mean", "same", "owed")
+
+
 @dataclass(frozen=True)
 class Field:
     """One tensor a slot that an end keeps.
@@ -53,11 +57,30 @@ class Field:
             sender. The sender then advances it by `Memory.received`, so that the two ends stay
             equal bit for bit; a slot that has none yet is sent by itself first.
         kept: how it is kept in fewer numbers than the tensor has; None for one an element.
+        merge: what every replica goes on with where a run goes on with more or fewer of them.
+            "mean": the mean over those that were saved. "same": what any of them had, as all have
+            the same. "owed": the mean, and what is still to be sent of means that one replica
+            formed for all (the "owed" fields of `Memory.of_mean`). None for "same" at a receiver,
+            where all receive the same, and for "mean" at a sender. A field that mirrors another
+            becomes that one's.
+
+    Raises:
+        ValueError: another way to merge.
     """
 
     side: Side
     mirrors: str | None = None
     kept: Kept | None = None
+    merge: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.merge not in (None, *MERGES):
+            raise ValueError(f"merge={self.merge!r}: expected {', '.join(MERGES)}, or None")
+
+    @property
+    def merges(self) -> str:
+        """`merge`, or its default."""
+        return self.merge or ("same" if self.side is Side.RECEIVER else "mean")
 
 
 @dataclass(frozen=True)

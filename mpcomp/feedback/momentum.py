@@ -46,7 +46,7 @@ class MomentumCorrection(Memory):
     masking: bool = True
 
     def fields(self, slot: TensorMeta) -> Mapping[str, Field]:
-        return {"velocity": Field(Side.SENDER), "sum": Field(Side.SENDER)}
+        return {"velocity": Field(Side.SENDER), "sum": Field(Side.SENDER, merge="owed")}
 
     def compensate(self, x: Tensor, state: State) -> Tensor:
         velocity, step = advanced(state["velocity"], x, self.momentum, self.nesterov)

@@ -24,7 +24,7 @@ class ErrorMemory(Memory):
     decay: float = 1.0
 
     def fields(self, slot: TensorMeta) -> Mapping[str, Field]:
-        return {"residual": Field(Side.SENDER)}
+        return {"residual": Field(Side.SENDER, merge="owed")}
 
     def compensate(self, x: Tensor, state: State) -> Tensor:
         return x + self.due(state) if "residual" in state else x

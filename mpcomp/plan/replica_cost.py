@@ -83,9 +83,9 @@ def replica_cost(
     """
     chosen = replica_method_of(method)
     period = 1
-    if chosen.rhythm is not None:
+    if chosen.sync_schedule is not None:
         # Changes of parameters, sent once a period, code like gradients.
-        period, chosen = chosen.rhythm.period, chosen.deltas
+        period, chosen = chosen.sync_schedule.period, chosen.deltas
     own_bytes: dict[str, float] = {}
     dense, num_elements, coding = 0, 0, 0.0
     with _alone() as group:

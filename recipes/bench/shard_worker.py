@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import mpcomp
-from mpcomp.data_parallel.fsdp import ShardedGradients
+from mpcomp.data_parallel.compress import ShardedGradients
 from recipes.bench import workers
 from recipes.bench.replica_variants import ALONE, MPCOMP, Variant, endless
 from recipes.bench.replica_worker import dense_bytes, stepped

@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mpcomp.data_parallel.base import ReplicaMethod
-from mpcomp.data_parallel.exchange import Exchange
-from mpcomp.data_parallel.groups import in_groups
+from mpcomp.data_parallel.exchange import Exchange, in_groups
 from mpcomp.data_parallel.network import ReplicaNetwork
 from recipes.lab.thread_group import Meeting, NobodyComes, thread_group
 
@@ -93,7 +92,7 @@ class InOneProcess:
         seed: int = 0,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
-        if method.rhythm is not None:
+        if method.sync_schedule is not None:
             raise ValueError(f"{method}: replicas train apart, and there is one model for all")
         if network is not None and network.per_machine > 1:
             raise ValueError(

@@ -13,9 +13,21 @@ from hypothesis import strategies as st
 from mpcomp import ErrorFeedback, Quantize, RandomK, Sign, TopK, parse
 from mpcomp.adaptive.clock import ModelledClock, WallClock
 from mpcomp.adaptive.search import Search, ladder
-from mpcomp.data_parallel.gravac import PAPER, GraVAC
+from mpcomp.data_parallel.methods.gravac import GraVAC
 
 WINDOW = 10
+#: Settings of the paper's evaluation, 32 workers: DGC's threshold, RedSync's, and random-k inside.
+PAPER = {
+    "dgc": {"cf": (10, 1000), "eps": 0.7, "window": 500, "omega": 0.01},
+    "redsync": {"cf": (10, 2000), "eps": 0.7, "window": 2000, "omega": 0.01, "policy": "geometric"},
+    "randomk": {
+        "cf": (1.5, 1000),
+        "eps": 0.7,
+        "window": 2000,
+        "omega": 0.01,
+        "policy": "geometric",
+    },
+}
 
 
 def search(cf=(10, 1000), **settings):
@@ -477,20 +489,16 @@ class TestSettings:
 
     @pytest.mark.parametrize("name", PAPER)
     def test_settings_of_the_paper(self, name):
-        value = GraVAC.paper(name, TopK(0.1), eps=0.9)
+        value = GraVAC(TopK(0.1), **{**PAPER[name], "eps": 0.9})
         assert value.eps == 0.9 and parse(str(value)) == value
         assert value.search(32).smoothing == 0.32
 
     def test_first_settings_of_the_paper_are_the_defaults(self):
-        assert GraVAC.paper("resnet101", TopK(0.1)) == GraVAC(TopK(0.1))
+        assert GraVAC(TopK(0.1), **PAPER["dgc"]) == GraVAC(TopK(0.1))
 
     def test_random_k_of_the_paper_passes_48(self):
-        rungs = GraVAC.paper("randomk", RandomK(0.1)).search(32).rungs
+        rungs = GraVAC(RandomK(0.1), **PAPER["randomk"]).search(32).rungs
         assert rungs[0] == 1.5 and 48 in rungs and rungs[-1] == 1000
-
-    def test_unknown_setting_of_the_paper(self):
-        with pytest.raises(ValueError, match="known: resnet101"):
-            GraVAC.paper("resnet18", TopK(0.1))
 
     def test_smoothing(self):
         assert GraVAC(TopK(0.1)).search(4).smoothing == 0.04

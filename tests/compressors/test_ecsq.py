@@ -15,8 +15,8 @@ import mpcomp
 from mpcomp import AQSGD, ECSQ, TensorMeta, parse
 from mpcomp.core.randomness import generator_for
 from mpcomp.core.step import MessageContext
+from mpcomp.data_parallel.base import check_run
 from mpcomp.data_parallel.methods import param_comp_of, replica_method_of
-from mpcomp.data_parallel.selection import check_run
 from mpcomp.feedback.ends import end_of
 from mpcomp.feedback.memory import Side
 from mpcomp.feedback.plan import MemoryPlan

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard
 
 import mpcomp
 from mpcomp import ReplicaNetwork
-from mpcomp.data_parallel.fsdp import ShardedGradients
+from mpcomp.data_parallel.compress import ShardedGradients
 from mpcomp.feedback.state import EndState
 
 NETWORK = ReplicaNetwork(smallest=16)

@@ -20,8 +20,7 @@ from mpcomp import (
     TopK,
 )
 from mpcomp.core.randomness import generator_for
-from mpcomp.data_parallel.item import Compensated
-from mpcomp.data_parallel.replica_state import load_tensors, tensors_of
+from mpcomp.data_parallel.plan import Context, GradientPlan, load_tensors, tensors_of
 from mpcomp.feedback.memory import Memory
 from mpcomp.feedback.residual import Residual
 from mpcomp.feedback.sketch import VectorSketch, num_cells
@@ -67,8 +66,10 @@ def end_of(method: Memory, meta: TensorMeta = META) -> EndState:
     return EndState(method, meta, CPU, capped=False)
 
 
-def due_of(end: EndState, gradient: Tensor, step: int, scale: float = 1.0) -> Compensated:
-    return Compensated(end, gradient, end.open(unit=scale, draw=draw_of(step), flat=True))
+def due_of(end: EndState, gradient: Tensor, step: int, scale: float = 1.0) -> GradientPlan:
+    plan = GradientPlan("parameter", gradient, end)
+    plan.load(Context(None, None, None, scale, lambda *_: draw_of(step)))
+    return plan
 
 
 def step_of(
@@ -167,7 +168,7 @@ def test_the_algorithm_as_written(method):
 def test_the_first_step_knows_of_no_error(method):
     memory = end_of(method)
     gradient = gradient_of(0)
-    assert due_of(memory, gradient, 0).target is gradient
+    assert due_of(memory, gradient, 0).target.data_ptr() == gradient.data_ptr()
     assert not memory.known and tensors_of(memory) == {}
 
 

@@ -7,9 +7,8 @@ import random
 import pytest
 
 from mpcomp import Cast, ErrorFeedback, RandomK, SameIndices, TopK, parse
-from mpcomp.data_parallel.accordion import Accordion
-from mpcomp.data_parallel.detector import Detector
-from mpcomp.data_parallel.gravac import GraVAC
+from mpcomp.data_parallel.methods.accordion import Accordion, Detector
+from mpcomp.data_parallel.methods.gravac import GraVAC
 
 INTERVAL = 4
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from mpcomp import LocalSGD, parse
-from mpcomp.data_parallel.drift import correct
+from mpcomp.data_parallel.methods.local_sgd import correct
 
 SETTINGS = {
     "adamw": (torch.optim.AdamW, {}),

@@ -12,7 +12,7 @@ from replica_runs import alone, exchange_of, exchanged, gradients
 from mpcomp import TensorMeta
 from mpcomp.adaptive.search import Search
 from mpcomp.core.step import HISTORY_STEPS
-from mpcomp.data_parallel.base import Controller, Setting
+from mpcomp.data_parallel.base import Controller, RunInfo
 from mpcomp.data_parallel.methods import replica_method_of
 
 #: What leads to all of the program.
@@ -68,7 +68,7 @@ def test_a_history_is_bounded_where_nothing_is_said():
     ],
 )
 def test_a_controller_over_thousands_of_steps(spec):
-    setting = Setting(4, {f"w{i}": TensorMeta((30, 20)) for i in range(3)})
+    setting = RunInfo(4, {f"w{i}": TensorMeta((30, 20)) for i in range(3)})
     controller = replica_method_of(spec).controller(setting)
 
     assert isinstance(controller, Controller)

@@ -5,7 +5,7 @@ import torch
 from replica_runs import alone, exchange_of, exchanged
 from torch import Tensor
 
-from mpcomp.data_parallel import powersgd
+from mpcomp.data_parallel.methods import powersgd
 
 ROWS, COLUMNS = 40, 30
 

@@ -26,10 +26,10 @@ from torch import Tensor
 
 from mpcomp import EF21, Compressor, ErrorFeedback, ReplicaNetwork, parse
 from mpcomp.core.tensor_meta import TensorMeta
-from mpcomp.data_parallel.algorithms import _pieces
+from mpcomp.data_parallel.base import matrix_of
 from mpcomp.data_parallel.exchange import Exchange
-from mpcomp.data_parallel.item import matrix_of
 from mpcomp.data_parallel.methods import replica_method_of
+from mpcomp.data_parallel.paths import _pieces
 
 preload("replica_runs")
 

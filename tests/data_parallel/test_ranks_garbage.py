@@ -9,9 +9,11 @@ import gc
 import pytest
 import torch
 import torch.nn.functional as F
+from replica_runs import alone, exchange_of, gradients, parameters
 from torch import nn
 
 import mpcomp
+from mpcomp import ReplicaNetwork
 
 METHODS = ["ef+topk:0.1", "powersgd:1", "dgc:0.1", "gravac:cf=2-4+topk:0.5", "diloco:2+ef+quant:4"]
 
@@ -43,3 +45,31 @@ def garbage(method):
 @pytest.mark.parametrize("method", METHODS)
 def test_a_step_leaves_no_circles(ranks, method):
     assert ranks(garbage, 2, method) == [0, 0]
+
+
+#: On each path, and one that waits for all gradients before it starts any.
+STOPPED = ["bf16", "ef+randomk:0.2", "ef+topk:0.1", "powersgd:1", "dgc:0.1:clip=1"]
+
+
+@pytest.mark.parametrize("ends", ["told", "begun again"])
+@pytest.mark.parametrize("method", STOPPED)
+def test_a_step_that_an_error_stops_half_way_leaves_none_either(method, ends):
+    """Its paths, which nobody drives to their end, hold the step, and the step holds them."""
+    like = parameters()
+    with alone():
+        exchange = exchange_of(method, like, ReplicaNetwork("gather", smallest=64))
+
+        def stopped(number):
+            for step in range(number):
+                exchange.begin(lr=0.1)
+                exchange.add(gradients(like, 0, step))
+                if ends == "told":
+                    exchange.finish_step(finite=False)
+
+        stopped(2)
+        gc.collect()
+        gc.disable()
+        stopped(10)
+        found = gc.collect()
+        gc.enable()
+    assert found == 0

@@ -62,10 +62,10 @@ def check(spec: str, of_ranks: list[Any]) -> None:
     method = parse(spec)
     assert isinstance(method, LocalSGD)
     sizes = {name: p.numel() for name, p in Branching().named_parameters()}
-    shares = method.rhythm.shares(sizes)
+    shares = method.sync_schedule.assign_parts(sizes)
     digests, _, report, history = of_ranks[0]
     for step, first in enumerate(digests):
-        due = method.rhythm.due(step)
+        due = method.sync_schedule.part_due(step)
         assert {report["steps"] for _, _, report, _ in of_ranks} == {len(digests)}
         for name, value in first.items():
             alike = {one[0][step][name] for one in of_ranks} == {value}
@@ -175,9 +175,9 @@ def test_a_machine_of_two_replicas_is_one_replica_with_the_rows_of_both(ranks):
     for i, spec in enumerate(TOGETHER):
         method = parse(spec)
         sizes = {name: value.numel() for name, value in alone[0][i][0][0].items()}
-        shares = method.rhythm.shares(sizes)
+        shares = method.sync_schedule.assign_parts(sizes)
         for step in range(9):
-            due = method.rhythm.due(step)
+            due = method.sync_schedule.part_due(step)
             of_rank = [one[i][0][step] for one in four]
             for name, share in shares.items():
                 for machine in range(2):

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from mpcomp import DGC, RedSync
 from mpcomp.compressors.base import num_kept
-from mpcomp.data_parallel.dgc import _Momentum
+from mpcomp.data_parallel.methods.dgc import MomentumMethod
 
 preload("replica_runs")
 
 STEPS = 12
 WORKERS = 3
-METHODS: list[_Momentum] = [
+METHODS: list[MomentumMethod] = [
     DGC(0.1),
     DGC(0.1, nesterov=True),
     DGC(0.1, masking=False, momentum=0.5),
@@ -37,7 +37,7 @@ CLIPPED = DGC(1.0, momentum=0.0, clip=2.0)
 class Worker:
     """One worker of the reference: velocities and sums by parameter."""
 
-    def __init__(self, method: _Momentum, like: dict[str, Tensor]) -> None:
+    def __init__(self, method: MomentumMethod, like: dict[str, Tensor]) -> None:
         self.method = method
         self.u = {name: torch.zeros(p.shape) for name, p in like.items()}
         self.v = {name: torch.zeros(p.shape) for name, p in like.items()}
@@ -73,7 +73,7 @@ class Worker:
         return sent
 
 
-def reference(method: _Momentum) -> list[dict[str, Tensor]]:
+def reference(method: MomentumMethod) -> list[dict[str, Tensor]]:
     """The result of each step."""
     like = {name: torch.zeros(p.shape) for name, p in parameters().items()}
     workers = [Worker(method, like) for _ in range(WORKERS)]
@@ -97,7 +97,7 @@ def reference(method: _Momentum) -> list[dict[str, Tensor]]:
     return results
 
 
-def run_methods(methods: list[_Momentum]) -> list[Any]:
+def run_methods(methods: list[MomentumMethod]) -> list[Any]:
     found = []
     for method in methods:
         like = parameters()

@@ -19,7 +19,7 @@ from test_ranks_dp import (
 from torch import nn
 
 import mpcomp
-from mpcomp.data_parallel.drift import correct
+from mpcomp.data_parallel.methods.local_sgd import correct
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*would not shrink")
 
@@ -78,13 +78,13 @@ def two_stages(ranks):
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_pipelines_are_one_after_their_turn(two_stages, case):
     """Ranks at one place of their replicas; all ranks send in the same steps, and in no other."""
-    rhythm = mpcomp.parse(CASES[case][0]).rhythm
-    shares = rhythm.shares({name: p.numel() for name, p in deep().named_parameters()})
+    schedule = mpcomp.parse(CASES[case][0]).sync_schedule
+    shares = schedule.assign_parts({name: p.numel() for name, p in deep().named_parameters()})
     seen = [of_rank[case] for of_rank in two_stages]
     for rank, (losses, states, report, sent, _) in enumerate(seen):
         assert same_bits(losses, seen[0][0])  # of all replicas together
         for step, state in enumerate(states):
-            due = rhythm.due(step)
+            due = schedule.part_due(step)
             other = seen[(rank + 2) % 4][1][step]
             for name, value in state.items():
                 assert same_bits(value, other[name]) == (due == shares[name]), (step, name)

@@ -18,7 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import mpcomp
 from mpcomp import PeerError, ReplicaNetwork
-from mpcomp.data_parallel import connect, connections
+from mpcomp.data_parallel import connect
+from mpcomp.data_parallel import network as groups
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*would not shrink")
 
@@ -127,7 +128,7 @@ def in_giving_weights(last, folder):
 
 def in_connecting_machines(last, folder):
     if last:
-        connections.split_group = die
+        groups._split_group = die
     network = ReplicaNetwork(smallest=16, per_machine=2)
     # What connects waits in torch's store for the others' addresses, and learns of no death.
     pipe_of(dp_comp="topk:0.1", replicas=4, network=network, timeout=6.0)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import mpcomp
 from mpcomp import Compressor, TensorMeta
+from mpcomp.data_parallel.base import check_run
 from mpcomp.data_parallel.methods import param_comp_of, replica_method_of
-from mpcomp.data_parallel.selection import check_run
 
 
 @dataclass(frozen=True)

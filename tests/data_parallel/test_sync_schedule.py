@@ -5,13 +5,13 @@ import itertools
 import pytest
 
 from mpcomp import LocalSGD, parse
-from mpcomp.data_parallel.rhythm import Rhythm
+from mpcomp.data_parallel.base import SyncSchedule
 
 
 @pytest.mark.parametrize("period, parts", [(1, 1), (30, 1), (30, 3), (7, 3), (5, 5)])
 def test_each_part_has_one_turn_a_period_at_equal_distances(period, parts):
-    rhythm = Rhythm(period, parts)
-    turns = [rhythm.due(step) for step in range(3 * period)]
+    schedule = SyncSchedule(period, parts)
+    turns = [schedule.part_due(step) for step in range(3 * period)]
     for part in range(parts):
         steps = [step for step, due in enumerate(turns) if due == part]
         assert [b - a for a, b in itertools.pairwise(steps)] == [period] * 2
@@ -23,12 +23,14 @@ def test_each_part_has_one_turn_a_period_at_equal_distances(period, parts):
 
 def test_parts_are_neighbours_of_about_equal_sizes():
     sizes = {f"block {i}": 10 + i % 3 for i in range(24)}
-    shares = Rhythm(30, 4).shares(sizes)
+    shares = SyncSchedule(30, 4).assign_parts(sizes)
     assert list(shares) == list(sizes) and sorted(shares.values()) == list(shares.values())
     of_parts = [sum(n for k, n in sizes.items() if shares[k] == part) for part in range(4)]
     assert max(of_parts) - min(of_parts) <= 2 * max(sizes.values())
-    assert Rhythm(30).shares(sizes) == dict.fromkeys(sizes, 0)
-    assert Rhythm(3, 3).shares({"all": 5}) == {"all": 1}  # nothing is left to the others
+    assert SyncSchedule(30).assign_parts(sizes) == dict.fromkeys(sizes, 0)
+    assert SyncSchedule(3, 3).assign_parts({"all": 5}) == {
+        "all": 1
+    }  # nothing is left to the others
 
 
 @pytest.mark.parametrize(
@@ -56,4 +58,4 @@ def test_an_inner_method_is_a_method():
     with pytest.raises(TypeError, match="expected a compressor"):
         LocalSGD(30, 0.1)
     spec = "diloco:30+ef+topk:0.02+quant:2"
-    assert str(parse(spec)) == spec and parse(spec).rhythm == Rhythm(30)
+    assert str(parse(spec)) == spec and parse(spec).sync_schedule == SyncSchedule(30)

@@ -14,14 +14,21 @@ from mpcomp.comm.collectives import Works
 from mpcomp.compressors.lowrank import orthonormal_, times, transposed_times
 from mpcomp.core.randomness import normal
 from mpcomp.core.tensor_meta import TensorMeta
-from mpcomp.data_parallel.algorithms import Path
-from mpcomp.data_parallel.base import Controller, Factored, ReplicaMethod, Setting, Static
-from mpcomp.data_parallel.item import Context, Item, matrix_of
+from mpcomp.data_parallel.base import (
+    Controller,
+    Factored,
+    ReplicaMethod,
+    RunInfo,
+    Static,
+    matrix_of,
+)
+from mpcomp.data_parallel.paths import PATH_OF, Path
+from mpcomp.data_parallel.plan import Context, GradientPlan
 from mpcomp.feedback.memory import NO_MEMORY, Memory
 from mpcomp.feedback.residual import Residual
 from mpcomp.feedback.slots import StoragePlan
 
-__all__ = ["PowerSGD", "factored_sum"]
+__all__ = ["PowerSGD"]
 
 
 @dataclass(frozen=True)
@@ -73,65 +80,64 @@ class PowerSGD(ReplicaMethod, Factored):
         rank = min(self.rank, rows, columns)
         return (rows + columns) * rank * self.min_saving <= rows * columns
 
-    def check(self, setting: Setting) -> None:
-        ranks = [min(meta.shape) for meta in setting.metas.values()]
+    def check(self, run: RunInfo) -> None:
+        ranks = [min(meta.shape) for meta in run.metas.values()]
         if ranks and self.rank > max(ranks):
             raise ValueError(
                 f"rank={self.rank} is above that of every matrix here (the largest is "
                 f"{max(ranks)}): choose a smaller one, such as 2"
             )
 
-    def controller(self, setting: Setting) -> Controller:
+    def controller(self, run: RunInfo) -> Controller:
         return Static(self)
 
     def memory(self, *, compressed: bool) -> Memory:
         return Residual(self._plan) if compressed and self.feedback else NO_MEMORY
 
 
-def factored_sum(items: Sequence[Item], context: Context) -> Path:
+def factored_sum(plans: Sequence[GradientPlan], context: Context) -> Path:
     """The path of matrices that are sent as factors."""
     matrices, lefts, rights = [], [], []
-    for item in items:
-        codec = context.controller.codec(item.name)
+    for plan in plans:
+        codec = context.controller.codec(plan.name)
         assert isinstance(codec, Factored)
-        meta = matrix_of(item.meta)
+        meta = matrix_of(plan.meta)
         rank = min(codec.rank, *meta.shape)
-        matrix = item.target.reshape(meta.shape)
+        matrix = plan.target.reshape(meta.shape)
         matrices.append(matrix)
-        rights.append(_start(item, meta.shape[1], rank, context))
+        rights.append(_start(plan, meta.shape[1], rank, context))
         lefts.append(times(matrix, rights[-1]).contiguous())
     lefts = yield from _mean(lefts, context)
     lefts = [orthonormal_(left.clone()) for left in lefts]
     rights = [transposed_times(m, left) for m, left in zip(matrices, lefts, strict=True)]
-    for item, left, right in zip(items, lefts, rights, strict=True):
-        if item.end.keeps:
+    for plan, left, right in zip(plans, lefts, rights, strict=True):
+        if plan.end.keeps:
             # The replica's own right factor, not the mean: both leave the same sum over replicas.
             own = (left @ right.T).reshape(-1)
-            item.sent(partial(_less, own))
+            plan.sent(partial(torch.sub, other=own))
     rights = yield from _mean(rights, context)
-    for item, left, right in zip(items, lefts, rights, strict=True):
-        context.new_factors[item.name] = right
-        item.finish((left @ right.T).reshape(-1))
+    for plan, left, right in zip(plans, lefts, rights, strict=True):
+        context.new_factors[plan.name] = right
+        plan.finish((left @ right.T).reshape(-1))
 
 
-def _start(item: Item, columns: int, rank: int, context: Context) -> Tensor:
+PATH_OF["factors"] = factored_sum
+
+
+def _start(plan: GradientPlan, columns: int, rank: int, context: Context) -> Tensor:
     """The right factor of the step before; a random one, the same on all replicas, at first."""
-    held = context.factors.get(item.name)
+    held = context.state.factors.get(plan.name)
     # A gradient of zeros leaves nothing to go on from.
     if held is not None and held.shape == (columns, rank) and bool(held.any()):
         return held
-    numbers = normal(context.draw(item.name, 0)(True), columns * rank, item.target.device)
+    numbers = normal(context.draw(plan.name, 0)(True), columns * rank, plan.target.device)
     return numbers.reshape(columns, rank)
-
-
-def _less(said: Tensor, y: Tensor) -> Tensor:
-    return y - said
 
 
 def _mean(factors: list[Tensor], context: Context) -> Generator[Works, None, list[Tensor]]:
     """The means of all factors over the replicas, in one collective."""
     flat = torch.cat([factor.reshape(-1) for factor in factors]).div_(context.peers.size)
     context.traffic.count_part(flat.nbytes, flat.numel())
-    yield [context.peers.sum(flat)]
+    yield [context.peers.all_reduce(flat)]
     parts = torch.split(flat, [factor.numel() for factor in factors])
     return [part.reshape(f.shape) for part, f in zip(parts, factors, strict=True)]

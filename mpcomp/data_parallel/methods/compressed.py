@@ -7,7 +7,7 @@ from typing import Any
 
 from mpcomp.compressors import Compressor, Identity
 from mpcomp.core.spec import SpecValue, parse, shown
-from mpcomp.data_parallel.base import Controller, ReplicaMethod, Setting, Static
+from mpcomp.data_parallel.base import Controller, ReplicaMethod, RunInfo, Static
 from mpcomp.feedback.base import Feedback
 from mpcomp.feedback.memory import NO_MEMORY, Memory
 
@@ -35,7 +35,7 @@ class Compressed(ReplicaMethod):
     def _compressor(self) -> Compressor:
         return self.given.inner if isinstance(self.given, Feedback) else self.given
 
-    def controller(self, setting: Setting) -> Controller:
+    def controller(self, run: RunInfo) -> Controller:
         return Static(self._compressor)
 
     def memory(self, *, compressed: bool) -> Memory:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from mpcomp.compressors import OneBitColumns
-from mpcomp.data_parallel.base import Controller, ReplicaMethod, Setting, Static
+from mpcomp.data_parallel.base import Controller, ReplicaMethod, RunInfo, Static
 from mpcomp.feedback.memory import NO_MEMORY, Memory
 from mpcomp.feedback.residual import Residual
 from mpcomp.feedback.slots import StoragePlan
@@ -42,7 +42,7 @@ class OneBit(ReplicaMethod):
     def __post_init__(self) -> None:
         StoragePlan(self.storage)  # raises for a bad one
 
-    def controller(self, setting: Setting) -> Controller:
+    def controller(self, run: RunInfo) -> Controller:
         return Static(OneBitColumns())
 
     def memory(self, *, compressed: bool) -> Memory:

@@ -1,25 +1,40 @@
-"""Local SGD: replicas train alone for many steps, and then average what they have moved by."""
+"""Local SGD: replicas train alone for many steps, and then average what they have moved by.
+
+With ``correction``, each replica's Adam learns from an exchange where the others went. A replica
+that trains alone follows its own noise, which Adam's first moment m keeps for about 1 / (1 - beta1)
+steps. An exchange after H steps at a rate lr moves the replica by j, from where it had come to the
+mean of all. Its steps, -lr m / (1 - beta1^t) / (sqrt(v^) + eps), would have made that move with
+another m; a share c of the difference is put in::
+
+    m <- m - c (1 - beta1^t) (sqrt(v^) + eps) j / (H lr)
+
+so that each of its next steps has c j / H more, but for the decay of m. What j is all replicas have
+been told anyway: nothing is sent for this, and nothing is kept.
+
+SCAFFOLD (Karimireddy et al., ICML 2020, section 3, option II) likewise takes the mean gradient from
+what parameters have moved by, and corrects gradients by its distance from a replica's own.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from mpcomp.compressors import Compressor
 from mpcomp.core.spec import shown
-from mpcomp.data_parallel.base import Controller, ReplicaMethod, Setting
-from mpcomp.data_parallel.drift import check_correction, has_first_moments
+from mpcomp.data_parallel.base import Controller, ReplicaMethod, RunInfo, SyncSchedule
 from mpcomp.data_parallel.methods import Compressed, replica_method_of
-from mpcomp.data_parallel.rhythm import Rhythm
 from mpcomp.feedback.anchor import Anchored
 from mpcomp.feedback.base import Feedback
 from mpcomp.feedback.memory import Memory
 from mpcomp.feedback.momentum import check_momentum
 
-__all__ = ["LocalSGD"]
+__all__ = ["LocalSGD", "correct"]
 
 
 @dataclass(frozen=True)
@@ -89,7 +104,7 @@ class LocalSGD(ReplicaMethod):
     spec_inner: ClassVar[str | None] = "inner"
 
     def __post_init__(self) -> None:
-        self.rhythm  # noqa: B018  (raises for a bad period)
+        self.sync_schedule  # noqa: B018  (raises for a bad period)
         if not (self.lr > 0 and math.isfinite(self.lr)):
             raise ValueError(f"lr={self.lr}: expected a rate of the outer step above 0; 0.7, say")
         check_momentum(self.momentum)
@@ -114,8 +129,8 @@ class LocalSGD(ReplicaMethod):
             )
 
     @property
-    def rhythm(self) -> Rhythm:  # type: ignore[override]
-        return Rhythm(self.period, self.parts)
+    def sync_schedule(self) -> SyncSchedule:  # type: ignore[override]
+        return SyncSchedule(self.period, self.parts)
 
     @property
     def deltas(self) -> ReplicaMethod:
@@ -129,8 +144,52 @@ class LocalSGD(ReplicaMethod):
                 f"{type(optimizer).__name__}: use one of those, or leave correction out"
             )
 
-    def controller(self, setting: Setting) -> Controller:
-        return self.deltas.controller(setting)
+    def controller(self, run: RunInfo) -> Controller:
+        return self.deltas.controller(run)
 
     def memory(self, *, compressed: bool) -> Memory:
         return Anchored(self.deltas.memory(compressed=compressed), self.lr, self.momentum)
+
+
+def check_correction(correction: float) -> None:
+    """Raises ValueError unless ``correction`` is a share, in [0, 1]."""
+    if not 0 <= correction <= 1:
+        raise ValueError(f"correction={correction}: expected a share in [0, 1]; 0.5, say")
+
+
+def has_first_moments(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is torch's Adam or AdamW, whose moments `correct` can read."""
+    return isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW)
+
+
+@torch.no_grad()
+def correct(
+    optimizer: torch.optim.Optimizer, moved: Mapping[Tensor, Tensor], period: int, share: float
+) -> None:
+    """Puts a share of what an exchange has moved parameters by into their first moments.
+
+    Parameters that the optimizer has not stepped yet, and those at a rate of 0, are left alone.
+
+    Args:
+        optimizer: Adam or AdamW.
+        moved: parameters -> j, of the same shapes.
+        period: H, steps since the exchange before.
+        share: c, in [0, 1].
+    """
+    for group in optimizer.param_groups:
+        lr = float(group["lr"])
+        for parameter in group["params"]:
+            jump, state = moved.get(parameter), optimizer.state.get(parameter)
+            if jump is None or not state or not lr:
+                continue
+            scale = _scale(state, group)
+            state["exp_avg"].sub_((scale * jump).mul_(share / (period * lr)))
+
+
+def _scale(state: Mapping[str, Any], group: Mapping[str, Any]) -> Tensor:
+    """The first moment that makes a step as long as the rate: (1 - beta1^t) (sqrt(v^) + eps)."""
+    step = float(state["step"])
+    beta1, beta2 = (float(beta) for beta in group["betas"])
+    second = state["max_exp_avg_sq"] if group["amsgrad"] else state["exp_avg_sq"]
+    root: Tensor = second.float().sqrt() / math.sqrt(1 - beta2**step)
+    return root.add_(float(group["eps"])).mul_(1 - beta1**step)

@@ -1,4 +1,4 @@
-"""Deep Gradient Compression and RedSync: few elements of each replica's accumulated momentum."""
+"""Deep Gradient Compression: few elements of each replica's accumulated momentum."""
 
 from __future__ import annotations
 
@@ -10,21 +10,19 @@ from typing import ClassVar, Final
 
 import torch
 
-from mpcomp.compressors import Compressor, RedSyncTopK, SameSign, SampledTopK, Selecting
+from mpcomp.compressors import Compressor, SampledTopK, Selecting
 from mpcomp.compressors.base import check_keep
 from mpcomp.compressors.gather import check_values
-from mpcomp.data_parallel.base import Codec, Controller, ReplicaMethod, Setting
+from mpcomp.data_parallel.base import Codec, Controller, ReplicaMethod, RunInfo
 from mpcomp.feedback.memory import Memory
 from mpcomp.feedback.momentum import check_momentum, momentum_memory, refuse_momentum
 
-__all__ = ["DGC", "RedSync"]
+__all__ = ["DGC", "MomentumMethod"]
 
 WARMUPS: Final = ("paper", "code")
 #: Published: the fraction kept in the first stage of warm-up, and of that in each later one.
 _FIRST_KEEP = 0.25
 _CODE_STAGES = 5
-#: From so many elements on (4 MB of fp32) RedSync searches its threshold by bisection.
-_LARGE = 1 << 20
 
 
 class _ByStep(Controller):
@@ -42,8 +40,8 @@ class _ByStep(Controller):
 
 
 @dataclass(frozen=True)
-class _Momentum(ReplicaMethod):
-    """The settings of both methods: a fraction to keep, and the momentum on the replicas' side."""
+class MomentumMethod(ReplicaMethod):
+    """Settings of `DGC` and `RedSync`: a fraction to keep, and momentum on each replica."""
 
     keep: float
     momentum: float = 0.9
@@ -62,14 +60,14 @@ class _Momentum(ReplicaMethod):
         return self.momentum
 
     @abstractmethod
-    def codec(self, step: int, name: str, setting: Setting) -> Codec:
+    def codec(self, step: int, name: str, run: RunInfo) -> Codec:
         """The codec of a parameter in a step."""
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         refuse_momentum(self, optimizer)
 
-    def controller(self, setting: Setting) -> Controller:
-        return _ByStep(lambda step, name: self.codec(step, name, setting))
+    def controller(self, run: RunInfo) -> Controller:
+        return _ByStep(lambda step, name: self.codec(step, name, run))
 
     def memory(self, *, compressed: bool) -> Memory:
         return momentum_memory(
@@ -78,7 +76,7 @@ class _Momentum(ReplicaMethod):
 
 
 @dataclass(frozen=True)
-class DGC(_Momentum):
+class DGC(MomentumMethod):
     """Deep Gradient Compression. Spec ``dgc:0.001``, ``dgc:0.001:warmup_steps=500+fp16``.
 
     u <- m u + g, v <- v + u, the largest elements of v are sent, and v and u are set to zero there.
@@ -153,59 +151,5 @@ class DGC(_Momentum):
             return self.keep
         return stages[step * len(stages) // self.warmup_steps]
 
-    def codec(self, step: int, name: str, setting: Setting) -> Codec:
+    def codec(self, step: int, name: str, run: RunInfo) -> Codec:
         return self.compressor(self.keep_at(step))
-
-
-@dataclass(frozen=True)
-class RedSync(_Momentum):
-    """RedSync: thresholds by trimming or bisection. Spec ``redsync:0.001``.
-
-    The formulas of `DGC`, with the selection of `RedSyncTopK`. Momentum as there: **the optimizer
-    must have none**.
-
-    * Source: Fang et al., J. Parallel Distrib. Comput. 2019; momentum with masking as in the
-      author's code.
-    * State: as of `DGC`.
-    * Theory: as of `DGC`.
-
-    Args:
-        keep: fraction of the elements to send, in (0, 1].
-        momentum: m, in [0, 1).
-        nesterov: Nesterov's momentum.
-        masking: clear the momentum of what was sent.
-        clip: as for `DGC`.
-        search: "trimmed", "binary", or "auto": trimmed up to 4 MB of fp32, binary above.
-        same_sign: send indices and one mean, of the largest positive and negative elements by
-            turns. As in the paper not for the output layer: name it in ``plain``.
-        plain: name of a parameter whose values are sent as they are, with ``same_sign``.
-
-    Raises:
-        ValueError: a setting outside those.
-    """
-
-    search: str = "auto"
-    same_sign: bool = False
-    plain: str | None = None
-    spec: ClassVar[str] = "redsync"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.search != "auto":
-            RedSyncTopK(self.keep, search=self.search)  # raises for another
-        if self.plain is not None and not self.same_sign:
-            raise ValueError(f"plain={self.plain!r} without same_sign=True: leave it out")
-
-    def check(self, setting: Setting) -> None:
-        if self.plain is not None and self.plain not in setting.metas:
-            raise ValueError(
-                f"plain={self.plain!r}: no parameter of two dimensions or more has this name"
-            )
-
-    def codec(self, step: int, name: str, setting: Setting) -> Codec:
-        if self.same_sign and name != self.plain:
-            return SameSign(self.keep, sign=("positive", "negative")[step % 2])
-        search = self.search
-        if search == "auto":
-            search = "trimmed" if setting.metas[name].numel <= _LARGE else "binary"
-        return RedSyncTopK(self.keep, search=search)
