@@ -1,12 +1,47 @@
-"""A small decoder language model in plain PyTorch, and where to cut it into equal stages."""
+"""A small decoder language model in plain PyTorch, its sizes, and where to cut it into stages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+
+class Size(NamedTuple):
+    """A decoder, and the batch of a step.
+
+    Attributes:
+        num_blocks: one to a stage.
+        width: of the residual stream.
+        num_heads: of attention.
+        vocab: tokens.
+        context: tokens of a sequence.
+        batch: sequences of a step.
+        chunks: microbatches of a step.
+    """
+
+    num_blocks: int
+    width: int
+    num_heads: int
+    vocab: int
+    context: int
+    batch: int
+    chunks: int
+
+    @property
+    def message_elements(self) -> int:
+        """Numbers of one microbatch that cross a cut, one way."""
+        return self.batch * self.context * self.width // self.chunks
+
+
+SIZES: Final[Mapping[str, Size]] = {
+    "small": Size(8, 128, 4, 1024, 128, 8, 2),
+    # Width, blocks, context and tokens of a step are that benchmark's.
+    "203M": Size(8, 1024, 8, 50304, 1024, 512, 64),
+}
 
 
 class Embedding(nn.Module):
@@ -116,6 +151,11 @@ def token_batch(*, batch: int, context: int, vocab: int, seed: int = 0) -> tuple
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(vocab, (batch, context + 1), generator=generator)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def activation_of(size: Size, device: torch.device) -> Tensor:
+    """A microbatch at a cut, in fp32 and drawn at random: what coding is measured with."""
+    return torch.randn(size.batch // size.chunks, size.context, size.width).to(device)
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:

@@ -25,9 +25,8 @@ from mpcomp.core.tensor_meta import TensorMeta
 from recipes.bench.gpu_forks import GLOO, NCCL, alone, together
 from recipes.bench.gpu_messages import traced
 from recipes.bench.gpu_parts import DRY_SIZE, device_of
-from recipes.bench.race import SIZES
 from recipes.bench.workers import num_cores
-from recipes.decoder import decoder, equal_stages, token_batch, token_loss
+from recipes.decoder import SIZES, decoder, equal_stages, token_batch, token_loss
 from recipes.jobs import Reporter
 from stages.clock import now
 

@@ -27,7 +27,7 @@ from tqdm import tqdm
 import mpcomp
 from mpcomp.engines.updates import StashedWeights, Updates, lag_of
 from recipes.config import RunConfig, check_choice
-from recipes.decoder import decoder, equal_stages, token_loss
+from recipes.decoder import SIZES, Size, decoder, equal_stages, token_loss
 from recipes.optimizers import make_optimizer
 from recipes.rivals.learned_basis import LearnedBasisDecoder
 from recipes.rivals.subspace import SubspaceDecoder
@@ -42,38 +42,6 @@ SMOOTHED: Final = 3
 Batch: TypeAlias = tuple[Tensor, Tensor]
 
 
-class Size(NamedTuple):
-    """A decoder, and the batch of a step.
-
-    Attributes:
-        num_blocks: one to a stage.
-        width: of the residual stream.
-        num_heads: of attention.
-        vocab: tokens.
-        context: tokens of a sequence.
-        batch: sequences of a step.
-        chunks: microbatches of a step.
-    """
-
-    num_blocks: int
-    width: int
-    num_heads: int
-    vocab: int
-    context: int
-    batch: int
-    chunks: int
-
-    @property
-    def message_elements(self) -> int:
-        """Numbers of one microbatch that cross a cut, one way."""
-        return self.batch * self.context * self.width // self.chunks
-
-
-SIZES: Final[Mapping[str, Size]] = {
-    "small": Size(8, 128, 4, 1024, 128, 8, 2),
-    # Width, blocks, context and tokens of a step are that benchmark's.
-    "203M": Size(8, 1024, 8, 50304, 1024, 512, 64),
-}
 RIVALS: Final[Mapping[str, type[SubspaceDecoder | LearnedBasisDecoder]]] = {
     "subspace": SubspaceDecoder,
     "learned-basis": LearnedBasisDecoder,

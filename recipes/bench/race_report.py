@@ -9,8 +9,9 @@ from typing import Any, Final
 from tabulate import tabulate
 
 from mpcomp.plan import Coding
-from recipes.bench.race import SIZES, smoothed
+from recipes.bench.race import smoothed
 from recipes.bench.race_speed import Bits, Links, benchmark_step_s, step_s
+from recipes.decoder import SIZES
 from recipes.study import Line
 from recipes.study_table import Results, Run, half_interval
 

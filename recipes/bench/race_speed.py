@@ -12,13 +12,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch import Tensor
 
 from mpcomp.plan import Coding, Compute, CutCost, Messages, Network, measure_coding, predict
 from mpcomp.plan.network import FIRST_WINDOW, PACKET_SHARE
-from recipes.bench.race import SIZES, Size
 from recipes.bench.workers import machine
-from recipes.decoder import decoder, equal_stages, token_batch, token_loss
+from recipes.decoder import (
+    SIZES,
+    Size,
+    activation_of,
+    decoder,
+    equal_stages,
+    token_batch,
+    token_loss,
+)
 from recipes.placement import device_name
 from stages.clock import now
 
@@ -78,11 +84,6 @@ def measure(
         }
     finally:
         torch.set_num_threads(before)
-
-
-def activation_of(size: Size, device: torch.device) -> Tensor:
-    """A microbatch at a cut, in fp32 and drawn at random: what coding is measured with."""
-    return torch.randn(size.batch // size.chunks, size.context, size.width).to(device)
 
 
 def _compute(size: Size, device: torch.device) -> list[list[float]]:

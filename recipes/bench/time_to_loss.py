@@ -14,10 +14,12 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from recipes.bench.race import SIZES, RaceConfig, load, race
+from recipes.bench.gpu_parts import METHODS
+from recipes.bench.race import RaceConfig, load, race
 from recipes.bench.race_report import ASYNCHRONOUS, render
 from recipes.bench.race_speed import measure
 from recipes.bench.workers import write
+from recipes.decoder import SIZES
 from recipes.placement import devices_of
 from recipes.ranks import Ranks, joined
 from recipes.study import Line, Runs, Study, data_of, given, run_study, study_parser
@@ -42,22 +44,7 @@ class Row(NamedTuple):
 
 
 _SYNCHRONOUS: Final[dict[str, Row]] = {
-    "fp32": Row(),
-    "bf16": Row("bf16", "bf16"),
-    "int8, scale a token": Row("quant:8:scale=token", "quant:8:scale=token"),
-    "fw4-bw8": Row("quant:4", "quant:8"),
-    "top 50 %": Row("topk:0.5+fp16", "topk:0.5+fp16"),
-    "top 10 %": Row("topk:0.1+fp16", "topk:0.1+fp16"),
-    # Tiles of 64 elements with a scale each, as TAH-Quant has them.
-    "tiles of 64, 4 bits": Row("quant:4:scale=64", "quant:4:scale=64:rounding=stochastic"),
-    "auto:scratch": Row("auto:scratch", "auto:scratch"),
-    # Coarser, as an early target forgives: right on average, gradients do not slow it down.
-    "klt, step 0.2 / 0.7, dithered": Row(
-        "klt+step:0.2:centre=true", "klt+step:0.7:rounding=dither"
-    ),
-    "klt, step 0.4 / 1, dithered": Row("klt+step:0.4:centre=true", "klt+step:1:rounding=dither"),
-    "klt, step 0.2 / 1": Row("klt+step:0.2:centre=true", "klt+step:1"),
-    "klt, step 0.5 / 1": Row("klt+step:0.5:centre=true", "klt+step:1"),
+    **{name: Row(*methods) for name, methods in METHODS.items()},
     # The ratio of rank and width is that of the benchmark's own record, 160 of 1024.
     "subspace, rank 5/32": Row(rival="subspace:5/32"),
     "learned basis, rank 1/4": Row(rival="learned-basis:1/4"),
@@ -87,10 +74,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.measure:
         with joined() as ranks:
             device = _device_of(configuration(options, options.rows[0], 0), ranks)
-        methods = {
-            name: (row.act, row.grad) for name, row in _SYNCHRONOUS.items() if row.rival is None
-        }
-        write(measure(SIZES[options.model], methods, device), options.speed)
+        write(measure(SIZES[options.model], METHODS, device), options.speed)
     speed = json.loads(options.speed.read_text()) if options.speed.exists() else None
     own_shape = None if options.speed_203M is None else json.loads(options.speed_203M.read_text())
     study = Study(
