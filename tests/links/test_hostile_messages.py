@@ -1,6 +1,6 @@
 """Hostile messages to all methods: an error, or numbers that are flagged where they are none.
 
-`recipes.bench.hostile_messages` is the same with more of them.
+`recipes.lab.hostile_messages` is the same with more of them.
 """
 
 import itertools
@@ -14,8 +14,8 @@ from methods import COMPRESSORS, FEEDBACK
 
 from mpcomp import EF21, TensorMeta, TopK, parse
 from mpcomp.compressors.indices import decode_indices, encode_indices
-from recipes.bench import hostile_messages
-from recipes.bench.hostile_messages import FAILED, FINITE, FLAGGED, METHODS, REFUSED, attacks
+from recipes.lab import hostile_messages
+from recipes.lab.hostile_messages import FAILED, FINITE, FLAGGED, METHODS, REFUSED, attacks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*would not shrink")
 METHODS_HERE = [*COMPRESSORS, *FEEDBACK]

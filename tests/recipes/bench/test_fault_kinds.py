@@ -8,8 +8,9 @@ import sys
 
 import pytest
 
-from recipes.bench import fault_kinds, faults, show
+from recipes.bench import fault_kinds, faults
 from recipes.bench.fault_kinds import KINDS, parse_kinds
+from recipes.lab import show
 
 
 def options(*arguments):

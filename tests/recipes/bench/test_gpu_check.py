@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from recipes import jobs
-from recipes.bench import gpu_check
+from recipes.bench import gpu_check, jobs
 from recipes.bench.gpu_check import PARTS, Part, run_parts
 from recipes.bench.gpu_report import NOTHING, PartFile, tables
-from recipes.results_pages import as_markdown
+from recipes.lab.results_pages import as_markdown
 
 ROOT = Path(__file__).parents[3]
 NAMES = [part.name for part in PARTS]

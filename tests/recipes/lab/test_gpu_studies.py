@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from everyday import slow
 
-from recipes.account import account_of
 from recipes.lab import estimate, gpu_studies, studies_report
+from recipes.lab.account import account_of
 from recipes.lab.full_size import STUDIES
 from recipes.lab.timed import train
 from recipes.run_folder import append_json_line, read_json_lines

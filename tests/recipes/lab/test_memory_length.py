@@ -8,8 +8,8 @@ import torch
 from mpcomp.links.build import method_of
 from recipes.lab import memory_length
 from recipes.lab.memory_length import ROWS, LengthConfig, load
+from recipes.lab.study_table import interval
 from recipes.run_folder import read_json_lines
-from recipes.study_table import interval
 
 
 @pytest.fixture(scope="module")

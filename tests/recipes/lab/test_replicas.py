@@ -19,18 +19,18 @@ from torch import nn
 import mpcomp
 from mpcomp import ReplicaNetwork
 from mpcomp.data_parallel.methods import replica_method_of
-from recipes import cifar10, conef_study, replica_study, study_runs, wikitext
+from recipes import cifar10, wikitext
 from recipes.image_config import ImageConfig
-from recipes.lab import thread_group
+from recipes.lab import conef_study, replica_study, study_runs, thread_group
 from recipes.lab.replicas import ReplicaImageTrainer, ReplicaTextTrainer
+from recipes.lab.study import line_of
+from recipes.lab.study_runs import own_settings
 from recipes.lab.together import InOneProcess
 from recipes.ranks import joined
 from recipes.run_folder import RunFolder
-from recipes.study import line_of
-from recipes.study_runs import own_settings
 from recipes.text_config import TextConfig
 
-preload("recipes.study_runs", "transformers.models.gpt2.modeling_gpt2")
+preload("recipes.lab.study_runs", "transformers.models.gpt2.modeling_gpt2")
 
 #: GraVAC's links are described: a clock on the wall never says the same twice.
 SPECS = [
