@@ -25,8 +25,8 @@ from tabulate import tabulate
 
 from recipes.config import RunConfig
 from recipes.image_config import MODELS, ImageConfig
-from recipes.lab.study import Line, Runs, Study, given, run_study, study_parser
-from recipes.lab.study_runs import own_settings, train_on_replicas
+from recipes.lab.study import Line, Runs, given, study_parser
+from recipes.lab.study_runs import run_on_replicas
 from recipes.lab.study_table import PAIRED, Results, Run, spread
 from recipes.metric import ACCURACY, PERPLEXITY, Metric
 from recipes.text_config import TextConfig
@@ -96,15 +96,7 @@ GROUPS: Final[Mapping[str, Group]] = {
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs what is missing, then prints the tables; `--table` prints only."""
-    study = Study(
-        parse=_parse,
-        runs=runs,
-        train=train_on_replicas,
-        settings=own_settings,
-        on_replicas=True,
-        render=render,
-    )
-    run_study(study, argv)
+    run_on_replicas(argv, parse=_parse, runs=runs, render=render)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -24,8 +24,8 @@ from typing import Any, Final
 from tabulate import tabulate
 
 from recipes.config import OPTIMIZERS
-from recipes.lab.study import Line, Runs, Study, given, run_study, study_parser
-from recipes.lab.study_runs import own_settings, train_on_replicas
+from recipes.lab.study import Line, Runs, by_seed, given, study_parser
+from recipes.lab.study_runs import run_on_replicas
 from recipes.lab.study_table import PAIRED, PERCENT, Results, Run, half_interval, spread
 from recipes.metric import PERPLEXITY
 from recipes.text_config import SIZES, TextConfig
@@ -84,15 +84,7 @@ SMALL_IN: Final[Mapping[str, str]] = {
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs what is missing, then prints the table; `--table` prints only."""
-    study = Study(
-        parse=_parse,
-        runs=runs,
-        train=train_on_replicas,
-        settings=own_settings,
-        on_replicas=True,
-        render=render,
-    )
-    run_study(study, argv)
+    run_on_replicas(argv, parse=_parse, runs=runs, render=render)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -126,11 +118,9 @@ def runs(options: argparse.Namespace, num_processes: int) -> Runs[TextConfig]:
             f"{num_processes} processes, --stages {options.stages}: expected two replicas or more, "
             "each of so many processes"
         )
-    return {
-        (row, seed): configuration(options, row, seed, replicas)
-        for seed in range(options.seeds)
-        for row in options.rows
-    }
+    return by_seed(
+        options.rows, options.seeds, lambda row, seed: configuration(options, row, seed, replicas)
+    )
 
 
 def configuration(options: argparse.Namespace, row: str, seed: int, replicas: int) -> TextConfig:

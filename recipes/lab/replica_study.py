@@ -19,8 +19,8 @@ from typing import Any, Final, NamedTuple
 from tabulate import tabulate
 
 from recipes.image_config import MODELS, ImageConfig
-from recipes.lab.study import Line, Runs, Study, given, run_study, study_parser
-from recipes.lab.study_runs import own_settings, train_on_replicas
+from recipes.lab.study import Line, Runs, by_seed, given, study_parser
+from recipes.lab.study_runs import run_on_replicas
 from recipes.lab.study_table import PAIRED, Results, Run, spread
 from recipes.metric import ACCURACY
 
@@ -118,15 +118,7 @@ FIXED: Final[Mapping[str, str]] = {"GraVAC, momentum on replicas": "DGC 0.1 %"}
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs what is missing, then prints the tables; `--table` prints only."""
-    study = Study(
-        parse=_parse,
-        runs=runs,
-        train=train_on_replicas,
-        settings=own_settings,
-        on_replicas=True,
-        render=render,
-    )
-    run_study(study, argv)
+    run_on_replicas(argv, parse=_parse, runs=runs, render=render)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -154,11 +146,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def runs(options: argparse.Namespace, num_replicas: int) -> Runs[ImageConfig]:
     """All rows of a seed before the next."""
-    return {
-        (row, seed): configuration(options, row, seed, num_replicas)
-        for seed in range(options.seeds)
-        for row in options.rows
-    }
+    return by_seed(
+        options.rows,
+        options.seeds,
+        lambda row, seed: configuration(options, row, seed, num_replicas),
+    )
 
 
 def configuration(options: argparse.Namespace, row: str, seed: int, replicas: int) -> ImageConfig:

@@ -95,6 +95,14 @@ def study_parser(
     return parser
 
 
+def by_seed(
+    rows: Iterable[str], num_seeds: int, configuration: Callable[[str, int], AnyConfig]
+) -> Runs[AnyConfig]:
+    """All rows of a seed before the next."""
+    names = list(rows)
+    return {(row, seed): configuration(row, seed) for seed in range(num_seeds) for row in names}
+
+
 def given(options: argparse.Namespace, config: type[RunConfig]) -> dict[str, Any]:
     """The fields of a configuration that the command line says something of."""
     names = {field.name for field in dataclasses.fields(config)} & set(vars(options))

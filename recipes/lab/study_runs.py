@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from recipes import cifar10, wikitext
 from recipes.config import RunConfig
 from recipes.image_config import ImageConfig
-from recipes.lab.study import Line, data_of
+from recipes.lab.study import Line, Runs, Study, data_of, run_study
 from recipes.ranks import Ranks
 from recipes.replica_log import PARTS
 from recipes.summary import Summary
@@ -43,6 +43,28 @@ def reached(summary: Summary) -> Line:
 def own_settings(config: RunConfig, options: argparse.Namespace) -> Line:
     """The whole configuration of a run, its data by name."""
     return {**config.to_json(), "data": Path(config.data).name}
+
+
+def run_on_replicas(
+    argv: Sequence[str] | None,
+    *,
+    parse: Callable[[Sequence[str] | None], argparse.Namespace],
+    runs: Callable[[argparse.Namespace, int], Runs[Any]],
+    render: Callable[[Sequence[Line]], str],
+) -> None:
+    """Runs what is missing of a study whose processes are replicas, then prints the tables.
+
+    Arguments as for `Study`.
+    """
+    study = Study(
+        parse=parse,
+        runs=runs,
+        train=train_on_replicas,
+        settings=own_settings,
+        on_replicas=True,
+        render=render,
+    )
+    run_study(study, argv)
 
 
 def train_on_replicas(config: RunConfig, settings: Line, ranks: Ranks) -> Line:

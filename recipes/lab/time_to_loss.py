@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -20,7 +21,16 @@ from recipes.bench.workers import write
 from recipes.lab.race import RaceConfig, load, race
 from recipes.lab.race_report import ASYNCHRONOUS, render
 from recipes.lab.race_speed import measure
-from recipes.lab.study import Line, Runs, Study, data_of, given, run_study, study_parser
+from recipes.lab.study import (
+    Line,
+    Runs,
+    Study,
+    by_seed,
+    data_of,
+    given,
+    run_study,
+    study_parser,
+)
 from recipes.placement import devices_of
 from recipes.ranks import Ranks, joined
 
@@ -108,11 +118,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def runs(options: argparse.Namespace, num_processes: int) -> Runs[RaceConfig]:
     """All rows of a seed before the next."""
-    return {
-        (row, seed): configuration(options, row, seed)
-        for seed in range(options.seeds)
-        for row in options.rows
-    }
+    return by_seed(options.rows, options.seeds, partial(configuration, options))
 
 
 def configuration(options: argparse.Namespace, row: str, seed: int) -> RaceConfig:
