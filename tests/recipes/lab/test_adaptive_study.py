@@ -48,7 +48,6 @@ def test_rows_are_methods_at_cuts():
                 mpcomp.parse(spec)
 
 
-@pytest.mark.slow
 def test_a_short_run_and_its_continuation(tmp_path):
     out = tmp_path / "study.jsonl"
     command = ["--groups", "images", "--images", "digits", "--train-limit", "256", "--epochs", "1"]

@@ -24,7 +24,6 @@ def options(out: Path, *more: str) -> list[str]:
     return [*TINY, "--out", str(out), *more]
 
 
-@pytest.mark.slow
 def test_finished_runs_are_skipped(tmp_path, capsys, monkeypatch):
     out = tmp_path / "study.jsonl"
     here = ["--workers", "0", "--rows", "bf16", "top 10 %"]
@@ -88,7 +87,6 @@ def test_runs_of_a_time_before_an_option_had_its_default(tmp_path):
         cifar10_study.main(options(out, *here))
 
 
-@pytest.mark.slow
 def test_every_row_trains(tmp_path):
     out = tmp_path / "study.jsonl"
     cifar10_study.main(options(out, "--workers", "0", "--seeds", "1", "--test-limit", "4"))
@@ -115,7 +113,6 @@ def test_table_needs_results(tmp_path):
         cifar10_study.main(["--table", "--out", str(tmp_path / "nothing.jsonl")])
 
 
-@pytest.mark.slow
 def test_aqsgd_row_is_keyed_by_sample(tmp_path):
     out = tmp_path / "study.jsonl"
     rows = ["--rows", "top 10 %, AQ-SGD", "top 10 %"]
@@ -125,7 +122,6 @@ def test_aqsgd_row_is_keyed_by_sample(tmp_path):
     assert aqsgd["wire_bytes"] > 1.5 * plain["wire_bytes"]  # first visits go raw
 
 
-@pytest.mark.slow
 def test_stopped_with_workers_and_continued(tmp_path):
     """A signal ends the study and its workers; the same command runs only what is missing."""
     out = tmp_path / "study.jsonl"

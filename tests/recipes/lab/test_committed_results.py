@@ -104,7 +104,6 @@ def drawn(figure: Figure) -> str:
     return "\n".join(said)
 
 
-@pytest.mark.slow
 def test_pictures_of_benches(tmp_path, monkeypatch):
     figures = []
     save = Figure.savefig

@@ -69,12 +69,9 @@ TINY = [
 ]
 
 
-@pytest.mark.slow
-def test_the_study_skips_what_is_finished(ranks, tmp_path):
-    words = tmp_path / "words.txt"
-    words.write_text("".join(f"the cut number {i} sends a small message.\n" for i in range(60)))
+def test_the_study_skips_what_is_finished(ranks, tmp_path, sentences):
     out = tmp_path / "conef.jsonl"
-    command = [*TINY, "--text", str(words), "--out", str(out), "--seeds", "1", "--rows"]
+    command = [*TINY, "--text", sentences(60), "--out", str(out), "--seeds", "1", "--rows"]
     for rows in (["dense"], ["dense", "EF", "ConEF 60 %"]):
         ended = ranks(study, 2, [*command, *rows])
         assert [ends[0].code for ends in ended] == [0, 0], ended

@@ -5,7 +5,6 @@ import math
 import pytest
 
 from mpcomp.links.auto import AUTO
-from mpcomp.links.build import method_of
 from recipes.lab import finetune_study
 from recipes.lab.account import account_of
 from recipes.lab.cut_grid import shared_settings
@@ -13,12 +12,6 @@ from recipes.lab.finetune_study import ROWS
 from recipes.metric import PERPLEXITY
 from recipes.run_folder import RunFolder, read_json_lines
 from recipes.wikitext import TextTrainer, load_data
-
-
-@pytest.mark.parametrize("row", ROWS)
-def test_rows_are_methods_of_cuts(row):
-    method_of("act_comp", ROWS[row].act)
-    method_of("grad_comp", ROWS[row].grad)
 
 
 def test_parts_of_a_memory_differ_from_it_in_what_their_names_say():

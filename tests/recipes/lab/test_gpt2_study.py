@@ -2,16 +2,9 @@
 
 import pytest
 
-from mpcomp.links.build import method_of
 from recipes.lab import gpt2_study
 from recipes.lab.cut_grid import shared_settings
 from recipes.lab.gpt2_study import ROWS
-
-
-@pytest.mark.parametrize("row", ROWS)
-def test_rows_are_methods_of_cuts(row):
-    method_of("act_comp", ROWS[row].act)
-    method_of("grad_comp", ROWS[row].grad)
 
 
 def test_rows_differ_in_their_methods_alone():

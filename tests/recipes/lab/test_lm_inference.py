@@ -212,7 +212,6 @@ def test_padded_tail_does_not_count(command, tmp_path):
     assert first["predicted_tokens"] < first["blocks"] * 15
 
 
-@pytest.mark.slow
 def test_mistakes_end_with_one_line(tmp_path, command, model):
     there, several, empty = (tmp_path / name for name in ("there.jsonl", "several", "empty"))
     there.write_text("{}\n")
@@ -278,7 +277,6 @@ def test_gguf_in_a_folder_is_found(tmp_path, monkeypatch):
     assert pretrained.source_of("someone/model", "") == ("someone/model", {})
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_pretrained_model_in_stages_is_the_model_in_one_piece():
     """SmolLM2-135M in three stages, embedding and head apart: the same logits, bit for bit."""

@@ -73,12 +73,9 @@ TINY = [
 ]
 
 
-@pytest.mark.slow
-def test_the_study_skips_what_is_finished(ranks, tmp_path):
-    words = tmp_path / "words.txt"
-    words.write_text("".join(f"the cut number {i} sends a small message.\n" for i in range(60)))
+def test_the_study_skips_what_is_finished(ranks, tmp_path, sentences):
     out = tmp_path / "local.jsonl"
-    command = [*TINY, "--data", str(words), "--out", str(out), "--rows"]
+    command = [*TINY, "--data", sentences(60), "--out", str(out), "--rows"]
     for rows in ([DDP], [DDP, "DiLoCo", "DiLoCo, Top-2 %"]):
         ended = ranks(study, 2, [*command, *rows])
         assert [ends[0].code for ends in ended] == [0, 0], ended

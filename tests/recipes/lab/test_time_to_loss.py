@@ -34,12 +34,12 @@ def test_the_better_of_on_and_off_counts() -> None:
 @pytest.mark.parametrize(
     "row",
     [
-        pytest.param("bf16", marks=pytest.mark.slow),
-        pytest.param("klt, step 0.2 / 1", marks=pytest.mark.slow),
-        pytest.param("bf16, asynchronous", marks=pytest.mark.slow),
-        pytest.param("bf16, tied", marks=pytest.mark.slow),
-        pytest.param("bf16, tied, asynchronous", marks=pytest.mark.slow),
-        pytest.param("subspace, rank 5/32, asynchronous", marks=pytest.mark.slow),
+        "bf16",
+        "klt, step 0.2 / 1",
+        "bf16, asynchronous",
+        "bf16, tied",
+        "bf16, tied, asynchronous",
+        "subspace, rank 5/32, asynchronous",
         "subspace, rank 5/32",
     ],
 )

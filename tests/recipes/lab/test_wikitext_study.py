@@ -55,7 +55,6 @@ def command(base, tmp_path):
     return options
 
 
-@pytest.mark.slow
 def test_every_row_trains_and_counts_its_bytes(command, tmp_path, capsys):
     wikitext_study.main(command("--seeds", 1))
     lines = {line["row"]: line for line in read_json_lines(tmp_path / "study.jsonl")}
@@ -121,7 +120,6 @@ def test_uncompressed_row_is_a_plain_run(command, tmp_path):
         assert run(config, text=text, progress=False).on == line["perplexity_compressed"]
 
 
-@pytest.mark.slow
 def test_finished_runs_are_skipped_and_first_rows_come_first(command, tmp_path):
     rows = ["--epochs", "1", "--rows", "top 50 %", "bf16"]
     wikitext_study.main(command(*rows, "--seeds", 1))
