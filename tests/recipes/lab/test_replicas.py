@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from methods import same_bits
+from models import plain_sgd as sgd
 from ranks import preload
 from torch import nn
 
@@ -64,10 +65,6 @@ def net():
     torch.manual_seed(0)
     layers = {"conv": nn.Conv2d(3, 7, 3), "relu": nn.ReLU(), "flat": nn.Flatten()}
     return nn.Sequential(OrderedDict(layers, one=nn.Linear(252, 19), two=nn.Linear(19, 5)))
-
-
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1, weight_decay=1e-4)
 
 
 def share_of(replica, num_replicas, step):
