@@ -75,7 +75,7 @@ TINY = [
 
 def test_the_study_skips_what_is_finished(ranks, tmp_path, sentences):
     out = tmp_path / "local.jsonl"
-    command = [*TINY, "--data", sentences(60), "--out", str(out), "--rows"]
+    command = [*TINY, "--data", sentences(80), "--out", str(out), "--rows"]
     for rows in ([DDP], [DDP, "DiLoCo", "DiLoCo, Top-2 %"]):
         ended = ranks(study, 2, [*command, *rows])
         assert [ends[0].code for ends in ended] == [0, 0], ended
