@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+#: The release whose kernels the bits of ``resumed.json`` are of.
+MADE_WITH_TORCH = "2.13"
 BEFORE, AFTER = 4, 3
 
 _CLOCK = "bandwidth_mbps=10:latency_ms=0.1:compute_ms=1"
