@@ -3,8 +3,10 @@
 import gc
 import os
 import zlib
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import PurePath
 
 import pytest
 import torch
@@ -63,6 +65,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = [item for item in items if item.stash.get(ROUND, 0) is None]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item.stash.get(ROUND, 0) is not None]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Seconds of tests by room, where several were run; tests of ranks wait for each other."""
+    seconds: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                folders = PurePath(report.nodeid.partition("::")[0]).parts[1:-1]
+                seconds["/".join(folders) or "tests"] += report.duration
+    if len(seconds) > 1:
+        terminalreporter.section("seconds of tests by room")
+        for room, spent in seconds.most_common():
+            terminalreporter.line(f"{spent:7.0f} {room}")
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,7 @@
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -90,6 +90,11 @@ def images(count: int, seed: int = 0, side: int = 8) -> tuple[Tensor, Tensor]:
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
+
+
+def plain_sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Without momentum, which some methods between replicas have themselves."""
+    return torch.optim.SGD(parameters, lr=0.1, weight_decay=1e-4)
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:

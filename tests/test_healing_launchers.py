@@ -164,14 +164,11 @@ def the_quiet_losses():
 @pytest.mark.parametrize(
     "which, calls, times",
     [
-        slow((1,), (0,), 1),
-        slow((1,), (1,), 1),
-        slow((1,), (0, 1), 1),
-        slow((1,), (0,), 3),
+        slow((1,), (0, 1), 2),
         slow((0, 1), (0,), 1),
         slow((0,), (1,), 1),
     ],
-    ids=["one", "in the second call", "in both", "often", "both", "that has the store"],
+    ids=["often", "both", "that has the store"],
 )
 def test_a_launcher_that_is_started_again_joins_the_others(tmp_path, which, calls, times):
     """The losses are the plain model's; other launchers go on, unless the store was with it."""

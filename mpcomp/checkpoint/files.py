@@ -1,7 +1,7 @@
 """The files of a checkpoint: writing a part, reading it tensor by tensor, telling what is one.
 
 Every tensor has a checksum in ``checkpoint.json``, and so has that file itself: a bit that a disk
-has lost is an error, and not a weight. Checkpoints from before there were checksums are read too.
+has lost is an error, and not a weight.
 """
 
 from __future__ import annotations
@@ -151,6 +151,11 @@ class Part:
         meta = _read_meta(folder, OF_PART)
         shapes = _with_file(folder / WEIGHTS, _shapes)
         state = _with_file(folder / STATE, lambda file: frozenset(file.keys()))
+        for file, names in ((WEIGHTS, shapes.keys()), (STATE, state)):
+            if lost := sorted(names ^ meta["checksums"][_kind(file)].keys()):
+                raise ValueError(
+                    f"{folder / file} is damaged: {lost[0]} is in one of it and {META} alone"
+                )
         return cls(folder, meta, shapes, state)
 
     def read_weights(self, names: Iterable[str]) -> dict[str, Tensor]:
@@ -173,9 +178,9 @@ class Part:
     def _read(self, file: str, names: list[str]) -> dict[str, Tensor]:
         return _tensors(self.folder / file, names, self._checksums(file))
 
-    def _checksums(self, file: str) -> dict[str, int] | None:
-        """Of a file's tensors, by name; None in checkpoints from before there were any."""
-        found: dict[str, int] | None = self.meta.get("checksums", {}).get(_kind(file))
+    def _checksums(self, file: str) -> dict[str, int]:
+        """Of a file's tensors, by name."""
+        found: dict[str, int] = self.meta["checksums"][_kind(file)]
         return found
 
 
@@ -208,7 +213,7 @@ class Saved:
 
     Attributes:
         folder: of the checkpoint.
-        token: distinguishes one save from another; None in old checkpoints.
+        token: distinguishes one save from another.
         num_steps: training steps until then.
         cut: chunks, and blocks of each stage.
         placement: numbers of the stages of each rank of a pipeline.
@@ -218,7 +223,7 @@ class Saved:
     """
 
     folder: Path
-    token: str | None
+    token: str
     num_steps: int
     cut: dict[str, Any]
     placement: list[list[int]]
@@ -246,7 +251,7 @@ class Saved:
             Part.of(folder)
             placement = [list(range(len(meta["cut"]["stages"])))]
             return cls(
-                folder, meta.get("token"), meta["num_steps"], meta["cut"], placement, 1, None, None
+                folder, meta["token"], meta["num_steps"], meta["cut"], placement, 1, None, None
             )
         _check_meta(folder, meta, OF_SEVERAL)
         placed = sorted(stage for stages in meta["placement"] for stage in stages)
@@ -260,7 +265,7 @@ class Saved:
             meta["placement"],
             meta["num_replicas"],
             meta["links"],
-            meta.get("replicas"),  # not in old checkpoints
+            meta["replicas"],
         )
 
     @property
@@ -279,7 +284,7 @@ class Saved:
             ValueError: it is not complete, damaged, of another format, or of another save.
         """
         part = Part.of(self.part_folder(rank))
-        if self.links is not None and part.meta.get("token") != self.token:
+        if self.links is not None and part.meta["token"] != self.token:
             raise ValueError(
                 f"{part.folder} is not of the same save as the rest of {self.folder}: it is of "
                 f"step {part.meta['num_steps']}, the rest of step {self.num_steps}"
@@ -338,10 +343,9 @@ def _check_meta(folder: Path, meta: dict[str, Any], form: Any) -> None:
             f"{folder} has checkpoint version {meta.get('version')}; this mpcomp reads {VERSION}"
         )
     try:
-        if "checksum" in meta:
-            entries = {name: value for name, value in meta.items() if name != "checksum"}
-            if _checksum_of_json(entries) != meta["checksum"]:
-                raise ValueError("it is not what was written (its checksum differs)")
+        entries = {name: value for name, value in meta.items() if name != "checksum"}
+        if _checksum_of_json(entries) != meta.get("checksum"):
+            raise ValueError("it is not what was written (its checksum differs)")
         check_form(meta, form)
     except ValueError as error:
         raise ValueError(f"{folder / META} is damaged: {error}") from error

@@ -31,9 +31,8 @@ class Only(dict[str, Any]):
 
 ANY = object()
 COUNT, NUMBER = Whole(), (int, float)
-# Old ones do not count elements.
 _TRAFFIC = Only(
-    {("num_elements?" if name == "num_elements" else name): COUNT for name in Traffic.counts()}
+    dict.fromkeys(Traffic.counts(), COUNT)
     | {"seconds": NUMBER, "energies": (None, [NUMBER]), "lags?": [NUMBER]}
 )
 _PHASES = Only({f"{phase}?": _TRAFFIC for phase in Meter().phases})
@@ -45,9 +44,9 @@ _REPLICAS = {
     "totals": {str: NUMBER},
 }
 
-#: ``checkpoint.json`` of one process, or of one rank's part. Old ones know of no replicas.
+#: ``checkpoint.json`` of one process, or of one rank's part.
 OF_PART = {
-    "token?": str,
+    "token": str,
     "num_steps": COUNT,
     "cut": _CUT,
     "links": {
@@ -57,7 +56,7 @@ OF_PART = {
             "traffic": _PHASES,
         }
     },
-    "replicas?": (None, {**_REPLICAS, "step": COUNT}),
+    "replicas": (None, {**_REPLICAS, "step": COUNT}),
     "optimizer": (
         None,
         {"class": str, "groups": [{"params": [str], "settings": {str: ANY}}], "plain": {str: ANY}},
@@ -65,7 +64,7 @@ OF_PART = {
     "scheduler": (None, {str: ANY}),
     "scaler": (None, {str: ANY}),
     "extra": {str: ANY},
-    "checksums?": Only({"weights": {str: COUNT}, "state": {str: COUNT}}),
+    "checksums": Only({"weights": {str: COUNT}, "state": {str: COUNT}}),
 }
 
 #: ``checkpoint.json`` beside several parts.
@@ -76,7 +75,7 @@ OF_SEVERAL = {
     "placement": [[COUNT]],
     "num_replicas": Whole(1),
     "links": {str: {"method": str, "held": bool, "traffic": _PHASES}},
-    "replicas?": (None, _REPLICAS),
+    "replicas": (None, _REPLICAS),
 }
 
 

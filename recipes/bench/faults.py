@@ -42,9 +42,9 @@ from tqdm import tqdm
 from recipes.bench import fault_kinds
 from recipes.bench.hosts import HostsUnavailable
 from recipes.bench.row_file import RowFile
+from recipes.bench.signals import ending_on_signals
 from recipes.bench.training_worker import Job, Kill, differing_weights
 from recipes.bench.workers import num_cores
-from recipes.signals import ending_on_signals
 
 METHODS: Final = (
     "none",

@@ -27,10 +27,10 @@ from typing import Final
 
 from tabulate import tabulate
 
+from recipes.bench.evidence import code_id, commit_id, stamp
 from recipes.bench.gpu_report import PartFile, tables
-from recipes.evidence import code_id, commit_id, stamp
-from recipes.jobs import Ended, Job, Reporter, Said, run_jobs
-from recipes.signals import ending_on_signals
+from recipes.bench.jobs import Ended, Job, Reporter, Said, run_jobs
+from recipes.bench.signals import ending_on_signals
 
 __all__ = ["PARTS", "Part", "main", "run_part", "run_parts"]
 

@@ -26,8 +26,8 @@ from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.links.boundary import Boundary
 from mpcomp.links.build import boundaries_of
 from recipes.bench.gpu_parts import device_of
-from recipes.jobs import Reporter
-from recipes.profiled import profiled
+from recipes.bench.jobs import Reporter
+from recipes.bench.profiled import profiled
 from stages.clock import now
 
 __all__ = ["counts_within", "messages", "traced"]

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,10 +26,9 @@ import torch
 from torch import Tensor
 
 from mpcomp.plan import measure_coding
-from recipes.bench.race import SIZES, Size
-from recipes.bench.race_speed import activation_of
+from recipes.bench.decoder import SIZES, Size, activation_of
+from recipes.bench.jobs import Reporter
 from recipes.bench.workers import num_cores
-from recipes.jobs import Reporter
 from stages.clock import now
 
 __all__ = ["DRY_SIZE", "coding", "device_of", "machine", "result_of", "tests"]
@@ -45,7 +44,27 @@ WAYS: Final = (
 )
 REPEATS: Final = 5
 
-#: Rows of the race that are timed first, as the time may not be enough for all.
+#: Row -> methods of activations and gradients, of the race to a loss as well.
+METHODS: Final[Mapping[str, tuple[str, str]]] = {
+    "fp32": ("none", "none"),
+    "bf16": ("bf16", "bf16"),
+    "int8, scale a token": ("quant:8:scale=token", "quant:8:scale=token"),
+    "fw4-bw8": ("quant:4", "quant:8"),
+    "top 50 %": ("topk:0.5+fp16", "topk:0.5+fp16"),
+    "top 10 %": ("topk:0.1+fp16", "topk:0.1+fp16"),
+    # Tiles of 64 elements with a scale each, as TAH-Quant has them.
+    "tiles of 64, 4 bits": ("quant:4:scale=64", "quant:4:scale=64:rounding=stochastic"),
+    "auto:scratch": ("auto:scratch", "auto:scratch"),
+    # Coarser, as an early target forgives: right on average, gradients do not slow it down.
+    "klt, step 0.2 / 0.7, dithered": (
+        "klt+step:0.2:centre=true",
+        "klt+step:0.7:rounding=dither",
+    ),
+    "klt, step 0.4 / 1, dithered": ("klt+step:0.4:centre=true", "klt+step:1:rounding=dither"),
+    "klt, step 0.2 / 1": ("klt+step:0.2:centre=true", "klt+step:1"),
+    "klt, step 0.5 / 1": ("klt+step:0.5:centre=true", "klt+step:1"),
+}
+#: Those that are timed first, as the time may not be enough for all.
 FIRST: Final = ("bf16", "fw4-bw8", "top 10 %", "tiles of 64, 4 bits", "auto:scratch")
 THREADS: Final = (1, 4, 16)
 CODING_REPEATS: Final = 2
@@ -189,10 +208,7 @@ def result_of(lines: Sequence[str]) -> dict[str, Any]:
 
 def coding(reporter: Reporter, dry: bool) -> None:
     """Reports seconds of coding a microbatch of the race, by method and threads of the coder."""
-    from recipes.bench.time_to_loss import ROWS  # by way of scipy, which no other part needs
-
-    coded = {name: row for name, row in ROWS.items() if row.rival is None and row.updates == 1}
-    names = [*FIRST, *(name for name in coded if name not in FIRST)]
+    names = [*FIRST, *(name for name in METHODS if name not in FIRST)]
     threads = sorted({min(each, num_cores()) for each in THREADS})
     if dry:
         names, threads = ["bf16", "auto:scratch"], threads[:1]
@@ -201,7 +217,7 @@ def coding(reporter: Reporter, dry: bool) -> None:
         for num_threads in threads:
             if reporter.left_s <= 0:
                 return
-            act, grad, *_ = coded[name]
+            act, grad = METHODS[name]
             told = {"row": name, "act": act, "grad": grad, "threads": num_threads}
             reporter.say(told | _coding_of(act, grad, x, num_threads, 1 if dry else CODING_REPEATS))
 

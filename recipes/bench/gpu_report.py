@@ -14,7 +14,7 @@ from typing import Any, Final, TypeAlias
 
 from tabulate import tabulate
 
-from recipes.jobs import DONE, STOPPED
+from recipes.bench.jobs import DONE, STOPPED
 
 __all__ = ["RUNNING", "SKIPPED", "PartFile", "tables"]
 

@@ -31,7 +31,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from recipes.signals import ENDING, ending_on_signals
+from recipes.bench.signals import ENDING, ending_on_signals
 
 PREFIX: Final = "mpcomp-"
 RELAY: Final = "recipes.bench.relay"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from tqdm import tqdm
 
 from recipes.bench.replica_report import host_bytes
-from recipes.bench.replica_variants import ALONE, MPCOMP, REFERENCE
+from recipes.bench.replica_variants import ALONE, MPCOMP
 from recipes.bench.workers import Workers, rotated
 
 # The first connects the hosts, in the second DDP has its final buckets, and torch's PowerSGD has
@@ -66,43 +66,47 @@ def told_of(options: argparse.Namespace, hang_after_s: float | None = None) -> d
 
 
 def open_all(
-    replicas: Replicas, names: Sequence[str], options: argparse.Namespace
+    replicas: Replicas,
+    names: Sequence[str],
+    options: argparse.Namespace,
+    sent: Callable[[int], float],
 ) -> tuple[int, float | None]:
-    """Opens all methods, and `ALONE`; the dense bytes, and the rate of the limited links."""
-    dense_bytes = replicas.open(REFERENCE, options.seed, None)
+    """Opens all methods, and `ALONE`; the dense bytes, and the rate of the limited links.
+
+    Args:
+        replicas: the hosts.
+        names: of the methods, the dense one first.
+        options: of the command; where ``mbps`` is not given, ``share`` chooses it.
+        sent: from the dense bytes to those that a host sends in a dense step.
+    """
+    dense, *others = names
+    dense_bytes = replicas.open(dense, options.seed, None)
     replicas.open(ALONE, options.seed, None)
-    for name in (REFERENCE, ALONE):
+    for name in (dense, ALONE):
         replicas.steps(name, TORCH_WARMUP_STEPS)
     mbps: float | None = options.mbps
     if replicas.hosts.device == "lo":
         mbps = None
     elif mbps is None:
-        turns = [replicas.steps(ALONE, options.steps) for _ in range(RATE_TURNS)]
-        mbps = limiting_mbps(
-            statistics.median(turn["seconds"] for turn in turns),
-            dense_bytes=dense_bytes,
-            num_replicas=options.replicas,
-            share=options.share,
-        )
-    for name in names:
-        if name != REFERENCE:
-            replicas.open(name, options.seed, mbps)
+        host_sends = sent(dense_bytes)
+        alone = [replicas.steps(ALONE, options.steps)["seconds"] for _ in range(RATE_TURNS)]
+        mbps = rate_for(host_sends, statistics.median(alone), share=options.share)
+    for name in others:
+        replicas.open(name, options.seed, mbps)
     return dense_bytes, mbps
 
 
-def limiting_mbps(compute_s: float, *, dense_bytes: int, num_replicas: int, share: float) -> float:
-    """The rate at which communication takes at least ``share`` of the dense step, to two digits.
+def ring_bytes(dense_bytes: int, num_replicas: int) -> float:
+    """Bytes that every host sends, and receives, in a ring that sums the gradients."""
+    return dense_bytes * 2 * (num_replicas - 1) / num_replicas
 
-    Of a ring that sums the gradients every host sends, and receives, 2 (n − 1) / n of them. The
-    dense step takes at least that long, even where it computes meanwhile.
+
+def rate_for(host_sends: float, compute_s: float, *, share: float) -> float:
+    """Mbit/s, to two digits, at which so many bytes take at least ``share`` of a step.
+
+    The step takes at least that long, even where it computes meanwhile.
     """
-    host_bytes = dense_bytes * 2 * (num_replicas - 1) / num_replicas
-    return rate_for(host_bytes, compute_s, share=share)
-
-
-def rate_for(host_bytes: float, compute_s: float, *, share: float) -> float:
-    """Mbit/s, to two digits, at which so many bytes take at least ``share`` of a step."""
-    return float(f"{8 * host_bytes * (1 - share) / compute_s / 1e6:.1e}")
+    return float(f"{8 * host_sends * (1 - share) / compute_s / 1e6:.1e}")
 
 
 def side_by_side(

@@ -7,8 +7,9 @@ import itertools
 import math
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,25 +21,32 @@ from recipes.bench.workers import Begin
 from recipes.data import loaders_of
 
 TEST_BATCH: Final = 128
+AnyVariant = TypeVar("AnyVariant", bound=Variant)
 
 
-class Part:
-    """A model for each method that is open, on this replica.
+class OpenVariants(ABC, Generic[AnyVariant]):
+    """A model for each method that is open, on this rank.
 
     Args:
-        job: of this rank.
+        hang_after_s: seconds until steps that do not end are left.
     """
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self._dataset = data.load(job.data, train_limit=job.train_limit, test_limit=job.test_limit)
-        self._variants: dict[str, Variant] = {}
+    def __init__(self, hang_after_s: float | None = None) -> None:
+        self._variants: dict[str, AnyVariant] = {}
+        self._hang_after_s = hang_after_s
+
+    @abstractmethod
+    def made(self, name: str, seed: int, mbps: float | None) -> AnyVariant:
+        """A model with a method, at its first step."""
+
+    @abstractmethod
+    def judged(self, variant: AnyVariant) -> float:
+        """The quality of a model on this rank's part of what it was not trained on."""
 
     def open(self, name: str, seed: int, mbps: float | None) -> int:
-        """Makes a model with a method; the bytes of its gradients as fp32."""
-        variant = open_variant(name, self._job, self._dataset, seed=seed, mbps=mbps)
-        self._variants[name] = variant
-        return dense_bytes(variant.model)
+        """Makes a model with a method; the bytes of its parameters as fp32."""
+        self._variants[name] = variant = self.made(name, seed, mbps)
+        return 4 * sum(parameter.numel() for parameter in variant.model.parameters())
 
     def close(self, name: str) -> None:
         """Forgets a method's model."""
@@ -46,20 +54,36 @@ class Part:
 
     def steps(self, begin: Begin, name: str, count: int) -> dict[str, Any]:
         """So many steps of a method in a row."""
-        return stepped(begin, self._variants[name], count, self._job.hang_after_s)
+        return _stepped(begin, self._variants[name], count, self._hang_after_s)
 
     def evaluate(self, name: str) -> float:
+        """The quality of a method's model."""
+        return self.judged(self._variants[name])
+
+
+class Part(OpenVariants[Variant]):
+    """The models of one replica.
+
+    Args:
+        job: of this rank.
+    """
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job.hang_after_s)
+        self._job = job
+        self._dataset = data.load(job.data, train_limit=job.train_limit, test_limit=job.test_limit)
+
+    def made(self, name: str, seed: int, mbps: float | None) -> Variant:
+        """As `open_variant` makes it."""
+        return open_variant(name, self._job, self._dataset, seed=seed, mbps=mbps)
+
+    def judged(self, variant: Variant) -> float:
         """The accuracy of this replica on all test images."""
-        return _accuracy(self._variants[name].model, self._job, self._dataset)
+        return _accuracy(variant.model, self._job, self._dataset)
 
 
-def dense_bytes(model: nn.Module) -> int:
-    """Of all parameters, as fp32."""
-    return 4 * sum(parameter.numel() for parameter in model.parameters())
-
-
-def stepped(
-    begin: Begin, variant: Variant, count: int, hang_after_s: float | None = None
+def _stepped(
+    begin: Begin, variant: Variant, count: int, hang_after_s: float | None
 ) -> dict[str, Any]:
     """So many steps in a row, begun at the moment that all replicas are told."""
     before = variant.report()

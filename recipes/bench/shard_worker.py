@@ -17,9 +17,9 @@ from torch.distributed.fsdp import fully_shard
 import mpcomp
 from mpcomp.data_parallel.compress import ShardedGradients
 from recipes.bench import workers
+from recipes.bench.decoder import Block, decoder, token_loss
 from recipes.bench.replica_variants import ALONE, MPCOMP, Variant, endless
-from recipes.bench.replica_worker import dense_bytes, stepped
-from recipes.decoder import Block, decoder, token_loss
+from recipes.bench.replica_worker import OpenVariants
 from recipes.tokens import Blocks, TokenLoader
 
 REFERENCE: Final = "torch FSDP2"
@@ -69,36 +69,26 @@ def save_tokens(tokens: Tokens, path: Path) -> None:
     torch.save({"train": tokens.train, "held_out": tokens.held_out}, path)
 
 
-class Part:
-    """A model for each variant that is open, on this rank.
+class Part(OpenVariants[ShardVariant]):
+    """The models of one rank.
 
     Args:
         job: of this rank.
     """
 
     def __init__(self, job: Job) -> None:
+        super().__init__()
         self._job = job
         self._tokens = Tokens(**torch.load(job.tokens, weights_only=True))
         self._mesh = init_device_mesh("cpu", (job.size,))
-        self._variants: dict[str, ShardVariant] = {}
 
-    def open(self, name: str, seed: int, mbps: float | None) -> int:
-        """Makes a model with a variant; the bytes of all parameters as fp32."""
-        variant = open_variant(name, self._job, self._tokens, self._mesh, seed=seed)
-        self._variants[name] = variant
-        return dense_bytes(variant.model)
+    def made(self, name: str, seed: int, mbps: float | None) -> ShardVariant:
+        """As `open_variant` makes it, which knows no rate."""
+        return open_variant(name, self._job, self._tokens, self._mesh, seed=seed)
 
-    def close(self, name: str) -> None:
-        """Forgets a variant's model."""
-        del self._variants[name]
-
-    def steps(self, begin: workers.Begin, name: str, count: int) -> dict[str, Any]:
-        """So many steps of a variant in a row."""
-        return stepped(begin, self._variants[name], count)
-
-    def evaluate(self, name: str) -> float:
+    def judged(self, variant: ShardVariant) -> float:
         """The loss on this rank's part of the held-out sequences."""
-        return _held_out_loss(self._variants[name], self._job, self._tokens)
+        return _held_out_loss(variant, self._job, self._tokens)
 
 
 def specs_of(name: str) -> tuple[str, str | None]:

@@ -39,6 +39,7 @@ from typing import Any, Final, NamedTuple
 
 from tqdm import tqdm
 
+from recipes.bench.decoder import equal_stages
 from recipes.bench.link_report import (
     changes_of,
     cores_shared,
@@ -60,7 +61,6 @@ from recipes.bench.workers import (
     work,
     write,
 )
-from recipes.decoder import equal_stages
 
 MODULE: Final = "recipes.bench.slow_link"
 

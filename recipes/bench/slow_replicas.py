@@ -27,6 +27,7 @@ import math
 import shlex
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,7 +37,14 @@ from mpcomp.data_parallel.network import PATHS
 from recipes.bench import replica_report
 from recipes.bench.hosts import open_hosts
 from recipes.bench.replica_prediction import predicted_steps
-from recipes.bench.replica_turns import Replicas, open_all, side_by_side, told_of, train_all
+from recipes.bench.replica_turns import (
+    Replicas,
+    open_all,
+    ring_bytes,
+    side_by_side,
+    told_of,
+    train_all,
+)
 from recipes.bench.replica_variants import (
     ALONE,
     MPCOMP,
@@ -95,7 +103,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     with contextlib.ExitStack() as stack:
         hosts = choose_hosts(stack, options.replicas, options)
         replicas = Replicas(hosts, MODULE, options, told_of(options))
-        dense_bytes, mbps = open_all(replicas, names, options)
+        dense_bytes, mbps = open_all(
+            replicas, names, options, partial(ring_bytes, num_replicas=options.replicas)
+        )
         turns = side_by_side(replicas, names, mbps, options)
         result |= {
             "links": hosts.describe(),

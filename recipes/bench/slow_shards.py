@@ -32,7 +32,6 @@ import contextlib
 import json
 import math
 import shlex
-import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -45,10 +44,8 @@ import mpcomp
 from mpcomp.data_parallel.methods import replica_method_of
 from recipes.bench import replica_report, shard_report
 from recipes.bench.replica_turns import (
-    RATE_TURNS,
-    TORCH_WARMUP_STEPS,
     Replicas,
-    rate_for,
+    open_all,
     side_by_side,
 )
 from recipes.bench.replica_variants import ALONE, MPCOMP
@@ -104,7 +101,13 @@ def main(argv: Sequence[str] | None = None) -> None:
             **{name: getattr(options, name) for name in same},
         }
         ranks = Replicas(hosts, MODULE, options, told)
-        dense_bytes, mbps = open_all(ranks, names, options)
+
+        def sent(dense_bytes: int) -> float:
+            counted = replica_report.host_bytes(ranks.steps(REFERENCE, options.steps))
+            assert counted is not None, "hosts other than the loopback are counted"
+            return counted
+
+        dense_bytes, mbps = open_all(ranks, names, options, sent)
         turns = side_by_side(ranks, names, mbps, options)
         result: dict[str, Any] = {
             "command": shlex.join(
@@ -221,28 +224,6 @@ def tokens_of(options: argparse.Namespace) -> tuple[Tokens, int]:
             )
     even = len(held_out) // options.ranks * options.ranks  # ranks run the model equally often
     return Tokens(train, held_out[:even]), len(tokenizer)
-
-
-def open_all(
-    ranks: Replicas, names: Sequence[str], options: argparse.Namespace
-) -> tuple[int, float | None]:
-    """Opens all variants, and `ALONE`; the model's bytes, and the rate of the limited links."""
-    dense_bytes = ranks.open(REFERENCE, options.seed, None)
-    ranks.open(ALONE, options.seed, None)
-    for name in (REFERENCE, ALONE):
-        ranks.steps(name, TORCH_WARMUP_STEPS)
-    mbps: float | None = options.mbps
-    if ranks.hosts.device == "lo":
-        mbps = None
-    elif mbps is None:
-        sent = replica_report.host_bytes(ranks.steps(REFERENCE, options.steps))
-        assert sent is not None, "hosts other than the loopback are counted"
-        alone = [ranks.steps(ALONE, options.steps)["seconds"] for _ in range(RATE_TURNS)]
-        mbps = rate_for(sent, statistics.median(alone), share=options.share)
-    for name in names:
-        if name != REFERENCE:
-            ranks.open(name, options.seed, None)
-    return dense_bytes, mbps
 
 
 def train_all(

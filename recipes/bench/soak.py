@@ -27,9 +27,9 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 from recipes.bench.row_file import RowFile
+from recipes.bench.signals import ending_on_signals
 from recipes.bench.training_worker import Job
 from recipes.bench.workers import num_cores
-from recipes.signals import ending_on_signals
 
 RANKS: Final = 2
 METHODS: Final = (

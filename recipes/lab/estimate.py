@@ -20,10 +20,10 @@ from torch.profiler import ProfilerActivity
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
+from recipes.bench.profiled import profiled
 from recipes.image_config import ImageConfig
 from recipes.lab.full_size import STUDIES, Config, Study
 from recipes.lab.timed import trainer_of
-from recipes.profiled import profiled
 
 __all__ = ["measure_plan", "measured", "num_operations", "render_plan"]
 

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from recipes import cifar10_study, conef_study, replica_study
-from recipes.cut_grid import Row
 from recipes.image_config import ImageConfig
+from recipes.lab import cifar10_study, conef_study, replica_study
+from recipes.lab.cut_grid import Row
 from recipes.metric import ACCURACY, PERPLEXITY, Metric
 from recipes.text_config import LSTM, TextConfig
 

@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from mpcomp.view.json_files import read_json
-from recipes.jobs import FAILED, Ended, Job, Said, run_jobs
+from recipes.bench.jobs import FAILED, Ended, Job, Said, run_jobs
+from recipes.bench.signals import ending_on_signals
 from recipes.lab.estimate import measure_plan, render_plan
 from recipes.lab.full_size import STUDIES, Study
 from recipes.lab.studies_report import render
 from recipes.lab.timed import train
 from recipes.run_folder import append_json_line, read_json_lines, write_json
-from recipes.signals import ending_on_signals
 
 #: Files of committed results, of a dry run's, and of the plan.
 RESULTS: Final = Path("docs/results/gpu_studies.jsonl")

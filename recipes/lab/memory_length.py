@@ -5,14 +5,14 @@
 
 A decoder of four blocks learns the characters of WikiText-2 (`--data`), then, in three stages with
 real links, those of Python's documentation: a few blocks of text that come again in each epoch.
-The rows are parts of `auto:memory` from `recipes.finetune_study`, and they are held to the run that
-sends tensors as they are. Training loss below that of this run, and a higher one on unseen text,
+The rows are parts of `auto:memory` from `recipes.lab.finetune_study`, and they are held to the run
+that sends tensors as they are. A training loss below that run's, and a higher one on unseen text,
 say that samples are learned and not their language.
 
 The model is trained anew at each start, in a minute or two on a core, from seed 0: all runs begin
 with the same weights. Seeds vary the order of the samples. The documentation is that of the Python
 that runs, whose version is among the settings; runs of two versions do not share a file.
-`recipes.study` runs it.
+`recipes.lab.study` runs it.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 from mpcomp.core.traffic import LAGS
-from recipes import finetune_study
-from recipes.account import FORMER
+from recipes.bench.decoder import decoder, token_loss
 from recipes.config import seeded
-from recipes.cut_grid import (
+from recipes.lab import finetune_study
+from recipes.lab.account import FORMER
+from recipes.lab.cut_grid import (
     Row,
     chosen_options,
     grid_parser,
@@ -42,13 +43,12 @@ from recipes.cut_grid import (
     run_grid,
     shared_settings,
 )
-from recipes.decoder import decoder, token_loss
+from recipes.lab.study import Line, data_of
+from recipes.lab.study_runs import reached
+from recipes.lab.study_table import PAIRED, Results, Run, interval
 from recipes.metric import Metric
 from recipes.optimizers import make_optimizer
 from recipes.ranks import Ranks
-from recipes.study import Line, data_of
-from recipes.study_runs import reached
-from recipes.study_table import PAIRED, Results, Run, interval
 from recipes.text import PYTHON_DOCS, load_text
 from recipes.text_config import TextConfig
 from recipes.training import Trainer
@@ -130,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of the study."""
-    parser = grid_parser("lab.memory_length", __doc__, ROWS)
+    parser = grid_parser("memory_length", __doc__, ROWS)
     own = ("epochs", "eval_every", "batch_size", "chunks", "lr", "precision")
     parser.set_defaults(
         out="runs/memory_length.jsonl", workers=0, **{name: _default(name) for name in own}

@@ -9,11 +9,11 @@ from typing import Any
 
 from tabulate import tabulate
 
-from recipes.account import account_of
+from recipes.lab.account import account_of
 from recipes.lab.full_size import STUDIES, Study
+from recipes.lab.study import Line
+from recipes.lab.study_table import PAIRED, Results, Run, interval, spread
 from recipes.metric import PERPLEXITY
-from recipes.study import Line
-from recipes.study_table import PAIRED, Results, Run, interval, spread
 
 __all__ = ["render"]
 

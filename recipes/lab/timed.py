@@ -24,16 +24,16 @@ from tqdm.auto import tqdm
 
 from mpcomp.links.build import method_of
 from recipes import cifar10, wikitext
+from recipes.bench.evidence import stamp
+from recipes.bench.jobs import Reporter
 from recipes.bench.workers import num_cores
-from recipes.evidence import stamp
 from recipes.image_config import ImageConfig
-from recipes.jobs import Reporter
 from recipes.lab.counted import counted, is_counted
 from recipes.lab.full_size import STUDIES, Config, Study
 from recipes.lab.replicas import ReplicaImageTrainer, ReplicaTextTrainer, Together
+from recipes.lab.study_runs import between_replicas
 from recipes.ranks import Stopped
 from recipes.run_folder import RunFolder
-from recipes.study_runs import between_replicas
 from recipes.training import Trainer
 
 __all__ = ["OutOfTime", "Timed", "train", "trainer_of"]

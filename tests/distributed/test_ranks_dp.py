@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from everyday import by_halves, slow, slow_after
 from methods import same_bits
+from models import plain_sgd as sgd
 from models import rows
 from runs import SCHEDULES, SINGLE, deep
 from test_ranks_faults import AT_ONCE_S, PATIENT_S, die, ends
@@ -77,11 +78,6 @@ def share_of(pipe, step, count=8):
     x, y = rows(count * pipe.num_replicas, step)
     own = slice(count * pipe.replica, count * (pipe.replica + 1))
     return x[own], y[own]
-
-
-def sgd(parameters):
-    """Without momentum, which some methods have themselves."""
-    return torch.optim.SGD(parameters, lr=0.1, weight_decay=1e-4)
 
 
 def train(pipe, steps, optimizer=None, *, batches=4, first=0):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from everyday import slow
 from methods import same_bits
-from models import images, rows
+from models import images, rows, sgd
 from runs import SCHEDULES, SINGLE, deep, deep_convnet, links_of
 from test_ranks_faults import AT_ONCE_S, PATIENT_S, die, ends, on_microbatch
 from torch import nn
@@ -36,10 +36,6 @@ def pipe_of(schedule=None, chunks=4, *, model=deep, alone=False, **kwargs):
     else:
         options.update(schedule=schedule, replicas=2, timeout=60.0)
     return mpcomp.pipeline(model(), chunks, **{**options, **kwargs})
-
-
-def sgd(pipe):
-    return torch.optim.SGD(pipe.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
 
 
 def share_of(pipe, x, y):

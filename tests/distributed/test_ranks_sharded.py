@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from everyday import slow_but
 from methods import same_bits
-from models import images, rows
+from models import adamw, images, rows
 from runs import SINGLE, deep, deep_convnet
 
 import mpcomp
@@ -30,10 +30,6 @@ def pipe_of(schedule=None, **kwargs):
     if "dp_comp" not in kwargs and "shard" not in kwargs:
         del options["network"]
     return mpcomp.pipeline(deep(), 4, **{**options, **kwargs})
-
-
-def adamw(pipe):
-    return torch.optim.AdamW(pipe.parameters(), lr=0.01)
 
 
 def share_of(pipe, step):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from everyday import by_halves, slow
 from lm_runs import check, gpt2, lm_run, lora, lora_late, make_lm, not_adapted, text
 from methods import same_bits
+from models import adamw
 from runs import links_of
 
 import mpcomp
@@ -41,10 +42,6 @@ def step(pipe, optimizer, batch, target=None, **kwargs):
     optimizer.step()
     optimizer.zero_grad()
     return loss
-
-
-def adamw(pipe):
-    return torch.optim.AdamW(pipe.parameters(), lr=0.01)
 
 
 def state_of(pipe):

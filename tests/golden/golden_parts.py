@@ -1,4 +1,4 @@
-"""Parts of the golden programs: exact patterns in place of a model's numbers, and a tape of hashes.
+"""Parts of `resume`: exact patterns in place of a model's numbers, and a tape of hashes.
 
 Nothing here looks into mpcomp, but for the tag of what ranks agree on. What is noted passes through
 torch: messages where `torch.distributed` takes them, tensors where a stage or a parameter gets
@@ -179,9 +179,7 @@ class Script:
     def reset(self) -> None:
         self.tape = Tape()
         self.step = 0
-        self.scale = 1.0
         self.replica = 0
-        self.infinite: frozenset[int] = frozenset()
         self.begin()
 
     def begin(self) -> None:
@@ -221,15 +219,10 @@ class Fixed(torch.autograd.Function):
         of_weight = None
         if ctx.needs_input_grad[1]:
             seeds = stage, SCRIPT.replica, microbatch, 2
-            of_weight = pattern(weight, *seeds, step=SCRIPT.step) * SCRIPT.scale
-            if SCRIPT.infinite and stage == 0:
-                of_weight[0, 0] = torch.inf
+            of_weight = pattern(weight, *seeds, step=SCRIPT.step)
         if not ctx.needs_input_grad[0]:
             return None, of_weight, None, None
-        of_x = pattern(x, stage, SCRIPT.replica, microbatch, 1, step=SCRIPT.step) * SCRIPT.scale
-        if stage in SCRIPT.infinite:
-            of_x.flatten()[0] = torch.inf
-            of_x[0] = torch.inf
+        of_x = pattern(x, stage, SCRIPT.replica, microbatch, 1, step=SCRIPT.step)
         SCRIPT.tape.following = f"{stage - 1} grad sent"
         return of_x, of_weight, None, None
 
@@ -248,15 +241,10 @@ class Block(nn.Module):
         self.number, self.last = number, last
         self.weight = nn.Parameter(pattern(torch.empty(shape), number, 3, step=0))
 
-    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         if isinstance(x, FakeTensor):  # mpcomp looks for shapes
             return x * 1.0
         return Fixed.apply(x, self.weight, self.number, self.last)
-
-
-def chain(length: int, shape: Sequence[int] = (1, 1)) -> nn.Sequential:
-    """So many stages in a row."""
-    return nn.Sequential(*(Block(i, i == length - 1, shape) for i in range(length)))
 
 
 def mean_loss(output: Tensor, target: Tensor) -> Tensor:
@@ -282,8 +270,6 @@ def in_processes(program: Path, num_ranks: int, *arguments: str) -> list[Any]:
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     kept = {k: v for k, v in os.environ.items() if k not in ("WORLD_SIZE", "RANK", "LOCAL_RANK")}
     environment = {**kept, **ENVIRONMENT, "PYTHONPATH": path}
-    for name in filter(None, os.environ.get("GOLDEN_WITHOUT", "").split(",")):
-        environment.pop(name, None)  # to see which entries depend on it
     with tempfile.TemporaryDirectory() as folder:
         processes, logs = [], []
         try:

@@ -1,13 +1,11 @@
 """The program behind the old checkpoints: training that begins, is saved, and goes on.
 
-``checkpoints/`` and ``resumed.json`` were written by the code of commit 02a0a23, before feedback at
-cuts, on ties and between replicas became one implementation::
+``checkpoints/`` was written by the code of commit 697b507, the form that 0.1.0 reads and writes::
 
-    python tests/golden/resume.py --write tests/golden/checkpoints > tests/golden/resumed.json
+    python tests/golden/resume.py --write tests/golden/checkpoints
 
-Never write them anew to get a test to pass: users have such files. (The hashes of what is sent were
-made anew for version 3 of messages, see ``program.py``.) What is printed is what that
-code went on with by itself; ``--load FOLDER`` goes on from the files instead.
+Once 0.1.0 is released, never write them anew to get a test to pass: users have such files.
+``resumed.json`` is what that code went on with, from the files (``--load FOLDER``) as by itself.
 """
 
 import argparse
@@ -20,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+#: The release whose kernels the bits of ``resumed.json`` are of.
+MADE_WITH_TORCH = "2.13"
 BEFORE, AFTER = 4, 3
 
 _CLOCK = "bandwidth_mbps=10:latency_ms=0.1:compute_ms=1"

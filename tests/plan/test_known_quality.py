@@ -8,7 +8,7 @@ import pytest
 
 from mpcomp.links.build import method_of
 from mpcomp.plan.known_quality import KNOWN, TASKS, UNITS, Known, known_of, methods_of
-from recipes.rate_quality import points_of
+from recipes.lab.rate_quality import points_of
 from recipes.run_folder import read_json_lines
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"

@@ -57,6 +57,19 @@ def png(pixels: np.ndarray) -> dict[str, bytes | None]:
 
 
 @pytest.fixture
+def sentences(tmp_path: Path) -> Callable[[int], str]:
+    """Writes a file of so many lines of text, and gives its name."""
+
+    def write(count: int) -> str:
+        file = tmp_path / "words.txt"
+        lines = (f"the {i} stage sends {i * i} to the next\n" for i in range(count))
+        file.write_text("".join(lines))
+        return str(file)
+
+    return write
+
+
+@pytest.fixture
 def tiny() -> Callable[..., ImageConfig]:
     """A run of seconds: few digits, a narrow model."""
 

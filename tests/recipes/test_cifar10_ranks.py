@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from endings import End, check_error, check_success, end_of, history, weights
 
-from recipes import cifar10, cifar10_study
+from recipes import cifar10
 from recipes import ranks as recipe_ranks
+from recipes.lab import cifar10_study
 from recipes.training import Trainer
 
 TINY = [

@@ -5,9 +5,10 @@ import json
 import pytest
 from endings import check_error, check_success, end_of
 
-from recipes import cifar10, replica_study, wikitext
+from recipes import cifar10, wikitext
+from recipes.lab import replica_study
+from recipes.lab.replica_study import ROWS, render
 from recipes.replica_log import PARTS, append_steps, plot_steps, read_steps
-from recipes.replica_study import ROWS, render
 
 TINY = [
     *("--data", "digits", "--width", "4", "--epochs", "2", "--batch-size", "16", "--chunks", "1"),

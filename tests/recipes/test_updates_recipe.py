@@ -26,11 +26,9 @@ TEXT = [
 
 
 @pytest.fixture
-def words(tmp_path):
+def words(sentences):
     """A file of text for 30 batches."""
-    file = tmp_path / "words.txt"
-    file.write_text("".join(f"the {i} stage sends {i * i} to the next\n" for i in range(60)))
-    return str(file)
+    return sentences(60)
 
 
 def recipes_of(*commands):

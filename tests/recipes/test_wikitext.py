@@ -112,7 +112,7 @@ def test_saved_model_is_a_plain_one(tmp_path, command, text):
     assert json.loads((tuned / "config.json").read_text())["split"] == "auto"
 
 
-@pytest.mark.slow  # every day the run of another optimizer, in test_optimizers.py
+@pytest.mark.slow  # every day that of images, in test_cifar10.py
 @pytest.mark.parametrize(
     "methods",
     [

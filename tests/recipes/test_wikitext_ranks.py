@@ -19,12 +19,10 @@ def text_recipe(*commands: list[str]) -> list[End]:
     return [end_of(wikitext.main, command) for command in commands]
 
 
-def test_two_processes_train_the_run_of_one(ranks, tmp_path):
+def test_two_processes_train_the_run_of_one(ranks, tmp_path, sentences):
     """Also where it is stopped and resumed; replicas share the blocks."""
-    words = tmp_path / "words.txt"
-    words.write_text("".join(f"the {i} stage sends {i * i} to the next\n" for i in range(30)))
     methods = ["--act", "aqsgd+quant:4", "--grad", "ef+topk:0.2", "--tie", "ef+topk:0.1"]
-    command = [*TINY, "--data", str(words), *methods, "--accumulate", "2"]
+    command = [*TINY, "--data", sentences(30), *methods, "--accumulate", "2"]
     parts, alone = tmp_path / "parts", tmp_path / "alone"
     *ended, mistaken = zip(
         *ranks(
@@ -54,12 +52,10 @@ def test_two_processes_train_the_run_of_one(ranks, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_processes_train_the_lstm_of_one(ranks, tmp_path):
+def test_two_processes_train_the_lstm_of_one(ranks, tmp_path, sentences):
     """Dropout and cuts as in one process; the model is saved whole."""
-    words = tmp_path / "words.txt"
-    words.write_text("".join(f"the {i} stage sends {i * i} to the next\n" for i in range(30)))
     model = ["--model", "lstm", "--hidden", "24", "--act", "topk:0.3", "--grad", "ef+quant:4"]
-    command = [*TINY, "--data", str(words), *model, "--epochs", "1"]
+    command = [*TINY, "--data", sentences(30), *model, "--epochs", "1"]
     both, alone = tmp_path / "both", tmp_path / "alone"
     ends = ranks(text_recipe, 2, [*command, "--out", str(both)])
     check_success([end for (end,) in ends])
@@ -73,11 +69,9 @@ def test_two_processes_train_the_lstm_of_one(ranks, tmp_path):
 
 
 @pytest.mark.slow
-def test_replicas_share_the_blocks(ranks, tmp_path):
-    words = tmp_path / "words.txt"
-    words.write_text("".join(f"the {i} stage sends {i * i} to the next\n" for i in range(30)))
+def test_replicas_share_the_blocks(ranks, tmp_path, sentences):
     out = tmp_path / "run"
-    command = [*TINY, "--data", str(words), "--replicas", "2", "--accumulate", "2"]
+    command = [*TINY, "--data", sentences(30), "--replicas", "2", "--accumulate", "2"]
     command += ["--batch-size", "8", "--act", "aqsgd+quant:4", "--epochs", "1", "--out", str(out)]
     check_success([ends[0] for ends in ranks(text_recipe, 4, command)])
     assert (out / "model" / "model.safetensors").exists()

@@ -130,7 +130,8 @@ def test_tables_say_what_is_doubtful():
 
 def test_rate_leaves_the_share_to_communication():
     # a ring of 4 sends 1.5 times the gradients: 12 Mbit, in 3 s, beside 1 s of computation
-    mbps = replica_turns.limiting_mbps(1.0, dense_bytes=1_000_000, num_replicas=4, share=0.75)
+    sends = replica_turns.ring_bytes(1_000_000, num_replicas=4)
+    mbps = replica_turns.rate_for(sends, 1.0, share=0.75)
     assert mbps == 3.0  # even if the step is no longer than these 3 s, 0.67 of it; so 4 s:
     assert 12 / mbps == pytest.approx(1.0 / (1 - 0.75))
 

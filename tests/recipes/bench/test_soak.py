@@ -54,9 +54,10 @@ def test_too_few_steps_are_refused(capsys):
 @pytest.mark.slow
 def test_a_short_soak(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(soak, "GROWTH", 0.1)  # a heap takes longer to come to rest
+    monkeypatch.setattr(soak, "LOOKS", 100)
     out = tmp_path / "soak.json"
     methods = ["aqsgd:location={slots}+quant:4", "dp: dgc:0.1"]
-    soak.main(["--steps", "400", "--methods", *methods, "--out", str(out)])
+    soak.main(["--steps", "200", "--methods", *methods, "--out", str(out)])
     rows = json.loads(out.read_text())["soak"]
     assert [row["method"] for row in rows] == methods
     assert all(row["last_loss"] < row["first_loss"] for row in rows)

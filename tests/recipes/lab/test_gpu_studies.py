@@ -9,10 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from everyday import slow
 
-from recipes.account import account_of
 from recipes.lab import estimate, gpu_studies, studies_report
+from recipes.lab.account import account_of
 from recipes.lab.full_size import STUDIES
 from recipes.lab.timed import train
 from recipes.run_folder import append_json_line, read_json_lines
@@ -46,27 +45,8 @@ WANTED = {(name, row, 0) for name, study in STUDIES.items() for row in study.toy
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("studies", [["gpt2-tied"], slow(list(STUDIES))], ids=["one", "all"])
-def test_dry(tmp_path, studies):
-    """The whole command at toy sizes: every study that has a toy row."""
-    run = begun(tmp_path, "--studies", *studies)
-    printed, _ = run.communicate()
-    assert run.returncode == 0, printed
-    assert sorted(rows_of(tmp_path)) == sorted(each for each in WANTED if each[0] in studies)
-    assert not any((tmp_path / "left").glob("*"))
-    for line in read_json_lines(tmp_path / "rows.jsonl"):
-        assert line[STUDIES[line["study"]].metric.on] > 0 and line["from"]["code"]
-        assert line["counted"] == ("auto" in line["row"])
-        if line["study"] == "gpt2-tied":
-            account = account_of(line)
-            assert not account.ties.wire_bytes and account.cuts.wire_bytes > 0
-            assert account.whole.wire_bytes == line["wire_bytes"]
-    assert "gpt2-tied: GPT-2 124M from scratch" in printed
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_a_killed_command_keeps_its_rows_and_goes_on(tmp_path):
+    """The whole command at toy sizes: every study that has a toy row."""
     killed = begun(tmp_path)
     while killed.stdout.readline().rpartition(": ")[2] != "finished\n":
         assert killed.poll() is None
@@ -76,9 +56,19 @@ def test_a_killed_command_keeps_its_rows_and_goes_on(tmp_path):
     assert kept and set(kept) < WANTED
     again = begun(tmp_path)
     printed, _ = again.communicate()
+    assert again.returncode == 0, printed
     assert f"{len(kept)} runs are finished" in printed
     assert rows_of(tmp_path)[: len(kept)] == kept
     assert sorted(rows_of(tmp_path)) == sorted(WANTED)
+    assert not any((tmp_path / "left").glob("*"))
+    for line in read_json_lines(tmp_path / "rows.jsonl"):
+        assert line[STUDIES[line["study"]].metric.on] > 0 and line["from"]["code"]
+        assert line["counted"] == ("auto" in line["row"])
+        if line["study"] == "gpt2-tied":
+            account = account_of(line)
+            assert not account.ties.wire_bytes and account.cuts.wire_bytes > 0
+            assert account.whole.wire_bytes == line["wire_bytes"]
+    assert "gpt2-tied: GPT-2 124M from scratch" in printed
 
 
 @pytest.mark.gpu
@@ -121,7 +111,7 @@ def _signals():
 @pytest.mark.usefixtures("_signals")
 @pytest.mark.parametrize(
     ("name", "row"),
-    [("gpt2-tied", "auto:scratch"), slow("replicas-lstm", "ConEF 90 %"), slow("cifar10", "bf16")],
+    [("gpt2-tied", "auto:scratch"), ("replicas-lstm", "ConEF 90 %"), ("cifar10", "bf16")],
 )
 def test_a_run_that_was_cut_off_goes_on_as_if_it_had_not_been(name, row, tmp_path):
     def run(folder, looks):
@@ -151,7 +141,7 @@ def test_what_is_too_large_to_be_carried_begins_anew(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "row"),
-    [slow(*each) for each in ALL if (*each, 0) not in WANTED],  # which `test_dry` trains
+    [each for each in ALL if (*each, 0) not in WANTED],  # which the whole command trains
     ids=lambda each: str(each).replace(" ", "-"),
 )
 def test_every_row_trains_at_its_toy_size(name, row, tmp_path):
@@ -211,7 +201,6 @@ def test_a_run_that_has_ended_after_all_is_not_called_unfinished():
     assert "not finished" not in text and "100.00" in text
 
 
-@pytest.mark.slow
 def test_the_plan(tmp_path):
     given = options(tmp_path, studies=["replicas-lstm"], rows=["dense", "EF"], dry_run=False)
     given.tokenizer = "bpe"

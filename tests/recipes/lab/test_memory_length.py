@@ -5,11 +5,10 @@ import random
 import pytest
 import torch
 
-from mpcomp.links.build import method_of
 from recipes.lab import memory_length
-from recipes.lab.memory_length import ROWS, LengthConfig, load
+from recipes.lab.memory_length import LengthConfig, load
+from recipes.lab.study_table import interval
 from recipes.run_folder import read_json_lines
-from recipes.study_table import interval
 
 
 @pytest.fixture(scope="module")
@@ -28,12 +27,6 @@ SMALL = {"seq_len": 12, "first_steps": 4, "tuned_blocks": 16, "eval_limit": 5}
 
 def config_of(texts, **more):
     return LengthConfig(data=texts[0], tuned_on=texts[1], **{**SMALL, **more})
-
-
-@pytest.mark.parametrize("row", ROWS)
-def test_rows_are_methods_of_cuts(row):
-    method_of("act_comp", ROWS[row].act)
-    method_of("grad_comp", ROWS[row].grad)
 
 
 def test_runs_begin_with_the_same_model_and_blocks(texts):

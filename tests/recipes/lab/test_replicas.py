@@ -13,24 +13,25 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from methods import same_bits
+from models import plain_sgd as sgd
 from ranks import preload
 from torch import nn
 
 import mpcomp
 from mpcomp import ReplicaNetwork
 from mpcomp.data_parallel.methods import replica_method_of
-from recipes import cifar10, conef_study, replica_study, study_runs, wikitext
+from recipes import cifar10, wikitext
 from recipes.image_config import ImageConfig
-from recipes.lab import thread_group
+from recipes.lab import conef_study, replica_study, study_runs, thread_group
 from recipes.lab.replicas import ReplicaImageTrainer, ReplicaTextTrainer
+from recipes.lab.study import line_of
+from recipes.lab.study_runs import own_settings
 from recipes.lab.together import InOneProcess
 from recipes.ranks import joined
 from recipes.run_folder import RunFolder
-from recipes.study import line_of
-from recipes.study_runs import own_settings
 from recipes.text_config import TextConfig
 
-preload("recipes.study_runs", "transformers.models.gpt2.modeling_gpt2")
+preload("recipes.lab.study_runs", "transformers.models.gpt2.modeling_gpt2")
 
 #: GraVAC's links are described: a clock on the wall never says the same twice.
 SPECS = [
@@ -64,10 +65,6 @@ def net():
     torch.manual_seed(0)
     layers = {"conv": nn.Conv2d(3, 7, 3), "relu": nn.ReLU(), "flat": nn.Flatten()}
     return nn.Sequential(OrderedDict(layers, one=nn.Linear(252, 19), two=nn.Linear(19, 5)))
-
-
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1, weight_decay=1e-4)
 
 
 def share_of(replica, num_replicas, step):
