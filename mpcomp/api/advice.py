@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import stages as staging
+from mpcomp.core.threads import num_cores
 from stages.hints import listing
 
 __all__ = ["advise_on_cut", "advise_on_threads", "advise_on_ties", "num_cores"]
@@ -96,10 +97,3 @@ def advise_on_threads(local_ranks: int) -> None:
             f"would run {threads} threads here. " + cure.format(1, 1),
             stacklevel=4,
         )
-
-
-def num_cores() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
