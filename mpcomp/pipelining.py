@@ -72,9 +72,9 @@ def compressed(
     first = listed[0]._resolve_peer_global_rank(0)
     cuts = boundaries_of(act, grad, names, seed=seed, replica=first, warmup_steps=warmup_steps)
     for link in (link for cut in cuts for link in cut.links):
-        scaled = link.feedback is not None and link.feedback.lr_scaled
+        scaled = getattr(link.method, "lr_scaled", False)
         for lacks, what in (
-            (link.adaptive is not None, "sums over all ranks: give a fixed ratio here"),
+            (link.method.adapts, "sums over all ranks: give a fixed ratio here"),
             (link.method.by_sample and not ids, "ids=f: f() gives the ids of the batch's samples"),
             (scaled and not lr, "lr=f: f() gives the learning rate"),
         ):

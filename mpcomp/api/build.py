@@ -28,6 +28,7 @@ from mpcomp.compressors import Compressor
 from mpcomp.core.loss import LossFn
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.data_parallel.network import ReplicaNetwork
+from mpcomp.feedback import Feedback
 from mpcomp.links.boundary import Boundary
 from mpcomp.links.build import MethodLike, Methods, boundaries_of, tie_method_of
 from mpcomp.links.link import Link
@@ -172,8 +173,9 @@ def pipeline(
 
 def _must_round_alike(link: Link) -> bool:
     """Whether both ends keep one estimate, which GPUs of two models may come to differently."""
-    method = link.feedback
-    if method is None or not method.mirrors(TensorMeta((1, 1))):
+    method: Any = link.method
+    method = method.inner if method.adapts else method
+    if not isinstance(method, Feedback) or not method.mirrors(TensorMeta((1, 1))):
         return False
     return any(coder.multiplies for coder in method.coders)
 
