@@ -27,20 +27,21 @@ class StrictChannel(NCCLChannel):
 
     def start_receive(self, room: Tensor, microbatch: int) -> list[Any]:
         arriving = torch.empty(NOTE_BYTES + room.numel(), dtype=torch.uint8)
-        (work,) = super().start_receive(arriving, microbatch)
-        return [Checked(work, arriving, room, (microbatch, room.numel()), self.name)]
+        works = super().start_receive(arriving, microbatch)
+        return [Checked(works, arriving, room, (microbatch, room.numel()), self.name)]
 
 
 class Checked:
     """A receive that ends with an error where what arrives is not what is waited for."""
 
     def __init__(
-        self, work: Any, arriving: Tensor, room: Tensor, due: tuple[int, int], name: str
+        self, works: list[Any], arriving: Tensor, room: Tensor, due: tuple[int, int], name: str
     ) -> None:
-        self.work, self.arriving, self.room, self.due, self.name = work, arriving, room, due, name
+        self.works, self.arriving, self.room, self.due, self.name = works, arriving, room, due, name
 
     def wait(self, timeout: timedelta) -> None:
-        self.work.wait(timeout)
+        for work in self.works:
+            work.wait(timeout)
         said = tuple(self.arriving[:NOTE_BYTES].view(torch.int64).tolist())
         assert said == self.due, f"{self.name}: (microbatch, bytes) {said}, awaited {self.due}"
         self.room.copy_(self.arriving[NOTE_BYTES:])

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import stages as staging
+from mpcomp.core.threads import num_cores
 from stages.hints import listing
 
 __all__ = [
@@ -129,10 +130,3 @@ def advise_on_sequences(model: nn.Module) -> None:
         "this layer, and takes rows first itself, all is well",
         stacklevel=4,
     )
-
-
-def num_cores() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

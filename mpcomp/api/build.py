@@ -25,15 +25,19 @@ from mpcomp.api.launch import DistributedLaunch, Launch, LocalLaunch
 from mpcomp.api.learned_loss import check_loss, place_loss
 from mpcomp.api.pipeline import Pipeline
 from mpcomp.checkpoint.weights import check_weights, load_weights, refuse_part_for_whole, to_meta
+from mpcomp.comm.devices import model_of
 from mpcomp.comm.mesh import launched
 from mpcomp.compressors import Compressor
 from mpcomp.core.embeddings import check_dense_gradients, check_max_norm, check_whole_batches
 from mpcomp.core.loss import LossFn
+from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.data_parallel.network import ReplicaNetwork
 from mpcomp.engines.distributed import DistributedEngine
 from mpcomp.engines.first_data import FirstData
+from mpcomp.feedback import Feedback
 from mpcomp.links.boundary import Boundary
 from mpcomp.links.build import MethodLike, Methods, boundaries_of, tie_method_of
+from mpcomp.links.link import Link
 from mpcomp.links.tied_weights import TiedWeights, ties_of
 from stages.split import Where
 
@@ -173,6 +177,15 @@ def pipeline(
     return build(model, PipelineConfig(**given))
 
 
+def _must_round_alike(link: Link) -> bool:
+    """Whether both ends keep one estimate, which GPUs of two models may come to differently."""
+    method: Any = link.method
+    method = method.inner if method.adapts else method
+    if not isinstance(method, Feedback) or not method.mirrors(TensorMeta((1, 1))):
+        return False
+    return any(coder.multiplies for coder in method.coders)
+
+
 def build(model: nn.Module, config: PipelineConfig) -> Pipeline:
     """The pipeline of a configuration; see `pipeline`."""
     launch: Launch
@@ -207,10 +220,12 @@ def build(model: nn.Module, config: PipelineConfig) -> Pipeline:
         check_weights([cut[i] for i in own], config.weights)
         exchanged = [tie for tie in ties if isinstance(tie, TiedWeights)]
         crossings: list[Boundary | TiedWeights] = [*boundaries, *exchanged]
-        plan = {
+        plan: dict[str, Any] = {
             "methods": [[str(link.method) for link in each.links] for each in crossings],
             "formats": [[link.format for link in each.links] for each in crossings],
         }
+        if any(_must_round_alike(link) for each in crossings for link in each.links):
+            plan["GPU"] = model_of(launch.device_of(own[0]))
     launch.connect(cut, plan)
     if 0 in own and launch.replica == 0:  # one rank speaks for all
         if config.split is None or isinstance(config.split, int):

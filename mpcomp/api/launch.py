@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -23,6 +22,7 @@ from torch import nn
 
 import stages as staging
 from mpcomp.api.config import PipelineConfig
+from mpcomp.comm.devices import device_of_rank
 from mpcomp.comm.handshake import announcing_failure, exchange, shake_hands, show_secret
 from mpcomp.comm.joining import join
 from mpcomp.comm.mesh import ProcessMesh
@@ -220,7 +220,7 @@ class DistributedLaunch(Launch):
         super().__init__(config)
         self._schedule = schedule_named(config.schedule)
         device = device_of_rank(config.devices)
-        join(device, config.timeout)
+        join(device, config.timeout, shares=config.devices is not None)
         self.mesh = ProcessMesh(config.replicas, config.timeout, device)
         show_secret(self.mesh)
         self.replica = self.mesh.replica
@@ -445,42 +445,14 @@ def _check_times(of_ranks: Sequence[Any]) -> None:
             )
 
 
-def device_of_rank(
-    given: str | torch.device | Sequence[str | torch.device] | None,
-) -> torch.device:
-    """This rank's device: as given, or a GPU for each process of a machine that has GPUs.
-
-    Raises:
-        ValueError: fewer devices than ranks.
-    """
-    if isinstance(given, str | torch.device):
-        return torch.device(given)
-    if given is not None:
-        rank = int(os.environ.get("RANK", "0"))
-        if torch.distributed.is_initialized():
-            rank = torch.distributed.get_rank()
-        if not rank < len(given):
-            raise ValueError(
-                f"{len(given)} devices, but this is rank {rank}: give one for each rank, or one "
-                "for all"
-            )
-        return torch.device(given[rank])
-    local_rank, num_gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    if not num_gpus:
-        return torch.device("cpu")
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", str(local_rank + 1)))
-    if here > num_gpus:
-        raise ValueError(
-            f"devices: there are {here} processes on this machine, but torch sees {num_gpus} of "
-            "its GPUs; start one process for each, or pass devices='cpu', or 'cuda:0' for all to "
-            "share that one"
-        )
-    return torch.device("cuda", local_rank)
-
-
 def _check_there(device: torch.device) -> None:
-    """Raises ValueError if a device is of CUDA and torch has none of that number."""
-    if device.type != "cuda":
+    """Raises ValueError if a device is none that is computed on, or is not there."""
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(
+            f"devices: {str(device)!r}: stages and messages are on 'cpu' or 'cuda' (which is what "
+            "torch calls AMD's GPUs, too); nothing has been tried on others"
+        )
+    if device.type == "cpu":
         return
     count = torch.cuda.device_count()
     if (device.index or 0) < count:

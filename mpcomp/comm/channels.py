@@ -82,7 +82,9 @@ class LocalChannel(Channel):
         pass
 
     def send(self, microbatch: int, message: Tensor) -> None:
-        self._messages[microbatch] = message.to(self.device, non_blocking=True)
+        # To host memory without waiting, it would be read before it is there.
+        waits = self.device.type == "cpu"
+        self._messages[microbatch] = message.to(self.device, non_blocking=not waits)
 
     def send_nothing(self, microbatch: int, num_bytes: int) -> None:
         self._messages[microbatch] = None

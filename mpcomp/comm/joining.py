@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from mpcomp.comm import reach
+from mpcomp.comm.devices import backend_of, device_of_rank, identity_of
 from mpcomp.comm.failures import PeerError, first_line
 from mpcomp.comm.handshake import announcing_failure, exchange, show_secret
 from mpcomp.comm.mesh import connecting, meet
@@ -42,22 +43,28 @@ class Ranks:
     secret: Secret | None = None
 
 
-def join(device: torch.device, timeout_s: float, *, patience_s: float = 300.0) -> None:
+def join(
+    device: torch.device, timeout_s: float, *, patience_s: float = 300.0, shares: bool = True
+) -> None:
     """Joins torchrun's other processes, unless that has been done.
 
     Args:
-        device: of this rank.
+        device: of this rank; a GPU becomes torch's current one.
         timeout_s: of a wait for another rank.
         patience_s: the least that ranks may take to come, as some have more to load than others.
+        shares: whether two ranks may have one GPU, as where somebody has said so.
 
     Raises:
         ValueError: this process was not started by torchrun; or, on every rank, one shows no
-            secret, or waits where no other machine finds it.
+            secret, waits where no other machine finds it, or has another's GPU.
         PeerError: a rank failed or did not come, or the store does not answer.
     """
+    if device.type == "cuda":
+        if device.index is None:
+            device = device_of_rank(None)
+        torch.cuda.set_device(device)  # or what asks for the current one would go to another's
     if dist.is_initialized():
         return
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
     seconds = max(timeout_s, patience_s)
     try:
         store, rank, size = meet(seconds)
@@ -70,10 +77,33 @@ def join(device: torch.device, timeout_s: float, *, patience_s: float = 300.0) -
     ranks = Ranks(PrefixStore(f"join/{next(_counter)}", store), rank, size, seconds)
     show_secret(ranks)
     _check_addresses(ranks)
+    identities = _identities(ranks, device, shares)
     with connecting(rank, seconds):
         dist.init_process_group(
-            backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=seconds)
+            backend_of(identities),
+            store=store,
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=seconds),
         )
+
+
+def _identities(ranks: Ranks, device: torch.device, shares: bool) -> list[str]:
+    """Names of all ranks' GPUs; raises ValueError on all if two have one that must not."""
+    found = exchange(ranks, "device", [identity_of(device), shares])
+    for rank, said in enumerate(found):
+        if not (isinstance(said, list) and [type(each) for each in said] == [str, bool]):
+            raise ValueError(f"rank {rank} says {said!r:.80} in place of its device")
+    identities = [identity for identity, _ in found]
+    for rank, (identity, may) in enumerate(found):
+        first = identities.index(identity)
+        if identity and first != rank and not (may and found[first][1]):
+            raise ValueError(
+                f"devices: ranks {first} and {rank} see one GPU alone, the same one ({identity}): "
+                "let each process see another (CUDA_VISIBLE_DEVICES), or pass devices='cuda:0' for "
+                "all to share it"
+            )
+    return identities
 
 
 def _rendezvous() -> str:

@@ -2,7 +2,8 @@
 
 NCCL has rules that gloo has not. Both ends must name one length. There are no tags: messages
 arrive in the order in which they were sent. A group's communicator is made by its first operation,
-for which both ranks must come. A receive that is started occupies the GPU until it ends.
+for which both ranks must come; sends and receives in a batch, if only of one, take the group's own,
+and others a second one. A receive that is started occupies the GPU until it ends.
 """
 
 from __future__ import annotations
@@ -32,10 +33,13 @@ class NCCLChannel(GroupChannel):
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def start_receive(self, room: Tensor, microbatch: int) -> list[Any]:
-        return [dist.irecv(room, src=self.peer, group=self.group)]
+        return self._begin(dist.irecv, room)
 
     def start_send(self, message: Tensor, microbatch: int) -> tuple[Tensor, list[Any]]:
-        return message, [dist.isend(message, dst=self.peer, group=self.group)]
+        return message, self._begin(dist.isend, message)
+
+    def _begin(self, kind: Callable[..., Any], x: Tensor) -> list[Any]:
+        return dist.batch_isend_irecv([dist.P2POp(kind, x, self.peer, self.group)])
 
     def send_nothing(self, microbatch: int, num_bytes: int) -> None:
         self.send(microbatch, no_tensor(num_bytes).to(self.device))

@@ -84,6 +84,8 @@ class Compressor(SpecValue, ABC):
     #: Whether the method works on a matrix, not on elements one by one: between replicas it is
     #: given [first dim, product of the rest], others one row of all elements.
     by_matrix: bool = False
+    #: Whether `decompress` multiplies matrices, which GPUs of two models may round otherwise.
+    multiplies: bool = False
     #: Whether a generator is read at all; what reads none need not be given one.
     draws: bool = True
     #: Whether `decompress` reads the generator, so that all ends must be given equal ones.

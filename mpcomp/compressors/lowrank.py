@@ -51,6 +51,7 @@ class LowRank(Compressor):
     iterations: int = 1
     spec: ClassVar[str] = "lowrank"
     by_matrix = True
+    multiplies = True
 
     def __post_init__(self) -> None:
         if type(self.rank) is not int or self.rank < 1:

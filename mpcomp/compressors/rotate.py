@@ -130,6 +130,11 @@ class Rotate(Compressor):
         return self.inner.by_matrix
 
     @property
+    def multiplies(self) -> bool:  # type: ignore[override]
+        """Whether the inner compressor does."""
+        return self.inner.multiplies
+
+    @property
     def draws(self) -> bool:  # type: ignore[override]
         """Whether the inner compressor does."""
         return self.inner.draws

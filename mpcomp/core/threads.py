@@ -1,5 +1,8 @@
 """Loops over large arrays on several threads: machine code runs without the interpreter's lock.
 
+They are not torch's threads. Beside a GPU the coder has the machine's cores, shared by its ranks:
+torchrun gives torch one thread, which is for computing on CPUs.
+
 Slices follow from the shape alone, never from the machine, so that what is made of each does too.
 """
 
@@ -13,11 +16,15 @@ from typing import TypeVar
 
 import torch
 
-__all__ = ["each", "slices_of"]
+from mpcomp.core.launchers import local_size
+
+__all__ = ["each", "num_cores", "num_threads", "slices_of"]
 
 T = TypeVar("T")
 R = TypeVar("R")
 
+#: Environment variable with the number of the coder's threads.
+_THREADS = "MPCOMP_THREADS"
 # Elements of a slice: milliseconds of coding, beside which the handing over to a thread is nothing.
 _ELEMENTS = 1 << 20
 
@@ -37,16 +44,39 @@ def slices_of(num_rows: int, num_columns: int, together: int = 1) -> list[slice]
 
 
 def each(function: Callable[[T], R], items: Sequence[T]) -> list[R]:
-    """The function's results, in the order of the items, on as many threads as torch may use.
+    """The function's results, in the order of the items, on `num_threads` threads.
 
     Args:
         function: machine code for the most part. It calls `each` for no more than one item.
         items: its arguments.
     """
-    num_threads = min(torch.get_num_threads(), len(items))
-    if num_threads <= 1:
+    threads = num_threads() if len(items) > 1 else 1
+    if threads == 1:
         return [function(item) for item in items]
-    return list(_pool(torch.get_num_threads()).map(function, items))
+    return list(_pool(threads).map(function, items))
+
+
+def num_threads() -> int:
+    """Threads of the coder: `MPCOMP_THREADS`; else beside a GPU this rank's cores, else torch's.
+
+    Raises:
+        ValueError: `MPCOMP_THREADS` is no number of threads.
+    """
+    given = os.environ.get(_THREADS)
+    if given is not None:
+        if not given.isdecimal() or not int(given):
+            raise ValueError(f"{_THREADS}={given!r}: expected a whole number of threads, 1 or more")
+        return int(given)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return max(1, num_cores() // (local_size() or 1))
+    return torch.get_num_threads()
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 @functools.cache

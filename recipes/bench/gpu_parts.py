@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from mpcomp.plan import measure_coding
-from recipes.bench.decoder import SIZES, Size, activation_of
 from recipes.bench.jobs import Reporter
 from recipes.bench.workers import num_cores
+from recipes.decoder import SIZES, Size, activation_of
 from stages.clock import now
 
 __all__ = ["DRY_SIZE", "coding", "device_of", "machine", "result_of", "tests"]

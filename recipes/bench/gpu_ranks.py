@@ -22,12 +22,12 @@ import mpcomp
 from mpcomp.api.build import pipeline as pipeline_of
 from mpcomp.api.pipeline import Pipeline
 from mpcomp.core.tensor_meta import TensorMeta
-from recipes.bench.decoder import SIZES, decoder, equal_stages, token_batch, token_loss
 from recipes.bench.gpu_forks import GLOO, NCCL, alone, together
 from recipes.bench.gpu_messages import traced
 from recipes.bench.gpu_parts import DRY_SIZE, device_of
 from recipes.bench.jobs import Reporter
 from recipes.bench.workers import num_cores
+from recipes.decoder import SIZES, decoder, equal_stages, token_batch, token_loss
 from stages.clock import now
 
 __all__ = ["nccl", "pipeline", "why_not"]

@@ -20,7 +20,7 @@ from mpcomp.plan import Coding, measure_coding
 from mpcomp.plan.planner import tie_cost
 from recipes.bench import workers
 from recipes.bench.accelerator import WaitingBlock, WaitingHead, loss_of_mixtures
-from recipes.bench.decoder import decoder, equal_stages, token_batch, token_loss
+from recipes.decoder import decoder, equal_stages, token_batch, token_loss
 
 REFERENCE: Final = "torch fp32"
 

@@ -17,9 +17,9 @@ from torch.distributed.fsdp import fully_shard
 import mpcomp
 from mpcomp.data_parallel.compress import ShardedGradients
 from recipes.bench import workers
-from recipes.bench.decoder import Block, decoder, token_loss
 from recipes.bench.replica_variants import ALONE, MPCOMP, Variant, endless
 from recipes.bench.replica_worker import OpenVariants
+from recipes.decoder import Block, decoder, token_loss
 from recipes.tokens import Blocks, TokenLoader
 
 REFERENCE: Final = "torch FSDP2"

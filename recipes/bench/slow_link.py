@@ -39,7 +39,6 @@ from typing import Any, Final, NamedTuple
 
 from tqdm import tqdm
 
-from recipes.bench.decoder import equal_stages
 from recipes.bench.link_report import (
     changes_of,
     cores_shared,
@@ -61,6 +60,7 @@ from recipes.bench.workers import (
     work,
     write,
 )
+from recipes.decoder import equal_stages
 
 MODULE: Final = "recipes.bench.slow_link"
 

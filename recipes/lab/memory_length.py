@@ -31,8 +31,8 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 from mpcomp.core.traffic import LAGS
-from recipes.bench.decoder import decoder, token_loss
 from recipes.config import seeded
+from recipes.decoder import decoder, token_loss
 from recipes.lab import finetune_study
 from recipes.lab.account import FORMER
 from recipes.lab.cut_grid import (

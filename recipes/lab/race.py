@@ -26,8 +26,8 @@ from tqdm import tqdm
 
 import mpcomp
 from mpcomp.engines.updates import StashedWeights, Updates, lag_of
-from recipes.bench.decoder import SIZES, Size, decoder, equal_stages, token_loss
 from recipes.config import RunConfig, check_choice
+from recipes.decoder import SIZES, Size, decoder, equal_stages, token_loss
 from recipes.lab.rivals.learned_basis import LearnedBasisDecoder
 from recipes.lab.rivals.subspace import SubspaceDecoder
 from recipes.lab.rivals.wire import NUMBER_BYTES

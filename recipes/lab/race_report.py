@@ -9,7 +9,7 @@ from typing import Any, Final
 from tabulate import tabulate
 
 from mpcomp.plan import Coding
-from recipes.bench.decoder import SIZES
+from recipes.decoder import SIZES
 from recipes.lab.race import smoothed
 from recipes.lab.race_speed import Bits, Links, benchmark_step_s, step_s
 from recipes.lab.study import Line

@@ -15,7 +15,8 @@ import torch
 
 from mpcomp.plan import Coding, Compute, CutCost, Messages, Network, measure_coding, predict
 from mpcomp.plan.network import FIRST_WINDOW, PACKET_SHARE
-from recipes.bench.decoder import (
+from recipes.bench.workers import machine
+from recipes.decoder import (
     SIZES,
     Size,
     activation_of,
@@ -24,7 +25,6 @@ from recipes.bench.decoder import (
     token_batch,
     token_loss,
 )
-from recipes.bench.workers import machine
 from recipes.placement import device_name
 from stages.clock import now
 

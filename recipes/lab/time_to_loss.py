@@ -15,9 +15,9 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from recipes.bench.decoder import SIZES
 from recipes.bench.gpu_parts import METHODS
 from recipes.bench.workers import write
+from recipes.decoder import SIZES
 from recipes.lab.race import RaceConfig, load, race
 from recipes.lab.race_report import ASYNCHRONOUS, render
 from recipes.lab.race_speed import measure

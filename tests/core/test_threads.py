@@ -59,3 +59,39 @@ def test_random_numbers_are_the_same_in_slices(monkeypatch):
     whole = draw()
     monkeypatch.setattr(threads, "_ELEMENTS", 1000)
     assert len(threads.slices_of(numel, 1)) > 30 and torch.equal(draw(), whole)
+
+
+#: Environment, threads of torch, cores, whether it computes on a GPU; threads of the coder.
+MACHINES = {
+    "a CPU": ({}, 3, 16, False, 3),
+    "a CPU under torchrun": ({"LOCAL_WORLD_SIZE": "4"}, 1, 16, False, 1),
+    "a GPU": ({}, 1, 16, True, 16),
+    "a GPU each, torchrun": ({"LOCAL_WORLD_SIZE": "4"}, 1, 16, True, 4),
+    "a GPU each, mpirun": ({"OMPI_COMM_WORLD_LOCAL_SIZE": "3"}, 1, 16, True, 5),
+    "more ranks than cores": ({"LOCAL_WORLD_SIZE": "8"}, 1, 2, True, 1),
+    "as somebody says": ({"LOCAL_WORLD_SIZE": "8", "MPCOMP_THREADS": "6"}, 1, 2, True, 6),
+    "as somebody says, a CPU": ({"MPCOMP_THREADS": "2"}, 8, 8, False, 2),
+}
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_the_coder_has_threads_of_its_own(monkeypatch, machine):
+    environment, of_torch, cores, on_gpu, expected = MACHINES[machine]
+    for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPCOMP_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: of_torch)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: on_gpu)
+    monkeypatch.setattr(threads, "num_cores", lambda: cores)
+    assert threads.num_threads() == expected
+    seen = threads.each(lambda _: threading.current_thread().name, list(range(4 * expected)))
+    assert len(set(seen)) <= expected
+    assert (seen[0] == threading.current_thread().name) == (expected == 1)
+
+
+@pytest.mark.parametrize("text", ["0", "", "-1", "two", "1.5", "²"])
+def test_a_number_of_threads_that_is_none(monkeypatch, text):
+    monkeypatch.setenv("MPCOMP_THREADS", text)
+    with pytest.raises(ValueError, match=f"MPCOMP_THREADS='{text}': expected a whole number"):
+        threads.each(abs, [-1, -2])

@@ -23,12 +23,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from recipes.bench.decoder import Block, Embedding, Head
+from recipes.decoder import Block, Embedding, Head
 from recipes.lab.rivals.wire import crossing
 
 
 class LearnedBasisDecoder(nn.Module):
-    """The decoder of `recipes.bench.decoder`, a block a stage, with a learned basis at each cut.
+    """The decoder of `recipes.decoder`, a block a stage, with a learned basis at each cut.
 
     Args:
         num_blocks: also the number of stages.

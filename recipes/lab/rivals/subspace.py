@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from recipes.bench.decoder import Block, Head
+from recipes.decoder import Block, Head
 from recipes.lab.rivals.wire import crossing
 
 
@@ -38,7 +38,7 @@ class SubspaceDecoder(nn.Module):
     """A decoder with a block a stage, whose cuts carry ``rank`` numbers a token.
 
     The parameters that the constraint saves go into a wider feed-forward part, so that a block has
-    as many as one of `recipes.bench.decoder`; the last block, behind the last cut, is such a one.
+    as many as one of `recipes.decoder`; the last block, behind the last cut, is such a one.
 
     Args:
         num_blocks: also the number of stages.

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mpcomp.plan import Coding
-from recipes.bench.decoder import SIZES
+from recipes.decoder import SIZES
 from recipes.lab import time_to_loss
 from recipes.lab.race import RaceConfig, steps_to
 from recipes.lab.race_report import render

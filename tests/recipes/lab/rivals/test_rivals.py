@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from recipes.bench.decoder import decoder, token_batch, token_loss
+from recipes.decoder import decoder, token_batch, token_loss
 from recipes.lab.rivals import learned_basis, subspace
 from recipes.lab.rivals.learned_basis import LearnedBasisDecoder, polar
 from recipes.lab.rivals.subspace import SubspaceDecoder
