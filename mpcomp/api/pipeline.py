@@ -25,7 +25,6 @@ from mpcomp.api.first_data import FirstData
 from mpcomp.api.generation import generate
 from mpcomp.api.gradient_hooks import hooks_once
 from mpcomp.api.learned_loss import LeafCheck
-from mpcomp.api.loss_probe import measure_losses
 from mpcomp.api.memory_estimate import state_bytes
 from mpcomp.api.original_names import OriginalNames
 from mpcomp.api.pilot import MethodPair, Pilot, compare
@@ -467,11 +466,6 @@ class Pipeline(OriginalNames):
         self._finish_step()
         sizes = self._microbatch_rows(batch, train)
         step = self._step(sizes, batch, sample_ids, train)
-        if any(state.measures_losses for state in self.adaptation.states):
-            raise ValueError(
-                "pipe(x) with gradients and gain='loss', which is measured by the loss function: "
-                "train with pipe.forward_backward(x, y), or use gain='energy' or 'centred'"
-            )
         parts = scatter(batch, sizes)
         self._begin_adaptation(parts)
         self._open, self._began = step, time.perf_counter()
@@ -649,17 +643,6 @@ class Pipeline(OriginalNames):
             # A scaler is made by its first loss, but `unscale_` and `update` need it on all ranks.
             self.scaler.scale(torch.zeros((), device=self.mesh.device))
         self._begin_adaptation(parts)
-        with self._undone_on_error(False):
-            measure_losses(
-                self.adaptation,
-                self.engine,
-                self.stages,
-                parts,
-                targets,
-                step,
-                self._loss_fn,
-                compares=self.first_data is None,
-            )
         with ExitStack() as stack:
             stack.enter_context(hooks_once(self.with_loss.named_parameters()))
             if self._tracing is not None:
@@ -700,7 +683,7 @@ class Pipeline(OriginalNames):
             self._told += Sent(told)
             return replace(made, same=(updates,))
         first.refuse("forward_backward", batch, target, sample_ids)
-        announce = not self.adaptation.acts_before(bare)
+        announce = not self.adaptation.acts_before()
         outline = first.hear_step(bare, (updates,), announce=announce)
         count = len(outline.sizes)
         return _Given(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mpcomp.core.trace import NO_STAGE, Trace
 
-__all__ = ["HISTORY_STEPS", "Key", "MessageContext", "Probe", "SampleIds", "Step"]
+__all__ = ["HISTORY_STEPS", "Key", "MessageContext", "SampleIds", "Step"]
 
 #: Steps that a history in memory goes back: a long run's log belongs into a file.
 HISTORY_STEPS = 1000
@@ -51,21 +51,6 @@ class MessageContext:
 
 
 @dataclass(frozen=True)
-class Probe:
-    """A forward pass beside training, that one link is compressed in as it is told to.
-
-    Attributes:
-        link: its name; "" for none.
-        cf: compression factor of that link.
-        alone: whether all others send dense, or what they would at evaluation.
-    """
-
-    link: str = ""
-    cf: float = 1.0
-    alone: bool = True
-
-
-@dataclass(frozen=True)
 class Step:
     """One step of training, or one pass of evaluation, as its links see it.
 
@@ -83,7 +68,6 @@ class Step:
             draws anew.
         valid: per microbatch which positions count, of `mpcomp.core.padding.valid_positions`.
         num_microbatches: in this step.
-        probe: what is compressed instead, in a pass that measures a loss.
         trace: takes down when this rank does what; None of steps that nobody looks at.
     """
 
@@ -99,7 +83,6 @@ class Step:
     call: int = 0
     valid: tuple[Tensor | None, ...] = ()
     num_microbatches: int = 1
-    probe: Probe | None = None
     trace: Trace | None = field(default=None, repr=False, compare=False)
 
     def during(

@@ -77,19 +77,9 @@ class Adaptation:
                 groups.setdefault(state.method, []).append((link, state))
         return groups
 
-    def measuring(self, step: Step) -> list[tuple[Link, LinkState]]:
-        """Links, and their states, that want losses measured before a step."""
-        return [
-            (link, state)
-            for link, state in zip(self.links, self.states, strict=True)
-            if state.measures_losses and link.enabled(step)
-        ]
-
-    def acts_before(self, step: Step) -> bool:
-        """Whether ranks do something together, before the step, for its links' sake."""
-        return bool(self.measuring(step)) or any(
-            state.dense for group in self._groups().values() for _, state in group
-        )
+    def acts_before(self) -> bool:
+        """Whether ranks do something together, before the next step, for its links' sake."""
+        return any(state.dense for group in self._groups().values() for _, state in group)
 
     def begin(
         self,

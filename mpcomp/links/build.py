@@ -193,11 +193,6 @@ def _check_adaptive(argument: str, value: Any) -> SpecValue:
             f"tie_comp={value}: adaptive ratios are for cuts; give a tie a fixed one, such as "
             f"{value.inner}"
         )
-    if argument == "grad_comp" and value.gain == "loss":
-        raise ValueError(
-            f"grad_comp={value}: the loss of a step does not depend on what happens to its "
-            "gradients, so gain=loss is for activations; use gain=energy"
-        )
     inner: SpecValue = value.inner
     return inner
 

@@ -28,7 +28,7 @@ from mpcomp.core.padding import blanked, padded_positions
 from mpcomp.core.randomness import generator_for
 from mpcomp.core.side_effects import way_back
 from mpcomp.core.spec import SpecValue
-from mpcomp.core.step import Key, MessageContext, Probe, SampleIds, Step
+from mpcomp.core.step import Key, MessageContext, SampleIds, Step
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.core.traffic import Meter, Traffic
 from mpcomp.core.wire import (
@@ -275,11 +275,10 @@ class Link:
             x.masked_fill_(status_of(message).bool(), torch.nan)
         elif status_of(message):
             x.fill_(torch.nan)
-        if step.probe is None:
-            # Also where the sender saw nothing: a damaged message may say anything.
-            nonfinite = _has_nonfinite(x)
-            if nonfinite is not None:
-                self._nonfinite.append(_Note(self._traffic(step), nonfinite, counts=False))
+        # Also where the sender saw nothing: a damaged message may say anything.
+        nonfinite = _has_nonfinite(x)
+        if nonfinite is not None:
+            self._nonfinite.append(_Note(self._traffic(step), nonfinite, counts=False))
         self._traffic(step).seconds += time.perf_counter() - begin
         return x
 
@@ -562,11 +561,6 @@ class Link:
 
     def enabled(self, step: Step) -> bool:
         """Whether this link compresses in a step; an adaptive one may send dense all the same."""
-        if step.probe is not None:
-            if step.probe.link == self.name:
-                return True
-            if step.probe.alone:
-                return False
         on = step.compress_act if self.direction == ACT else step.compress_grad
         return on and not (step.train and step.index < self.warmup_steps)
 
@@ -658,8 +652,7 @@ class Link:
         if not self.enabled(step):
             return Identity()
         if self.adaptive is not None:
-            probe = self._probe(step)
-            return self.adaptive.coder if probe is None else self.adaptive.compressor(probe.cf)
+            return self.adaptive.coder
         if self.bases is not None:
             return self.bases.coder(side, meta, announces=self._announces(step, microbatch))
         method: Any = self.method
@@ -681,15 +674,11 @@ class Link:
 
     def _learns(self, step: Step) -> bool:
         """Whether a basis is learned from the messages of a step."""
-        return step.train and step.probe is None and self.enabled(step)
+        return step.train and self.enabled(step)
 
     def _announces(self, step: Step, microbatch: int) -> bool:
         """Whether a message is looked at for that, and may bring a new one."""
         return self._learns(step) and step.samples(microbatch)
-
-    def _probe(self, step: Step) -> Probe | None:
-        """Probe of this link, in a pass that measures it by its losses."""
-        return step.probe if step.probe is not None and step.probe.link == self.name else None
 
     def _context(self, step: Step, microbatch: int) -> MessageContext:
         kind = "train" if step.train else "eval"
@@ -732,8 +721,6 @@ class Link:
     # -- metering and checks ------------------------------------------------------------------
 
     def _traffic(self, step: Step) -> Traffic:
-        if step.probe is not None:
-            return self.meter.probe
         return self.meter.of(step.train, self.enabled(step))
 
     def _measure(self, x: Tensor, plan: Plan, step: Step, microbatch: int) -> None:
@@ -760,8 +747,6 @@ class Link:
 
     def _check_finite(self, x: Tensor, step: Step) -> Tensor | None:
         """The status byte as a 0-d tensor, or None for an all-clear on the CPU."""
-        if step.probe is not None:
-            return None  # the loss will say it
         nonfinite = _has_nonfinite(x)
         if nonfinite is None:
             return None
@@ -776,8 +761,7 @@ class Link:
         """The header of a message without a status."""
         cf = 0.0
         if self.adaptive is not None and not plan.dense:
-            probe = self._probe(step)
-            cf = self.adaptive.cf if probe is None else probe.cf
+            cf = self.adaptive.cf
         kind = DENSE if plan.dense else COMPRESSED
         check = plan.check ^ layout_check(plan.layout)
         return Header(kind, 0, check, step.index & 0xFFFFFFFF, cf)

@@ -28,9 +28,6 @@ class Policy(Protocol):
     def measures_energies(self) -> bool:
         """Whether this step wants the tensor of `note_energies`."""
 
-    def compressor(self, cf: float) -> Compressor:
-        """The compressor at a compression factor, without feedback."""
-
     def note_energies(
         self,
         target: Tensor,
