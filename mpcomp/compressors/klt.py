@@ -68,9 +68,9 @@ class KLT(SpecValue):
 
     Each link has its own basis. Its sender keeps the covariance of what it sent in training, and
     puts a new basis (5 bits an entry) into a message as soon as those sent since the last one would
-    have been shorter by that much (`mpcomp.links.bases`). Until the first it is ``inner`` alone, as
-    in a run that only evaluates, and behind a ReLU, whose zeros are worth more, it may remain so.
-    ``pipe.state_bytes`` counts what has been learned.
+    have been shorter by that much (`mpcomp.links.endpoints.basis`). Until the first it is ``inner``
+    alone, as in a run that only evaluates, and behind a ReLU, whose zeros are worth more, it may
+    remain so. ``pipe.state_bytes`` counts what has been learned.
 
     A link resolves it for each message into the basis that its ends have, so it is no
     `Compressor` itself.

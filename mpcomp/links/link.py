@@ -50,9 +50,9 @@ from mpcomp.core.wire import (
 from mpcomp.feedback.base import Feedback
 from mpcomp.feedback.ends import Ends
 from mpcomp.feedback.memory import Side
-from mpcomp.feedback.plan import MemoryPlan, PlainPlan, Plan
 from mpcomp.feedback.state import EndState
-from mpcomp.links.bases import Bases
+from mpcomp.links.endpoints.basis import Bases
+from mpcomp.links.endpoints.memory import MemoryPlan, PlainPlan, Plan
 from mpcomp.links.policy import Policy
 
 __all__ = ["ACT", "GRAD", "Link"]

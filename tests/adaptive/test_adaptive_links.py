@@ -16,8 +16,8 @@ from mpcomp.core.step import MessageContext, Step
 from mpcomp.core.wire import Header
 from mpcomp.feedback.ends import end_of
 from mpcomp.feedback.memory import Side
-from mpcomp.feedback.plan import MemoryPlan
 from mpcomp.links.adaptation import state_of
+from mpcomp.links.endpoints.memory import MemoryPlan
 from mpcomp.links.link import ACT, Link
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*would not shrink")

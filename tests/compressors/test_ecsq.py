@@ -19,7 +19,7 @@ from mpcomp.data_parallel.methods import param_comp_of, replica_method_of
 from mpcomp.data_parallel.selection import check_run
 from mpcomp.feedback.ends import end_of
 from mpcomp.feedback.memory import Side
-from mpcomp.feedback.plan import MemoryPlan
+from mpcomp.links.endpoints.memory import MemoryPlan
 
 SETTINGS = [
     ECSQ(0.5),

@@ -13,8 +13,8 @@ from mpcomp.core.randomness import generator_for
 from mpcomp.core.step import MessageContext, SampleIds
 from mpcomp.feedback.ends import end_of
 from mpcomp.feedback.memory import Side
-from mpcomp.feedback.plan import MemoryPlan, PlainPlan
 from mpcomp.feedback.state import EndState
+from mpcomp.links.endpoints.memory import MemoryPlan, PlainPlan
 
 CPU = torch.device("cpu")
 
