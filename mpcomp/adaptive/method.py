@@ -119,11 +119,9 @@ class Adaptive(SpecValue):
                 f"EF21 alone; use ef+{inner.inner} or ef21+{inner.inner}"
             )
         if not (isinstance(inner, Compressor | Feedback) and inner.adaptable):
-            reuses = isinstance(inner, SpecValue) and inner.reuses_selection
-            same = " (with adaptive activations, SameIndices itself may be the gradients' method)"
             raise TypeError(
                 f"inner={shown(inner)}: Adaptive goes round a compressor such as TopK(0.1), or "
-                "ErrorFeedback or EF21 round one" + (same if reuses else "")
+                "ErrorFeedback or EF21 round one; give any other method to the cut itself"
             )
         lowest, highest = self.cf
         if self.compressor(lowest) == self.compressor(highest):
@@ -144,6 +142,14 @@ class Adaptive(SpecValue):
                 "shared out by gains and bytes, whatever the time of a step; leave out one of them"
             )
         self.clock()  # raises for a bandwidth or a time that cannot be
+
+    def check_place(self, argument: str) -> None:
+        if argument == "tie_comp":
+            raise ValueError(
+                f"tie_comp={self}: adaptive ratios are for cuts; give a tie a fixed one, such as "
+                f"{self.inner}"
+            )
+        self.inner.check_place(argument)
 
     def at(self, cf: float) -> Compressor | Feedback:
         """``inner`` at a CF."""

@@ -1324,7 +1324,6 @@ class Pipeline(OriginalNames):
         )
         for link in self.links:
             link.check_step(step, sizes)
-        self._copies.begin(step)
         return step
 
     def _updates(self, update: Callable[[], object] | None, updates: int) -> Updates | None:

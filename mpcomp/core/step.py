@@ -39,6 +39,11 @@ class MessageContext:
         valid: bool [rows, positions], False where the batch is padded; None where all count.
         gradients: of an activation's message: gives what arrived last as the gradients of slots,
             fp32 [slots, n], zeros of a slot that has had none; None where nothing keeps them.
+        train: whether state is used and changed.
+        on: whether the link compresses.
+        sampled: whether figures that take time are measured of this microbatch.
+        lr: learning rate of the step, where it is known.
+        num_rows: of a tensor whose rows are left out where they are zero; None of others.
     """
 
     step: int
@@ -48,6 +53,16 @@ class MessageContext:
     unit: float = 1.0
     valid: Tensor | None = None
     gradients: Callable[[Sequence[Key]], Tensor] | None = None
+    train: bool = True
+    on: bool = True
+    sampled: bool = False
+    lr: float | None = None
+    num_rows: int | None = None
+
+    @property
+    def learns(self) -> bool:
+        """Whether a method that learns from what is sent looks at this message."""
+        return self.train and self.on and self.sampled
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,7 @@ from torch import Tensor
 from mpcomp.comm.channels import Channel
 from mpcomp.core.step import Step
 from mpcomp.core.tensor_meta import TensorMeta
-from mpcomp.core.wire import Header, status_of
-from mpcomp.feedback.memory import Side
+from mpcomp.core.wire import Header
 from mpcomp.links.link import Link
 
 __all__ = ["Boundary", "ConnectedBoundary", "EncodedActivation"]
@@ -36,15 +35,9 @@ class Boundary:
     def __init__(self, act: Link, grad: Link) -> None:
         self.act = act
         self.grad = grad
-        if act.method.looks_at_gradients:
-            act.gradients = grad
+        act.pair_with(grad)
         #: Whether the open step broke off here, so that it must not be stored.
         self.failed = False
-        self._shares = grad.method.reuses_selection
-        self._of_nonzero = grad.method.reuses_nonzero
-        # Selections of each side's activation, which gradients reuse, by (step, microbatch).
-        self._sent: dict[tuple[int, int], Tensor | None] = {}
-        self._received: dict[tuple[int, int], Tensor | None] = {}
 
     @property
     def links(self) -> tuple[Link, Link]:
@@ -68,61 +61,23 @@ class Boundary:
 
     def send_activation(self, x: Tensor, step: Step, microbatch: int) -> Tensor:
         """The message for an activation (earlier stage's side)."""
-        message = self.act.encode(x, step, microbatch)
-        if self._shares and step.train:
-            self._sent[step.index, microbatch] = (
-                _nonzero(self.act.arrived(message, step, microbatch), status_of(message))
-                if self._of_nonzero
-                else self.act.carried(Side.SENDER, message, step, microbatch)
-            )
-        return message
+        return self.act.encode(x, step, microbatch)
 
     def receive_activation(
         self, message: Tensor, meta: TensorMeta, step: Step, microbatch: int
     ) -> Tensor:
         """The activation from its message (later stage's side)."""
-        x = self.act.decode(message, meta, step, microbatch)
-        if self._shares and step.train:
-            self._received[step.index, microbatch] = (
-                _nonzero(x)
-                if self._of_nonzero
-                else self.act.carried(Side.RECEIVER, message, step, microbatch)
-            )
-        return x
+        return self.act.decode(message, meta, step, microbatch)
 
     def send_gradient(self, x: Tensor, step: Step, microbatch: int) -> Tensor:
         """The message for a gradient (later stage's side)."""
-        positions = self._received.get((step.index, microbatch))
-        return self.grad.encode(x, step, microbatch, positions)
-
-    def send_no_gradient(
-        self, meta: TensorMeta, channel: Channel, step: Step, microbatch: int
-    ) -> None:
-        """Says that a gradient like ``meta`` is not there (later stage's side)."""
-        positions = self._received.get((step.index, microbatch))
-        self.grad.hand_over_nothing(meta, channel, step, microbatch, positions)
-
-    def activation_bytes(
-        self, meta: TensorMeta, step: Step, microbatch: int, device: torch.device
-    ) -> int:
-        """Length of the activation's message, known to both sides from the step's beginning."""
-        return self.act.message_bytes(meta, step, microbatch, device)
-
-    def gradient_bytes(
-        self, meta: TensorMeta, step: Step, microbatch: int, device: torch.device
-    ) -> int:
-        """Length of the gradient's message, known to both sides once the activation has gone."""
-        positions = self._sent.get((step.index, microbatch))
-        return self.grad.message_bytes(meta, step, microbatch, device, positions)
+        return self.grad.encode(x, step, microbatch)
 
     def receive_gradient(
         self, message: Tensor, meta: TensorMeta, step: Step, microbatch: int
     ) -> Tensor:
         """The gradient from its message (earlier stage's side)."""
-        positions = self._sent.get((step.index, microbatch))
-        gradient = self.grad.decode(message, meta, step, microbatch, positions)
-        self.act.weigh(gradient, step, microbatch)
-        return gradient
+        return self.grad.decode(message, meta, step, microbatch)
 
     def finish_step(self, finite: bool) -> None:
         """Commits what both links noted if the step was finite, else discards it."""
@@ -132,8 +87,6 @@ class Boundary:
             else:
                 link.discard()
         self.failed = False
-        self._sent.clear()
-        self._received.clear()
 
 
 class EncodedActivation(NamedTuple):
@@ -165,7 +118,7 @@ class ConnectedBoundary:
 
     def post_activation(self, meta: TensorMeta, step: Step, microbatch: int) -> None:
         """Prepares for an activation to come (later stage's side)."""
-        size = self.boundary.activation_bytes(meta, step, microbatch, self.act.device)
+        size = self.boundary.act.message_bytes(meta, step, microbatch, self.act.device)
         self.act.post(microbatch, size, self.boundary.act.room(meta))
 
     def send_activation(self, x: Tensor, meta: TensorMeta, step: Step, microbatch: int) -> None:
@@ -212,7 +165,7 @@ class ConnectedBoundary:
 
     def post_gradient(self, meta: TensorMeta, step: Step, microbatch: int) -> None:
         """Prepares for the gradient of an activation that was sent (earlier stage's side)."""
-        size = self.boundary.gradient_bytes(meta, step, microbatch, self.grad.device)
+        size = self.boundary.grad.message_bytes(meta, step, microbatch, self.grad.device)
         self.grad.post(microbatch, size, self.boundary.grad.room(meta))
 
     def send_gradient(
@@ -223,7 +176,7 @@ class ConnectedBoundary:
         It is called by the later stage.
         """
         if x is None:
-            self.boundary.send_no_gradient(meta, self.grad, step, microbatch)
+            self.boundary.grad.hand_over_nothing(meta, self.grad, step, microbatch)
             return
         with _no_autocast(x.device):
             x = meta.arrange(x)
@@ -243,19 +196,6 @@ class ConnectedBoundary:
             step.during("decode", link.receiver_stage, microbatch, link.name),
         ):
             return self.boundary.receive_gradient(message, meta, step, microbatch)
-
-
-def _nonzero(x: Tensor, status: Tensor | None = None) -> Tensor:
-    """Ascending int64 positions, in memory order, of what is not zero.
-
-    Args:
-        x: what arrived, or is about to.
-        status: of the message, where ``x`` does not show yet that NaN or Inf was seen.
-    """
-    flat = TensorMeta.of(x).flatten(x).reshape(-1)
-    if status is not None:
-        flat = flat.masked_fill(status.bool(), torch.nan)
-    return flat.nonzero().squeeze(1)
 
 
 def _no_autocast(device: torch.device) -> torch.autocast:

@@ -92,7 +92,7 @@ def test_a_group_stays_within_its_budget(inner):
     ]
     assert len(set(first)) == 1 and len(set(last)) > 1  # common at first, then each its own
     for link in pipe.links:
-        gains = link.adaptive.gains()
+        gains = link.endpoint.policy.gains()
         assert list(gains) == list(method.rungs)
         if isinstance(inner, TopK):
             assert all(a >= b for a, b in itertools.pairwise(gains.values()))
@@ -143,10 +143,10 @@ def test_skipped_and_uncompressed_steps_measure_nothing():
     with pipe.compressed(act=True, grad=False):
         run(pipe, 1, 2)
     act, grad = pipe.boundaries[0].links
-    assert act.adaptive.gains() and not grad.adaptive.gains()
-    assert len({link.adaptive.cf for link in pipe.links}) == 1  # a group decides together
+    assert act.endpoint.policy.gains() and not grad.endpoint.policy.gains()
+    assert len({link.endpoint.policy.cf for link in pipe.links}) == 1  # a group decides together
     run(pipe, 2, 3)
-    assert grad.adaptive.gains()
+    assert grad.endpoint.policy.gains()
     assert pipe.adaptive_history[0]["links"]["0.act"]["branch"] == "off"
 
 

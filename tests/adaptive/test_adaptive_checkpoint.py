@@ -87,5 +87,5 @@ def test_other_methods_are_refused_and_none_begins_anew(tmp_path):
     plain = pipe_of(None)
     plain.save(tmp_path / "b")
     pipe.load(tmp_path / "b")
-    assert pipe.boundaries[0].act.adaptive.dense
-    assert pipe.boundaries[0].act.adaptive.search.steps == 0
+    assert pipe.boundaries[0].act.endpoint.policy.dense
+    assert pipe.boundaries[0].act.endpoint.policy.search.steps == 0

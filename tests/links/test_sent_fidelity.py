@@ -187,12 +187,12 @@ def test_same_indices_at_two_ranks(act):
         for m in range(NUM_MICROBATCHES):
             x, g = drawn(step, m), drawn(step, m + 5)
             meta = TensorMeta.of(x)
-            size = later.activation_bytes(meta, step, m, CPU)
+            size = later.act.message_bytes(meta, step, m, CPU)
             message = earlier.send_activation(x, step, m)
             assert message.numel() == size
             earlier.act.compare_sent(x, message, step, m)
             expected_act.compare(x, later.receive_activation(message, meta, step, m))
-            size = earlier.gradient_bytes(meta, step, m, CPU)
+            size = earlier.grad.message_bytes(meta, step, m, CPU)
             message = later.send_gradient(g, step, m)
             assert message.numel() == size
             lengths.append(size)
