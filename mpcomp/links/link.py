@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,34 +49,16 @@ from mpcomp.core.wire import (
 from mpcomp.feedback.memory import Side
 from mpcomp.feedback.state import EndState
 from mpcomp.links.endpoints import Plan, endpoint_of
+from mpcomp.links.nonfinite import NonfiniteNotes
+from mpcomp.links.warnings import LinkWarnings
 
 __all__ = ["ACT", "GRAD", "Link"]
 
 ACT, GRAD = "act", "grad"
 
 
-#: Lag of a memory over the error of first messages, above which it is spoken of. Where elements
-#: move slowly their error is even over a step, from -1/2 to 1/2 without a dead zone, as at first:
-#: 1. With one of 0.7 it is so from -0.3 to 0.7: 1.2.
-_MOST_LAG = 1.1
-#: Elements that must have come again before it is: of few, chance decides.
-_ENOUGH_ELEMENTS = 100_000
 #: Tensors of which ranks compare the layouts of messages.
 _METAS = (TensorMeta((2, 24)), TensorMeta((4, 16, 256), torch.bfloat16))
-
-
-class _Note(NamedTuple):
-    """A flag of the end of a step.
-
-    Attributes:
-        traffic: whose message it is.
-        flag: whether there was NaN or Inf, bool [].
-        counts: whether this is the sender's, which is counted.
-    """
-
-    traffic: Traffic
-    flag: Tensor
-    counts: bool
 
 
 class Link:
@@ -137,8 +118,8 @@ class Link:
         self.endpoint = endpoint_of(method)
         #: The link of the cut's other direction.
         self._other: Link | None = None
-        self._nonfinite: list[_Note] = []
-        self._has_warned = self._has_warned_of_lag = False
+        self._nonfinite = NonfiniteNotes()
+        self._warnings = LinkWarnings(self.name, method)
         #: Microbatches of which the open step of training has coded a message here.
         self._coded: set[int] = set()
         #: Plans of the step under way, by side and microbatch.
@@ -257,7 +238,7 @@ class Link:
         # Also where the sender saw nothing: a damaged message may say anything.
         nonfinite = _has_nonfinite(x)
         if nonfinite is not None:
-            self._nonfinite.append(_Note(self._traffic(step), nonfinite, counts=False))
+            self._nonfinite.add(self._traffic(step), nonfinite, counts=False)
         if self._followed:
             self._tell_other(Side.RECEIVER, plan, payload, lambda: x, step, microbatch)
         self._traffic(step).seconds += time.perf_counter() - begin
@@ -283,7 +264,7 @@ class Link:
 
     def way_back(self) -> Callable[[], None]:
         """A function that makes the meter forget a message that has been encoded and not sent."""
-        ways = [way_back(each) for each in (vars(self.meter.train), self._nonfinite)]
+        ways = [way_back(each) for each in (vars(self.meter.train), self._nonfinite.notes)]
 
         def back() -> None:
             for each in ways:
@@ -430,17 +411,7 @@ class Link:
 
         On an accelerator this waits for it.
         """
-        noted: list[_Note] = []
-        kept: list[_Note] = []
-        for note in self._nonfinite:
-            (noted if (note.traffic is self.meter.train) == train else kept).append(note)
-        self._nonfinite = kept
-        if not noted:
-            return False
-        flags = torch.stack([note.flag.to(noted[0].flag.device) for note in noted]).tolist()
-        for note, flag in zip(noted, flags, strict=True):
-            note.traffic.nonfinite += flag and note.counts
-        return any(flags)
+        return self._nonfinite.found(lambda traffic: (traffic is self.meter.train) == train)
 
     def warn_of_error(self, traffic: Traffic) -> None:
         """Warns, once, if what arrives is further from what was meant than nothing would be.
@@ -451,44 +422,16 @@ class Link:
         Args:
             traffic: of training or evaluation, as metered here so far.
         """
-        if self._has_warned or (self.endpoint.makes_good and self.direction != ACT):
-            return
-        error = traffic.relative_error
-        if error > 1.01:  # not for rounding's sake
-            self._has_warned = True
-            warnings.warn(
-                f"{self.name}: with {self.method} what arrives is wrong by {error:.3g} of its norm "
-                "(zeros would be wrong by 1): the model gets noise here. "
-                "Outliers take a scale that all elements share: give each token or group one "
-                "(quant:8:scale=token, step:0.3), use more bits or a larger share, or send this "
-                "link uncompressed (None)",
-                stacklevel=2,
-            )
+        if self.direction == ACT or not self.endpoint.makes_good:
+            self._warnings.of_error(traffic)
 
     def warn_of_lag(self, traffic: Traffic) -> None:
         """Warns, once, if a memory lags further behind its samples than their first messages did.
 
-        A message of a sample that comes again may leave out half a step of an element, as its first
-        one did: then both are as near. With a dead zone more is left out, and the same each time.
-
         Args:
             traffic: of training, as metered here so far.
         """
-        if self._has_warned_of_lag or traffic.lags is None or traffic.lags[-1] < _ENOUGH_ELEMENTS:
-            return
-        lag, first = traffic.lag, traffic.first_error
-        if not lag or not first or lag <= _MOST_LAG * first:
-            return
-        self._has_warned_of_lag = True
-        assert traffic.stayed is not None
-        warnings.warn(
-            f"{self.name}: with {self.method} what is remembered lags {lag:.3g} of its norm behind "
-            f"samples that come again, and their first messages were wrong by {first:.3g}: "
-            f"messages left {traffic.stayed:.2%} of it as it was, so stages are trained on what "
-            "samples were, which validation never sees. Leave the dead zone out of the step "
-            "(dead_zone=0.5), or take a finer one",
-            stacklevel=2,
-        )
+        self._warnings.of_lag(traffic)
 
     def prefetch(self, ids: Sequence[SampleIds]) -> None:
         """Begins to read what the ends here will need for a step with these ids.
@@ -604,7 +547,7 @@ class Link:
         if at_once and (self.direction == ACT or not step.scaled):
             self._traffic(step).nonfinite += 1
             raise nonfinite_error(self.name, step.index)
-        self._nonfinite.append(_Note(self._traffic(step), nonfinite, counts=True))
+        self._nonfinite.add(self._traffic(step), nonfinite, counts=True)
         return nonfinite.to(torch.uint8)
 
     def _header(self, plan: Plan, step: Step) -> Header:
