@@ -282,37 +282,13 @@ class Link:
         if self.checked:
             seal(message)
 
-    def hand_over(
-        self, x: Tensor, message: Tensor, channel: Channel, step: Step, microbatch: int
-    ) -> None:
-        """Sends the message that was just encoded for ``x``, and meters its fidelity.
-
-        That is done in one microbatch a step, as it takes a decoding, and once the message is on
-        its way, as nobody waits for it.
-        """
-        at = self.sender_stage, microbatch
-        with step.during("send", *at, self.name, message.numel()):
-            channel.send(microbatch, message)
-        if step.samples(microbatch):
-            with step.during("fidelity", *at, self.name):
-                self.compare_sent(x, message, step, microbatch)
-
-    def hand_over_nothing(
-        self,
-        meta: TensorMeta,
-        channel: Channel,
-        step: Step,
-        microbatch: int,
-    ) -> None:
-        """Says that there is no tensor to send: no memory changes, and a header is metered."""
-        num_bytes = HEADER_BYTES
-        if channel.equal_lengths:
-            plan = self._plan(Side.SENDER, meta, step, microbatch, channel.device)
-            num_bytes = self._message_bytes(plan)
-            self._forget_plan(Side.SENDER, microbatch)
-        with step.during("send", self.sender_stage, microbatch, self.name, HEADER_BYTES):
-            channel.send_nothing(microbatch, num_bytes)
-        self.count_nothing(step, microbatch)
+    def nothing_bytes(self, meta: TensorMeta, step: Step, microbatch: int, channel: Channel) -> int:
+        """Length of the message that says that there is no tensor to send; no memory changes."""
+        if not channel.equal_lengths:
+            return HEADER_BYTES
+        plan = self._plan(Side.SENDER, meta, step, microbatch, channel.device)
+        self.forget(Side.SENDER, microbatch)
+        return self._message_bytes(plan)
 
     def count_nothing(self, step: Step, microbatch: int) -> None:
         """Meters the header that stands for a message, unless a tensor was sent."""
@@ -322,19 +298,6 @@ class Link:
     def _note_coded(self, step: Step, microbatch: int) -> None:
         if step.train:
             self._coded.add(microbatch)
-
-    def take(self, channel: Channel, step: Step, microbatch: int) -> Tensor:
-        """Waits for a message that was posted."""
-        with step.during("receive", self.receiver_stage, microbatch, self.name):
-            return channel.receive(microbatch)
-
-    def take_any(self, channel: Channel, step: Step, microbatch: int) -> Tensor | None:
-        """As `take`, where the sender may have nothing to send, which gives None."""
-        with step.during("receive", self.receiver_stage, microbatch, self.name):
-            message = channel.receive_any(microbatch)
-        if message is None:
-            self._forget_plan(Side.RECEIVER, microbatch)
-        return message
 
     def compare(
         self, x: Tensor, arrived: Tensor, step: Step, microbatch: int | None = None
@@ -470,7 +433,7 @@ class Link:
         self._step = None
         self._plans.clear()
 
-    def _forget_plan(self, side: Side, microbatch: int) -> None:
+    def forget(self, side: Side, microbatch: int) -> None:
         """Takes back the plan of a message that there is not."""
         self._plans.pop((side, microbatch), None)
 

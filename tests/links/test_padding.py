@@ -325,8 +325,8 @@ def test_gradients_at_the_activations_elements():
     step = step_of(0, mask)
     x, grad = tensor_of(0), tensor_of(1)
     meta = TensorMeta.of(x)
-    y = boundary.receive_activation(boundary.send_activation(x, step, 0), meta, step, 0)
-    g = boundary.receive_gradient(boundary.send_gradient(grad, step, 0), meta, step, 0)
+    y = boundary.act.decode(boundary.act.encode(x, step, 0), meta, step, 0)
+    g = boundary.grad.decode(boundary.grad.encode(grad, step, 0), meta, step, 0)
     assert torch.equal(g, torch.where(y != 0, grad, 0))
     assert not g[~mask].any()
 
