@@ -8,8 +8,8 @@ All engines carry tensors over a cut by a `Crossing` each way; only channels dif
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import NamedTuple
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ from mpcomp.feedback.memory import Side
 from mpcomp.links.link import Link
 
 __all__ = ["Boundary", "ConnectedBoundary", "Crossing", "Encoded"]
+
+_NOTHING: Final = nullcontext()
 
 
 class Boundary:
@@ -210,5 +212,8 @@ class ConnectedBoundary:
         return Crossing(self.boundary.grad, self._channels[1])
 
 
-def _no_autocast(device: torch.device) -> torch.autocast:
+def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Within it the caller's autocast has no effect; where there is none, nothing happens."""
+    if not torch.is_autocast_enabled(device.type):
+        return _NOTHING
     return torch.autocast(device.type, enabled=False)

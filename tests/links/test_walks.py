@@ -83,10 +83,10 @@ def walks(act: str, grad: str = "none") -> dict[str, Walk]:
 
 
 CEILINGS = {
-    ("topk:0.1", "send"): Walk(18, 65, 104),
-    ("topk:0.1", "receive"): Walk(17, 60, 104),
-    ("ef21+topk:0.1", "send"): Walk(26, 129, 205),
-    ("ef21+topk:0.1", "receive"): Walk(24, 85, 156),
+    ("topk:0.1", "send"): Walk(14, 51, 83),
+    ("topk:0.1", "receive"): Walk(15, 50, 87),
+    ("ef21+topk:0.1", "send"): Walk(24, 93, 145),
+    ("ef21+topk:0.1", "receive"): Walk(24, 79, 139),
 }
 
 

@@ -287,18 +287,26 @@ class PlainPlan(Plan):
         meta: the tensor.
         context: of the message.
         device: of the tensor.
+        layout: of the coder, if it is known, and that it makes such a tensor smaller.
     """
 
     def __init__(
-        self, coder: Compressor, meta: TensorMeta, context: MessageContext, device: torch.device
+        self,
+        coder: Compressor,
+        meta: TensorMeta,
+        context: MessageContext,
+        device: torch.device,
+        layout: tuple[TensorMeta, ...] | None = None,
     ) -> None:
-        if context.num_rows is not None:
-            coder = InRows(coder, context.num_rows)
-        coder = or_dense(coder, meta)
+        if layout is None:
+            if context.num_rows is not None:
+                coder = InRows(coder, context.num_rows)
+            coder = or_dense(coder, meta)
+            layout = coder.layout(meta)
         self.meta = meta
         self.context = context
+        self.layout = layout
         self._coding = Coding(coder, meta, partial(context.draw, ""))
-        self.layout = self._coding.layout
         self.check = coder.check
         self.dense = coder.sends_dense
         self.variable = coder.variable_length
@@ -333,6 +341,13 @@ class PlainPlan(Plan):
 class PlainEndpoint(Endpoint, of=Compressor):
     """A compressor alone, which remembers nothing."""
 
+    def __init__(self, method: Compressor) -> None:
+        super().__init__(method)
+        #: Coder and layout of tensors that have crossed.
+        self._forms: dict[
+            tuple[Compressor, TensorMeta], tuple[Compressor, tuple[TensorMeta, ...]]
+        ] = {}
+
     @property
     def varies(self) -> bool:  # type: ignore[override]
         """Whether the compressor's messages do."""
@@ -350,4 +365,11 @@ class PlainEndpoint(Endpoint, of=Compressor):
     def plan(
         self, side: Side, meta: TensorMeta, context: MessageContext, device: torch.device
     ) -> Plan:
-        return PlainPlan(self.method if context.on else Identity(), meta, context, device)
+        if not context.on or context.num_rows is not None:
+            return PlainPlan(self.method if context.on else Identity(), meta, context, device)
+        form = self._forms.get((self.method, meta))
+        if form is None:
+            coder = or_dense(self.method, meta)
+            form = self._forms[self.method, meta] = coder, coder.layout(meta)
+        coder, layout = form
+        return PlainPlan(coder, meta, context, device, layout)
