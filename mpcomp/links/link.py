@@ -205,9 +205,8 @@ class Link:
             set_status(message, status)
         self._seal(message)
         self.endpoint.observe(x, message.numel(), plan)
-        if self._followed:
-            arrived = partial(_arrived, plan, payload, status)
-            self._tell_other(Side.SENDER, plan, payload, arrived, step, microbatch)
+        arrived = partial(_arrived, plan, payload, status)
+        self._tell_other(Side.SENDER, plan, payload, arrived, step, microbatch)
         traffic = self._traffic(step)
         if self.on_wire:
             traffic.count(message.numel(), meta.dense_bytes, meta.numel)
@@ -240,14 +239,9 @@ class Link:
         nonfinite = _has_nonfinite(x)
         if nonfinite is not None:
             self._nonfinite.add(self._traffic(step), nonfinite, counts=False)
-        if self._followed:
-            self._tell_other(Side.RECEIVER, plan, payload, lambda: x, step, microbatch)
+        self._tell_other(Side.RECEIVER, plan, payload, lambda: x, step, microbatch)
         self._traffic(step).seconds += time.perf_counter() - begin
         return x
-
-    @property
-    def _followed(self) -> bool:
-        return self._other is not None and self._other.endpoint.follows
 
     def _tell_other(
         self,
@@ -258,10 +252,11 @@ class Link:
         step: Step,
         microbatch: int,
     ) -> None:
-        """Tells the endpoint of the cut's other direction of a message that was coded here."""
-        assert self._other is not None
-        context = self._other._context(step, microbatch)
-        self._other.endpoint.crossed(side, plan, payload, arrived, context)
+        """Tells the endpoint of the cut's other direction, if it follows what crosses this way."""
+        other = self._other
+        if other is not None and other.endpoint.follows:
+            context = other._context(step, microbatch)
+            other.endpoint.crossed(side, plan, payload, arrived, context)
 
     def way_back(self) -> Callable[[], None]:
         """A function that makes the meter forget a message that has been encoded and not sent."""
