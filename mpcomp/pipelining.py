@@ -21,12 +21,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
-from mpcomp.comm.channels import Channel, LocalChannel
+from mpcomp.comm.channels import LocalChannel
 from mpcomp.core.sample_ids import split_sample_ids
 from mpcomp.core.step import Step
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.core.wire import no_tensor, says_no_tensor
-from mpcomp.links.boundary import Boundary, ConnectedBoundary
+from mpcomp.links.boundary import Boundary, ConnectedBoundary, Crossing
 from mpcomp.links.build import Methods, boundaries_of
 from mpcomp.links.link import Link
 
@@ -214,8 +214,8 @@ class _Rank:
             # Both ends have seen the same tensors, so they agree whether all were finite.
             nonfinite = [link.found_nonfinite(train) for link in cut.boundary.links]
             cut.boundary.finish_step(train and not any(nonfinite))
-            cut.act.close()
-            cut.grad.close()
+            cut.act.channel.close()
+            cut.grad.channel.close()
         self.open = None
         self.begun.clear()
         self.ended.clear()
@@ -287,7 +287,7 @@ class CompressedStage(_PipelineStageBase):
         if self.is_first:
             return []
         cut, at = self._at(self.stage_index - 1, fwd_chunk_id)
-        cut.post_activation(*at)
+        cut.act.post(*at)
         return self._op(dist.irecv, cut.act, fwd_chunk_id, self.stage_index - 1)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
@@ -308,19 +308,19 @@ class CompressedStage(_PipelineStageBase):
                 f"{list(meta.shape)} {meta.dtype} at first: torch's schedules take microbatches of "
                 "one shape (drop_last=True in a loader)"
             )
-        cut.send_activation(x.detach(), meta, step, microbatch)
+        cut.act.send(x.detach(), meta, step, microbatch)
         return cut
 
     def _retrieve_recv_activations(self, fwd_chunk_id: int) -> Any:
         cut, at = self._at(self.stage_index - 1, fwd_chunk_id)
-        self.args_recv_info[fwd_chunk_id][0].buffer, _ = cut.receive_activation(*at)
+        self.args_recv_info[fwd_chunk_id][0].buffer, _ = cut.act.receive(*at)
         return super()._retrieve_recv_activations(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if not self.has_backward or self.is_last or not self._wants(bwd_chunk_id):
             return []
         cut, at = self._at(self.stage_index, bwd_chunk_id)
-        cut.post_gradient(*at)
+        cut.grad.post(*at)
         return self._op(dist.irecv, cut.grad, bwd_chunk_id, self.stage_index + 1)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
@@ -328,19 +328,19 @@ class CompressedStage(_PipelineStageBase):
             return super().get_bwd_send_ops(bwd_chunk_id)  # nothing is waited for
         cut, at = self._at(self.stage_index - 1, bwd_chunk_id)
         (grad,) = self.bwd_cache.pop(bwd_chunk_id)
-        cut.send_gradient(grad, *at)
+        cut.grad.send(grad, *at)
         return self._op(dist.isend, cut.grad, bwd_chunk_id, self.stage_index - 1)
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
         if self._wants(mb_index):
             cut, at = self._at(self.stage_index, mb_index)
-            cut.send_gradient(next_stage_bwd_outputs[0], *at)
+            cut.grad.send(next_stage_bwd_outputs[0], *at)
 
     def _retrieve_recv_grads(self, bwd_chunk_id: int) -> Any:
         info = self.grad_recv_info[bwd_chunk_id][0]
         if info.buffer is not None:
             cut, at = self._at(self.stage_index, bwd_chunk_id)
-            gradient = cut.receive_gradient(*at)  # None where torch sends zeros
+            gradient = cut.grad.receive_any(*at)  # None where torch sends zeros
             info.buffer = torch.zeros_like(info.buffer) if gradient is None else gradient
         return super()._retrieve_recv_grads(bwd_chunk_id)
 
@@ -353,7 +353,7 @@ class CompressedStage(_PipelineStageBase):
         step = self.rank.step(self, meta.num_rows)
         return self.rank.connected[cut], (meta, step, microbatch)
 
-    def _op(self, kind: Any, channel: Channel, microbatch: int, stage: int) -> list[dist.P2POp]:
-        assert isinstance(channel, _Mail)
+    def _op(self, kind: Any, way: Crossing, microbatch: int, stage: int) -> list[dist.P2POp]:
+        assert isinstance(way.channel, _Mail)
         to = self._resolve_peer_global_rank(stage)
-        return [dist.P2POp(kind, channel.moving(microbatch), to, self.group)]
+        return [dist.P2POp(kind, way.channel.moving(microbatch), to, self.group)]

@@ -131,8 +131,7 @@ def test_dense_means_every_bit():
 def test_selections():
     """`selects` is what `SameIndices` may reuse: no more and no less than the positions sent."""
     assert [c for c in COMPRESSORS if c.selects] == SELECTING
-    assert SameIndices().reuses_selection and not SameIndices().selects
-    assert not any(value.reuses_selection for value in (*COMPRESSORS, *FEEDBACK))
+    assert not SameIndices().selects
     assert Adaptive(TopK(0.1)).selects and not Adaptive(Quantize(4)).selects
 
 

@@ -15,10 +15,8 @@ does not keep others from being taken.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 from mpcomp.adaptive.gain import gain_of, shrinks
@@ -28,7 +26,7 @@ from mpcomp.compressors.identity import Identity
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.core.wire import message_bytes
 
-__all__ = ["Budgeted", "Ladder", "bytes_at", "share_out", "spending"]
+__all__ = ["Budgeted", "Ladder", "bytes_at", "share_out"]
 
 
 @dataclass(frozen=True)
@@ -73,21 +71,6 @@ def share_out(ladders: Sequence[Ladder], budget: float) -> list[int]:
         _, link, lower = best
         spent += ladders[link].num_bytes[lower] - ladders[link].num_bytes[rungs[link]]
         rungs[link] = lower
-
-
-def spending(gains: Sequence[float], num_bytes: Sequence[float]) -> list[float]:
-    """Gains by a loss, so that bytes no rise was measured for are spent all the same, evenly.
-
-    The loss of a microbatch is noisy. That it does not rise is no sign that nothing is lost, and
-    that it falls is none that more bytes do harm.
-
-    Args:
-        gains: of CFs, ascending.
-        num_bytes: sent at them.
-    """
-    rising = list(accumulate(reversed(gains), max))[::-1]
-    # Less than any rise that counts; the same factor in bytes is worth the same to all.
-    return [g + 1e-6 * math.log(max(1.0, n)) for g, n in zip(rising, num_bytes, strict=True)]
 
 
 def bytes_at(method: Adaptive, meta: TensorMeta) -> list[float]:
@@ -159,8 +142,6 @@ class Budgeted(LinkState):
             # Bytes are worth what a gain rises by, also where it is below 0.
             self._average(gain_of(base, rests, clamped=False))
             gains = self._known or [1.0] * len(self._rungs)  # of nothing but zeros
-            if self.method.gain == "loss":
-                gains = spending(gains, sizes)
             self.ladder = Ladder(tuple(gains), tuple(sizes), dense_bytes)
         self._steps += 1
         if self._steps % self.method.window == 0:

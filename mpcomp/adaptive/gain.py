@@ -68,7 +68,7 @@ def gain_of(base: float, rests: Sequence[float], *, clamped: bool = True) -> lis
         base: what rests are compared with.
         rests: what each ratio leaves out.
         clamped: to 0 and 1. Centred, what is left out may be more than there is (a mean is dropped
-            too), a negative gain; and a loss may fall by compression, a gain above 1.
+            too), a negative gain.
     """
     if not (base > 0 and all(map(math.isfinite, (base, *rests)))):
         return None

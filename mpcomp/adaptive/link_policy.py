@@ -72,14 +72,6 @@ class LinkState(ABC):
         """The coder of a message of training: the method at `cf`, or `Identity`."""
         return self._coder
 
-    @property
-    def _every_step(self) -> bool:
-        return self.method.gain != "loss" and self.method.budget is None
-
-    def compressor(self, cf: float) -> Compressor:
-        """The compressor at a compression factor, without feedback."""
-        return self.method.compressor(cf)
-
     def fresh(self) -> LinkState:
         """A state as this one was before the first step."""
         return type(self)(self.method)
@@ -95,14 +87,9 @@ class LinkState(ABC):
     # -- what is noted in a step ----------------------------------------------------------------
 
     @property
-    def measures_losses(self) -> bool:
-        """Whether this step wants the losses of `note_losses`."""
-        return self.method.gain == "loss" and self._due
-
-    @property
     def measures_energies(self) -> bool:
         """Whether this step wants the tensor of `note_energies`."""
-        return self.method.gain != "loss" and (self._every_step or self._due)
+        return self.method.budget is None or self._due
 
     def note_energies(
         self,
@@ -122,14 +109,6 @@ class LinkState(ABC):
         self._base = base_energy(against, padded, centred=self.method.gain == "centred")
         for i, cf in enumerate(self.cfs):
             self._rests[i] = rest_energy(self.method.compressor(cf), wanted, padded, draw)
-
-    def note_losses(self, without: float, losses: Sequence[float]) -> None:
-        """Takes the losses of one microbatch: without a change, and with this link at each CF.
-
-        Zeros on ranks that do not compute them.
-        """
-        self._base = without
-        self._rests[: len(losses)] = [loss - without for loss in losses]
 
     @abstractmethod
     def note_message(self, num_bytes: int, meta: TensorMeta) -> None:

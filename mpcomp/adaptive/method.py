@@ -15,7 +15,7 @@ from mpcomp.feedback.base import Feedback
 __all__ = ["GAINS", "Adaptive"]
 
 #: What a gain is the gain of.
-GAINS: Final = ("energy", "centred", "loss")
+GAINS: Final = ("energy", "centred")
 #: Weight of a new gain in its average, where one is measured in every step.
 SMOOTHING: Final = 0.1
 
@@ -38,8 +38,8 @@ class Adaptive(SpecValue):
 
     As a spec: ``adaptive:cf=2-50:eps=0.9:window=20+topk:0.1``.
 
-    * Source: GraVAC (Tyagi & Swany, IEEE CLOUD 2023, Algorithm 1) for the search; its use at cuts,
-      the loss gain and the shared budget are this project's own.
+    * Source: GraVAC (Tyagi & Swany, IEEE CLOUD 2023, Algorithm 1) for the search; its use at cuts
+      and the shared budget are this project's own.
     * State: averages of gains and throughputs and the place of the search, a few numbers a link,
       equal on all ranks, in checkpoints; beside it that of ``inner``.
     * Theory: none; thresholds are heuristics. Each message is one of ``inner``, with what is known
@@ -56,15 +56,11 @@ class Adaptive(SpecValue):
         policy: how candidates ascend from the smallest CF: "exponential" (times 2^1, 2^2, 2^4, 2^8
             ...) or "geometric" (times 2, 4, 8 ...). With a budget each is 2^(1/2) times the one
             before, or one bit less, whatever this says, or too much of it would be left over.
-        smoothing: weight of a new gain in its average, in (0, 1]; None for 0.1 where gains are
-            measured in every step, and 1 where they are once a window.
-        gain: "energy", 1 - ||x - C(x)||^2 / ||x||^2; "centred", the same with ||x - mean||^2 below,
-            the mean that of each channel, as channels of nearly constant value dominate the energy
-            of some activations; or "loss", 1 - the relative rise of the training loss on one
-            microbatch when this link alone is compressed (with a budget: beside what the others
-            send), for activations, once a window. That takes a forward pass for each CF looked
-            at, and one more, in which the loss function is called as well. With feedback it is
-            measured without.
+        smoothing: weight of a new gain in its average, in (0, 1]; None for 0.1, and with a budget,
+            whose gains are measured once a window, for 1.
+        gain: "energy", 1 - ||x - C(x)||^2 / ||x||^2; or "centred", with ||x - mean||^2 below, where
+            each channel has its own mean: channels of nearly constant value dominate the energy of
+            some activations.
         budget: part of the dense bytes of the group that its messages may have, in (0, 1).
         bandwidth_mbps: megabits a second of links of which the time of a step is computed, so that
             runs repeat exactly; None measures it. Each link is then taken to be alone: a step is
@@ -109,7 +105,7 @@ class Adaptive(SpecValue):
         if self.smoothing is not None and not (self.smoothing == 1 or _in(self.smoothing, 0, 1)):
             raise ValueError(
                 f"smoothing={self.smoothing!r}: expected a weight in (0, 1], or None to leave it "
-                "to the kind of gain"
+                "to the budget"
             )
         if self.gain not in GAINS:
             raise ValueError(f"gain={self.gain!r}: expected {', '.join(GAINS)}")
@@ -123,11 +119,9 @@ class Adaptive(SpecValue):
                 f"EF21 alone; use ef+{inner.inner} or ef21+{inner.inner}"
             )
         if not (isinstance(inner, Compressor | Feedback) and inner.adaptable):
-            reuses = isinstance(inner, SpecValue) and inner.reuses_selection
-            same = " (with adaptive activations, SameIndices itself may be the gradients' method)"
             raise TypeError(
                 f"inner={shown(inner)}: Adaptive goes round a compressor such as TopK(0.1), or "
-                "ErrorFeedback or EF21 round one" + (same if reuses else "")
+                "ErrorFeedback or EF21 round one; give any other method to the cut itself"
             )
         lowest, highest = self.cf
         if self.compressor(lowest) == self.compressor(highest):
@@ -148,6 +142,14 @@ class Adaptive(SpecValue):
                 "shared out by gains and bytes, whatever the time of a step; leave out one of them"
             )
         self.clock()  # raises for a bandwidth or a time that cannot be
+
+    def check_place(self, argument: str) -> None:
+        if argument == "tie_comp":
+            raise ValueError(
+                f"tie_comp={self}: adaptive ratios are for cuts; give a tie a fixed one, such as "
+                f"{self.inner}"
+            )
+        self.inner.check_place(argument)
 
     def at(self, cf: float) -> Compressor | Feedback:
         """``inner`` at a CF."""
@@ -183,7 +185,7 @@ class Adaptive(SpecValue):
         """Weight of a new gain in its average."""
         if self.smoothing is not None:
             return self.smoothing
-        return SMOOTHING if self.gain != "loss" and self.budget is None else 1.0
+        return SMOOTHING if self.budget is None else 1.0
 
     def clock(self) -> Clock | None:
         """The clock of the links described; None where steps are measured."""

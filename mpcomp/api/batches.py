@@ -151,7 +151,7 @@ class Batches:
             steps.told += Sent(told)
             return replace(made, same=(updates,))
         first.refuse("forward_backward", batch, target, sample_ids)
-        announce = not steps.adaptation.acts_before(bare)
+        announce = not steps.adaptation.acts_before()
         outline = first.hear_step(bare, (updates,), announce=announce)
         count = len(outline.sizes)
         return TrainingBatch(
@@ -201,11 +201,6 @@ class Batches:
         """
         sizes = self.rows(batch, True)
         step = self.step(steps, sizes, batch, sample_ids, train=True)
-        if any(state.measures_losses for state in steps.adaptation.states):
-            raise ValueError(
-                "pipe(x) with gradients and gain='loss', which is measured by the loss function: "
-                "train with pipe.forward_backward(x, y), or use gain='energy' or 'centred'"
-            )
         return step, scatter(batch, sizes)
 
     # -- inference ----------------------------------------------------------------------------

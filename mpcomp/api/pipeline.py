@@ -16,7 +16,6 @@ from mpcomp.api.batches import Batches
 from mpcomp.api.figures import Figures
 from mpcomp.api.inference import Inference, Metric, evaluating
 from mpcomp.api.learned_loss import LeafCheck
-from mpcomp.api.loss_probe import measure_losses
 from mpcomp.api.original_names import OriginalModel
 from mpcomp.api.porting import (
     DifferentiatedLoss,
@@ -306,17 +305,6 @@ class Pipeline(Figures, OriginalModel):
         count = None if within is None else within.count
         given = self._batches.for_training(steps, batch, target, sample_ids, count)
         steps.begin_adaptation(given.parts)
-        with steps.undone_on_error(False):
-            measure_losses(
-                self.adaptation,
-                self.engine,
-                self.stages,
-                given.parts,
-                given.targets,
-                given.step,
-                self._loss_fn,
-                compares=self.first_data is None,
-            )
         loss = StepLoss(
             self._loss_fn,
             given.terms,

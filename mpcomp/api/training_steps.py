@@ -212,7 +212,6 @@ class TrainingSteps:
         """
         for link in self.links:
             link.check_step(step, sizes)
-        self._copies.begin(step)
         return step
 
     def updates(

@@ -32,6 +32,7 @@ __all__ = [
     "check_contractive",
     "check_keep",
     "num_kept",
+    "put_at",
 ]
 
 
@@ -275,10 +276,7 @@ class Selecting(Compressor):
         self, payload: Payload, meta: TensorMeta, generator: torch.Generator | None = None
     ) -> Tensor:
         positions = self.indices(payload, meta, generator)
-        values = self.decoded(payload, meta, generator)
-        flat = torch.zeros(meta.numel, dtype=meta.dtype, device=values.device)
-        # Positions are unique, so the order of writing does not matter.
-        return meta.unflatten(flat.index_copy_(0, positions, values))
+        return put_at(positions, self.decoded(payload, meta, generator), meta)
 
     def add_to(
         self,
@@ -311,6 +309,13 @@ class Selecting(Compressor):
     def with_keep(self, keep: float) -> Selecting:
         """The same method with another fraction of elements to send."""
         return dataclasses.replace(self, keep=keep)  # type: ignore[type-var]
+
+
+def put_at(positions: Tensor, values: Tensor, meta: TensorMeta) -> Tensor:
+    """A tensor like ``meta`` with values [k] at positions [k], and zeros elsewhere."""
+    flat = torch.zeros(meta.numel, dtype=meta.dtype, device=values.device)
+    # Positions are unique, so the order of writing does not matter.
+    return meta.unflatten(flat.index_copy_(0, positions, values))
 
 
 def scaled(x: Tensor, scale: float) -> Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mpcomp.compressors.base import Compressor, Selecting
+from mpcomp.compressors.base import Compressor, Selecting, put_at
 from mpcomp.compressors.identity import Identity
 from mpcomp.compressors.indices import decode_indices, encode_indices, index_bytes
 from mpcomp.core.spec import shown
@@ -60,13 +60,9 @@ class ValuesAt:
     def _meta(self, dtype: torch.dtype) -> TensorMeta:
         return TensorMeta((self.num_rows, self.count // max(1, self.num_rows)), dtype)
 
-    @property
-    def _coder(self) -> Compressor:
-        return Identity() if self.values is None else self.values
-
     def layout(self, dtype: torch.dtype) -> tuple[TensorMeta, ...]:
         """Wire tensors for values of ``dtype``."""
-        return self._coder.layout(self._meta(dtype))
+        return (Identity() if self.values is None else self.values).layout(self._meta(dtype))
 
     def take(
         self, x: Tensor, positions: Tensor, generator: torch.Generator | None = None
@@ -74,7 +70,7 @@ class ValuesAt:
         """The payload of the elements of ``x`` at ``positions`` (memory order)."""
         flat = TensorMeta.of(x).flatten(x).reshape(-1)
         chosen = flat.index_select(0, positions).reshape(self._meta(x.dtype).shape)
-        return self._coder.compress(chosen, generator)
+        return (chosen,) if self.values is None else self.values.compress(chosen, generator)
 
     def put(
         self,
@@ -84,16 +80,15 @@ class ValuesAt:
         generator: torch.Generator | None = None,
     ) -> Tensor:
         """A tensor like ``meta`` that holds the payload's values and zeros elsewhere."""
-        values = self.decode(payload, meta.dtype, generator)
-        flat = torch.zeros(meta.numel, dtype=meta.dtype, device=values.device)
-        # Positions are unique, so the order of writing does not matter.
-        return meta.unflatten(flat.index_copy_(0, positions, values))
+        return put_at(positions, self.decode(payload, meta.dtype, generator), meta)
 
     def decode(
         self, payload: Payload, dtype: torch.dtype, generator: torch.Generator | None = None
     ) -> Tensor:
         """The payload's values [count] in ``dtype``."""
-        return self._coder.decompress(payload, self._meta(dtype), generator).reshape(-1)
+        if self.values is None:
+            return payload[0].reshape(-1)
+        return self.values.decompress(payload, self._meta(dtype), generator).reshape(-1)
 
 
 class SentPositions(Selecting):

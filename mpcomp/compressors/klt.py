@@ -68,9 +68,9 @@ class KLT(SpecValue):
 
     Each link has its own basis. Its sender keeps the covariance of what it sent in training, and
     puts a new basis (5 bits an entry) into a message as soon as those sent since the last one would
-    have been shorter by that much (`mpcomp.links.bases`). Until the first it is ``inner`` alone, as
-    in a run that only evaluates, and behind a ReLU, whose zeros are worth more, it may remain so.
-    ``pipe.state_bytes`` counts what has been learned.
+    have been shorter by that much (`mpcomp.links.endpoints.basis`). Until the first it is ``inner``
+    alone, as in a run that only evaluates, and behind a ReLU, whose zeros are worth more, it may
+    remain so. ``pipe.state_bytes`` counts what has been learned.
 
     A link resolves it for each message into the basis that its ends have, so it is no
     `Compressor` itself.
@@ -97,13 +97,7 @@ class KLT(SpecValue):
     spec: ClassVar[str] = "klt"
     spec_inner: ClassVar[str | None] = "inner"
     at_cuts = True
-    learns_basis = True
     variable_length = True  # of a message that brings a basis
-
-    @property
-    def weighs_by_gradients(self) -> bool:  # type: ignore[override]
-        """Whether gradients say what an error costs."""
-        return self.weighted
 
     def __post_init__(self) -> None:
         if not isinstance(self.inner, Compressor):
@@ -113,6 +107,17 @@ class KLT(SpecValue):
             )
         if self.inner.sends_dense:
             raise ValueError(f"inner={self.inner}: a basis for what is sent as it is gains nothing")
+
+    def check_place(self, argument: str) -> None:
+        if argument == "tie_comp":
+            raise ValueError(
+                f"tie_comp={self}: a weight's gradient is no set of vectors; a basis is for cuts"
+            )
+        if self.weighted and argument != "act_comp":
+            raise ValueError(
+                f"{argument}={self}: weighted=true looks at the gradients of an activation, so it "
+                "is for act_comp"
+            )
 
     def at(self, basis: Basis | None, news: Basis | None, *, room: bool) -> InBasis:
         """The compressor of one message.

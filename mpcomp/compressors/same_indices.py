@@ -33,7 +33,7 @@ class SameIndices(SpecValue):
     travel, and nothing is lost but what the activation's own message rounds to zero. Elsewhere
     that is the gradient of a dead zone: ``act_comp="step:0.5"`` then loses what it has rounded.
 
-    A boundary resolves it per microbatch into the positions, so it is no `Compressor` itself.
+    A link resolves it per microbatch into the positions, so it is no `Compressor` itself.
 
     * Source: the "shared" indices of Rudakov et al., 2023, section 4 (GPT-2); ``where="nonzero"``
       is this project's own.
@@ -56,17 +56,26 @@ class SameIndices(SpecValue):
     spec: ClassVar[str] = "same"
     spec_inner: ClassVar[str | None] = "values"
     at_cuts = True
-    reuses_selection = True
 
     def __post_init__(self) -> None:
         check_values(self.values, last=True)
         if self.where not in _PLACES:
             raise ValueError(f"where={self.where!r}: SameIndices knows {', '.join(_PLACES)}")
 
-    @property
-    def reuses_nonzero(self) -> bool:  # type: ignore[override]
-        """Whether the selection is of what arrived as not zero."""
-        return self.where == "nonzero"
+    def check_place(self, argument: str) -> None:
+        if argument != "grad_comp":
+            raise ValueError(
+                f"{argument}={type(self).__name__}(): it reuses the activation's selection, so it "
+                "is for grad_comp"
+            )
+
+    def check_beside(self, other: SpecValue, boundary: int) -> None:
+        if not (other.selects or self.where == "nonzero"):
+            raise ValueError(
+                f"grad_comp={type(self).__name__}() at boundary {boundary} with act_comp={other}: "
+                "there must be one selection to reuse; use act_comp=TopK(...), RandomK(...) or "
+                "RandomBlock(...), also inside ef, ef21 or aqsgd, or same:where=nonzero"
+            )
 
     def at(self, positions: Tensor) -> AtPositions:
         """The compressor for one microbatch whose activation carried ``positions``."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mpcomp.compressors.base import Compressor, check_keep
+from mpcomp.compressors.base import Compressor, check_keep, put_at
 from mpcomp.compressors.gather import SentPositions, ValuesAt, check_values
 from mpcomp.compressors.indices import nonzero
 from mpcomp.core.kernels import kernel
@@ -76,8 +78,7 @@ class TopK(SentPositions):
         return meta.numel // meta.last_dim, meta.last_dim
 
     def _values(self, meta: TensorMeta) -> ValuesAt:
-        rows, n = self._rows(meta)
-        return ValuesAt(rows, rows * self.num_kept(n), self.values)
+        return _values_of(self, meta)
 
     def over_tensor(self) -> TopK:
         return dataclasses.replace(self, scope="tensor")
@@ -86,10 +87,31 @@ class TopK(SentPositions):
         return largest_positions(flat.reshape(1, -1), k)
 
     def compress(self, x: Tensor, generator: torch.Generator | None = None) -> Payload:
-        meta = TensorMeta.of(x)
-        rows, n = self._rows(meta)
-        flat = meta.flatten(x).reshape(rows, n)
-        return self.take(x, largest_positions(flat, self.num_kept(n)), generator)
+        return self.take(x, self._largest(x, TensorMeta.of(x)), generator)
+
+    def round_trip(
+        self,
+        x: Tensor,
+        whole: Tensor,
+        meta: TensorMeta,
+        draw: Callable[[], torch.Generator | None],
+    ) -> tuple[Payload, Tensor]:
+        draw = draw if self.draws else lambda: None
+        positions = self._largest(x, meta)
+        payload = self.take(x, positions, draw())
+        return payload, put_at(positions, self.decoded(payload, meta, draw()), meta)
+
+    def _largest(self, x: Tensor, meta: TensorMeta) -> Tensor:
+        values = _values_of(self, meta)
+        flat = meta.flatten(x).reshape(values.num_rows, meta.numel // values.num_rows)
+        return largest_positions(flat, values.count // values.num_rows)
+
+
+@functools.lru_cache(4096)
+def _values_of(topk: TopK, meta: TensorMeta) -> ValuesAt:
+    """Scopes, and the elements that are kept of all of them."""
+    rows, n = topk._rows(meta)
+    return ValuesAt(rows, rows * topk.num_kept(n), topk.values)
 
 
 def largest_positions(rows: Tensor, k: int) -> Tensor:

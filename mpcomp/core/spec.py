@@ -44,18 +44,6 @@ class SpecValue:
     sends_dense: bool = False
     #: Whether a message carries one selection of the elements, which another message may reuse.
     selects: bool = False
-    #: Whether it sends the elements that another message has selected, and needs one beside it.
-    reuses_selection: ClassVar[bool] = False
-    #: Whether those are the elements that arrived as not zero, which any message beside it has.
-    reuses_nonzero: bool = False
-    #: What both ends find a sample's estimate by ("sample"), where they keep one; else "".
-    remembers_by: str = ""
-    #: Whether it looks at the estimates of a sample's gradients, which a method beside it keeps.
-    looks_at_gradients: bool = False
-    #: Whether its links learn a basis from what they carry, by which it codes.
-    learns_basis: ClassVar[bool] = False
-    #: Whether that basis follows the gradients which come back for activations.
-    weighs_by_gradients: bool = False
     #: Whether it chooses by itself, while training, how much is compressed.
     adapts: ClassVar[bool] = False
     #: Whether its compressor may be replaced by one of another ratio in the course of a run.
@@ -66,6 +54,21 @@ class SpecValue:
     at_cuts: ClassVar[bool] = False
     #: Whether it can send gradients between replicas.
     between_replicas: ClassVar[bool] = False
+
+    def check_place(self, argument: str) -> None:
+        """Raises ValueError where a cut's argument is no place for it.
+
+        Args:
+            argument: of `mpcomp.pipeline`: "act_comp", "grad_comp" or "tie_comp".
+        """
+
+    def check_beside(self, other: SpecValue, boundary: int) -> None:
+        """Raises ValueError where it does not go with the method of the cut's other direction.
+
+        Args:
+            other: that method.
+            boundary: number of the cut.
+        """
 
     def __str__(self) -> str:
         """The spec string: ``parse(str(value)) == value``."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mpcomp.core.trace import NO_STAGE, Trace
 
-__all__ = ["HISTORY_STEPS", "Key", "MessageContext", "Probe", "SampleIds", "Step"]
+__all__ = ["HISTORY_STEPS", "Key", "MessageContext", "SampleIds", "Step"]
 
 #: Steps that a history in memory goes back: a long run's log belongs into a file.
 HISTORY_STEPS = 1000
@@ -39,6 +39,11 @@ class MessageContext:
         valid: bool [rows, positions], False where the batch is padded; None where all count.
         gradients: of an activation's message: gives what arrived last as the gradients of slots,
             fp32 [slots, n], zeros of a slot that has had none; None where nothing keeps them.
+        train: whether state is used and changed.
+        on: whether the link compresses.
+        sampled: whether figures that take time are measured of this microbatch.
+        lr: learning rate of the step, where it is known.
+        num_rows: of a tensor whose rows are left out where they are zero; None of others.
     """
 
     step: int
@@ -48,21 +53,16 @@ class MessageContext:
     unit: float = 1.0
     valid: Tensor | None = None
     gradients: Callable[[Sequence[Key]], Tensor] | None = None
+    train: bool = True
+    on: bool = True
+    sampled: bool = False
+    lr: float | None = None
+    num_rows: int | None = None
 
-
-@dataclass(frozen=True)
-class Probe:
-    """A forward pass beside training, that one link is compressed in as it is told to.
-
-    Attributes:
-        link: its name; "" for none.
-        cf: compression factor of that link.
-        alone: whether all others send dense, or what they would at evaluation.
-    """
-
-    link: str = ""
-    cf: float = 1.0
-    alone: bool = True
+    @property
+    def learns(self) -> bool:
+        """Whether a method that learns from what is sent looks at this message."""
+        return self.train and self.on and self.sampled
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,6 @@ class Step:
             draws anew.
         valid: per microbatch which positions count, of `mpcomp.core.padding.valid_positions`.
         num_microbatches: in this step.
-        probe: what is compressed instead, in a pass that measures a loss.
         trace: takes down when this rank does what; None of steps that nobody looks at.
     """
 
@@ -99,7 +98,6 @@ class Step:
     call: int = 0
     valid: tuple[Tensor | None, ...] = ()
     num_microbatches: int = 1
-    probe: Probe | None = None
     trace: Trace | None = field(default=None, repr=False, compare=False)
 
     def during(

@@ -347,8 +347,6 @@ class Meter:
         self.train = Traffic()
         self.eval = Traffic()
         self.eval_off = Traffic()
-        #: Passes that measure a loss (`mpcomp.api.loss_probe`): in no phase, and never kept.
-        self.probe = Traffic()
 
     def of(self, train: bool, compressed: bool = True) -> Traffic:
         """The traffic of a phase; training counts as one, compressed or not."""

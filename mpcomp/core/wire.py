@@ -168,6 +168,8 @@ class Parts:
     @functools.cached_property
     def layout(self) -> tuple[TensorMeta, ...]:
         """The layout of all together."""
+        if not any(self.varies):
+            return tuple(meta for layout in self.layouts for meta in layout)
         known = [meta for meta, last in self._marked() if not last]
         tails = [meta for meta, last in self._marked() if last]
         if tails:

@@ -420,11 +420,11 @@ class DistributedEngine(Engine):
         own: list[tuple[float, float] | None] = []
         with self.mesh.failing_together("measuring links"):
             for i, connected in enumerate(self._wiring.boundaries):
-                if connected is None or not connected.act.on_wire:
+                if connected is None or not connected.act.channel.on_wire:
                     own.append(None)
                     continue
                 sends = self.places[i] == self.mesh.place
-                own.append(measure_link(connected.act, connected.grad, sends=sends))
+                own.append(measure_link(connected.act.channel, connected.grad.channel, sends=sends))
         slowest: list[tuple[float, float] | None] = []
         for found in zip(*self.mesh.all_gather_object(own), strict=True):
             known = [(rate, delay) for rate, delay in filter(None, found)]

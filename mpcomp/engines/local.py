@@ -288,8 +288,8 @@ class LinkCopy(torch.autograd.Function):
         meta = TensorMeta.of(x)
         ctx.connected, ctx.meta, ctx.step, ctx.microbatch = connected, meta, step, microbatch
         ctx.set_materialize_grads(False)  # where there is no gradient, none crosses the cut
-        connected.send_activation(x, meta, step, microbatch)
-        y, _ = connected.receive_activation(meta, step, microbatch)
+        connected.act.send(x, meta, step, microbatch)
+        y, _ = connected.act.receive(meta, step, microbatch)
         return y
 
     @staticmethod
@@ -303,8 +303,8 @@ class LinkCopy(torch.autograd.Function):
         try:
             if torch.is_grad_enabled():
                 raise RuntimeError(_ONCE)
-            connected.send_gradient(grad, ctx.meta, ctx.step, ctx.microbatch)
-            x = connected.receive_gradient(ctx.meta, ctx.step, ctx.microbatch)
+            connected.grad.send(grad, ctx.meta, ctx.step, ctx.microbatch)
+            x = connected.grad.receive_any(ctx.meta, ctx.step, ctx.microbatch)
         except BaseException:
             # The caller may be no part of us: `pipe(x)`, then backward.
             connected.boundary.failed = True

@@ -33,7 +33,7 @@ from mpcomp.engines.graph import depends
 from mpcomp.engines.saved_bytes import SavedBytes
 from mpcomp.engines.stage_runner import Autocast, StageRunner
 from mpcomp.engines.updates import StashedWeights, Updates, lag_of
-from mpcomp.links.boundary import ConnectedBoundary, EncodedActivation
+from mpcomp.links.boundary import ConnectedBoundary, Encoded
 
 __all__ = ["CutStage", "run_schedule"]
 
@@ -49,7 +49,7 @@ class _Forward(NamedTuple):
 
     output: Tensor | Exception
     received: list[Tensor]
-    encoded: EncodedActivation | None
+    encoded: Encoded | None
 
 
 class CutStage(PipelineStage):
@@ -143,12 +143,12 @@ class CutStage(PipelineStage):
         """
         self._trained = trained
         if self._after is not None:
-            self._after.act.release()
+            self._after.act.channel.release()
         if self._before is not None:
-            self._before.grad.release()
+            self._before.grad.channel.release()
             cut = self.stage_index - 1
             for i, at_cuts in enumerate(self._metas):
-                self._before.post_activation(at_cuts[cut], self._step, i)
+                self._before.act.post(at_cuts[cut], self._step, i)
 
     def finish(self) -> None:
         """Lets go of what the step left behind, but for messages: they may be on their way yet."""
@@ -255,7 +255,7 @@ class CutStage(PipelineStage):
             grad = self._backward(bwd_chunk_id, loss, full_backward)
         if self._before is not None and self._trained < self.stage_index:
             meta = self._metas[bwd_chunk_id][self.stage_index - 1]
-            self._before.send_gradient(grad, meta, self._step, bwd_chunk_id)
+            self._before.grad.send(grad, meta, self._step, bwd_chunk_id)
 
     def _backward(self, microbatch: int, loss: Tensor | None, full: bool) -> Tensor | None:
         """Runs backward; the gradient of the stage's input, if there is one."""
@@ -312,16 +312,16 @@ class CutStage(PipelineStage):
     def _receive(self, microbatch: int) -> Tensor:
         assert self._before is not None
         meta = self._metas[microbatch][self.stage_index - 1]
-        value, constant = self._before.receive_activation(meta, self._step, microbatch)
+        value, constant = self._before.act.receive(meta, self._step, microbatch)
         trains = self._step.train and self._trained < self.stage_index
         return value.requires_grad_(trains and not constant)
 
     def _receive_gradient(self, microbatch: int) -> Tensor | None:
         assert self._after is not None
         meta = self._metas[microbatch][self.stage_index]
-        return self._after.receive_gradient(meta, self._step, microbatch)
+        return self._after.grad.receive_any(meta, self._step, microbatch)
 
-    def _encoded(self, microbatch: int, output: Tensor) -> EncodedActivation | None:
+    def _encoded(self, microbatch: int, output: Tensor) -> Encoded | None:
         """The message of an output; None of the last stage's."""
         if self._after is None:
             return None
@@ -332,21 +332,19 @@ class CutStage(PipelineStage):
                 f"data {list(meta.shape)} {meta.dtype}: its output's shape must not depend on the "
                 "values of tensors"
             )
-        return self._after.encode_activation(output.detach(), meta, self._step, microbatch)
+        return self._after.act.encode(output.detach(), meta, self._step, microbatch)
 
-    def _hand_over(
-        self, microbatch: int, output: Tensor, encoded: EncodedActivation | None
-    ) -> None:
+    def _hand_over(self, microbatch: int, output: Tensor, encoded: Encoded | None) -> None:
         """Sends the message of an output, and posts the receive of what will come back."""
         if self._after is None:
             return
         assert encoded is not None
         trains = self._step.train and self._trained <= self.stage_index
         constant = trains and not output.requires_grad
-        self._after.hand_over_activation(encoded, constant=constant)
+        self._after.act.hand_over(encoded, constant=constant)
         if trains:
             meta = self._metas[microbatch][self.stage_index]
-            self._after.post_gradient(meta, self._step, microbatch)
+            self._after.grad.post(meta, self._step, microbatch)
 
     def _number(self, microbatch: int) -> int:
         """Among those of all replicas, as one process would count them: each its own dropout."""

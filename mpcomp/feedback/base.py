@@ -60,6 +60,9 @@ class Feedback(SpecValue, Memory, ABC):
     #: Whether what is kept of a row that is not sent may wait until it is, as nothing else that is
     #: kept follows from it. Then rows of a tied weight's gradient that are zero are left out.
     rows_wait: ClassVar[bool] = False
+    #: Whether an activation's messages look at the estimates that the gradients' method keeps
+    #: (`mpcomp.core.step.MessageContext.gradients`).
+    looks_at_gradients: bool = False
 
     def __post_init__(self) -> None:
         self.check()
@@ -160,8 +163,11 @@ class Feedback(SpecValue, Memory, ABC):
 
     # -- where it has a place -------------------------------------------------------------------
 
-    def check_cut(self) -> None:
-        """Raises ValueError for settings that have no place at a cut."""
+    def check_place(self, argument: str) -> None:
+        if self.lr_scaled and argument == "act_comp":
+            raise ValueError(
+                f"act_comp={self}: lr_scaled is for gradients; activations have no learning rate"
+            )
 
     def check_replicas(self) -> None:
         """Raises ValueError for settings that have no place between replicas."""

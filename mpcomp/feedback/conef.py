@@ -160,7 +160,8 @@ class ConEF(Feedback):
         columns = slot.row_numel if slot.num_rows > 1 else None
         return VectorSketch(slot.numel, self.fraction, columns=columns, hash=self.hash)
 
-    def check_cut(self) -> None:
+    def check_place(self, argument: str) -> None:
+        super().check_place(argument)
         if self.error is not None or self.improved is not None:
             raise ValueError(
                 f"{self}: error and improved are for gradients between replicas (dp_comp); at a "

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mpcomp.compressors.along import AlongVectors
 from mpcomp.compressors.base import Compressor
-from mpcomp.core.spec import shown
+from mpcomp.core.spec import SpecValue, shown
 from mpcomp.core.step import Key, MessageContext, SampleIds
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.feedback.base import EvalChoice, Feedback, row_keys
@@ -144,9 +144,22 @@ class AQSGD(EF21):
         if self.along is not None and not isinstance(self.along, Compressor):
             raise TypeError(f"along={shown(self.along)}: expected a compressor, or None")
 
-    @property
-    def remembers_by(self) -> str:  # type: ignore[override]
-        return self.key
+    def check_place(self, argument: str) -> None:
+        super().check_place(argument)
+        if argument != "act_comp" and self.looks_at_gradients:
+            raise ValueError(
+                f"{argument}={self}: along= looks at the gradients of an activation, so it is for "
+                "act_comp"
+            )
+
+    def check_beside(self, other: SpecValue, boundary: int) -> None:
+        alike = isinstance(other, AQSGD) and other.key == self.key
+        if self.looks_at_gradients and not alike:
+            raise ValueError(
+                f"act_comp={self} at boundary {boundary} with grad_comp={other}: along= needs the "
+                "gradients of a sample's last visit, so grad_comp must be an aqsgd with the same "
+                "key="
+            )
 
     @property
     def looks_at_gradients(self) -> bool:  # type: ignore[override]

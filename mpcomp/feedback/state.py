@@ -7,7 +7,7 @@ what they would keep; once the step is known to be finite on every stage and rep
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -127,6 +127,12 @@ class EndState:
         assert self.estimate is not None
         return self.fields[self.estimate].read(keys, 1.0, None)
 
+    def copies(self) -> Iterator[tuple[Sequence[Key], Tensor]]:
+        """Slots of the open step's messages, and their rows that both ends hold, of `estimates`."""
+        for staged in self._in_order():
+            if staged.name == self.estimate:
+                yield staged.keys, self.estimates(staged.keys)
+
     def prefetch(self, batch: Iterable[Sequence[Key]]) -> None:
         """Begins to read the slots of a batch to come, of each of its microbatches.
 
@@ -151,9 +157,12 @@ class EndState:
 
     def commit(self) -> None:
         """Keeps what was staged, in ascending order of microbatches on every rank."""
-        for staged in sorted(self._staged, key=lambda staged: staged.order):
+        for staged in self._in_order():
             self.fields[staged.name].write(staged.keys, staged.value)
         self._staged.clear()
+
+    def _in_order(self) -> list[_Staged]:
+        return sorted(self._staged, key=lambda staged: staged.order)
 
     def discard(self) -> None:
         """Forgets what was staged."""

@@ -15,31 +15,23 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpcomp.adaptive.budget import Budgeted, bytes_at, share_out
-from mpcomp.adaptive.link_policy import LinkState, Searching
+from mpcomp.adaptive.link_policy import LinkState
 from mpcomp.adaptive.method import Adaptive
-from mpcomp.core.spec import SpecValue
 from mpcomp.core.step import HISTORY_STEPS, Step
 from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.links.endpoints.adaptive import AdaptiveEndpoint
 from mpcomp.links.link import Link
 
-__all__ = ["Adaptation", "state_of", "state_of_link"]
+__all__ = ["Adaptation", "policy_of"]
 
 #: Of each microbatch what crosses each cut.
 Metas = Sequence[Sequence[TensorMeta]]
 
 
-def state_of(method: SpecValue) -> LinkState | None:
-    """The state that a link begins with; None where its ratio is fixed."""
-    if not method.adapts:
-        return None
-    adaptive: Any = method
-    return Searching(adaptive) if adaptive.budget is None else Budgeted(adaptive)
-
-
-def state_of_link(link: Link) -> LinkState:
-    """Policy of an adaptive link."""
-    assert isinstance(link.adaptive, LinkState)
-    return link.adaptive
+def policy_of(link: Link) -> LinkState | None:
+    """The chooser of a link's ratio; None where that is fixed."""
+    endpoint = link.endpoint
+    return endpoint.policy if isinstance(endpoint, AdaptiveEndpoint) else None
 
 
 class Adaptation:
@@ -59,7 +51,7 @@ class Adaptation:
     """
 
     def __init__(self, links: Sequence[Link], *, num_ranks: int, num_replicas: int) -> None:
-        self.links = [link for link in links if link.adaptive is not None]
+        self.links = [link for link in links if policy_of(link) is not None]
         self.history: deque[dict[str, Any]] = deque(maxlen=HISTORY_STEPS)
         self._num_ranks = num_ranks
         self._num_replicas = num_replicas
@@ -67,7 +59,7 @@ class Adaptation:
     @property
     def states(self) -> list[LinkState]:
         """Of `links`."""
-        return [state_of_link(link) for link in self.links]
+        return [policy for link in self.links if (policy := policy_of(link)) is not None]
 
     def _groups(self) -> dict[Adaptive, list[tuple[Link, Budgeted]]]:
         """Links that share a budget."""
@@ -77,19 +69,9 @@ class Adaptation:
                 groups.setdefault(state.method, []).append((link, state))
         return groups
 
-    def measuring(self, step: Step) -> list[tuple[Link, LinkState]]:
-        """Links, and their states, that want losses measured before a step."""
-        return [
-            (link, state)
-            for link, state in zip(self.links, self.states, strict=True)
-            if state.measures_losses and link.enabled(step)
-        ]
-
-    def acts_before(self, step: Step) -> bool:
-        """Whether ranks do something together, before the step, for its links' sake."""
-        return bool(self.measuring(step)) or any(
-            state.dense for group in self._groups().values() for _, state in group
-        )
+    def acts_before(self) -> bool:
+        """Whether ranks do something together, before the next step, for its links' sake."""
+        return any(state.dense for group in self._groups().values() for _, state in group)
 
     def begin(
         self,
@@ -184,8 +166,8 @@ class Adaptation:
 
     def report(self, link: Link) -> dict[str, Any] | None:
         """State of an adaptive link in plain numbers; None of another."""
-        if link.adaptive is None:
+        state = policy_of(link)
+        if state is None:
             return None
-        state = state_of_link(link)
         gains = [[cf, gain] for cf, gain in state.gains().items()]
         return {"cf": state.cf, "dense": state.dense, "gains": gains, "changes": state.changes}

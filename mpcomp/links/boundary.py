@@ -1,6 +1,6 @@
-"""A cut between two stages: a link each way, what the two share, and how both are crossed.
+"""A cut between two stages: a link each way, and how each is crossed.
 
-All engines carry tensors over a cut by a `ConnectedBoundary`; only channels differ::
+All engines carry tensors over a cut by a `Crossing` each way; only channels differ::
 
     x ──send──> encode, channel, fidelity            channel, decode ──receive──> y
 """
@@ -8,9 +8,8 @@ All engines carry tensors over a cut by a `ConnectedBoundary`; only channels dif
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import NamedTuple
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,11 +17,13 @@ from torch import Tensor
 from mpcomp.comm.channels import Channel
 from mpcomp.core.step import Step
 from mpcomp.core.tensor_meta import TensorMeta
-from mpcomp.core.wire import Header, status_of
+from mpcomp.core.wire import HEADER_BYTES, Header
 from mpcomp.feedback.memory import Side
 from mpcomp.links.link import Link
 
-__all__ = ["Boundary", "ConnectedBoundary", "EncodedActivation"]
+__all__ = ["Boundary", "ConnectedBoundary", "Crossing", "Encoded"]
+
+_NOTHING: Final = nullcontext()
 
 
 class Boundary:
@@ -36,15 +37,9 @@ class Boundary:
     def __init__(self, act: Link, grad: Link) -> None:
         self.act = act
         self.grad = grad
-        if act.method.looks_at_gradients:
-            act.gradients = grad
+        act.pair_with(grad)
         #: Whether the open step broke off here, so that it must not be stored.
         self.failed = False
-        self._shares = grad.method.reuses_selection
-        self._of_nonzero = grad.method.reuses_nonzero
-        # Selections of each side's activation, which gradients reuse, by (step, microbatch).
-        self._sent: dict[tuple[int, int], Tensor | None] = {}
-        self._received: dict[tuple[int, int], Tensor | None] = {}
 
     @property
     def links(self) -> tuple[Link, Link]:
@@ -66,64 +61,6 @@ class Boundary:
         finally:
             vars(self).update(before)
 
-    def send_activation(self, x: Tensor, step: Step, microbatch: int) -> Tensor:
-        """The message for an activation (earlier stage's side)."""
-        message = self.act.encode(x, step, microbatch)
-        if self._shares and step.train:
-            self._sent[step.index, microbatch] = (
-                _nonzero(self.act.arrived(message, step, microbatch), status_of(message))
-                if self._of_nonzero
-                else self.act.carried(Side.SENDER, message, step, microbatch)
-            )
-        return message
-
-    def receive_activation(
-        self, message: Tensor, meta: TensorMeta, step: Step, microbatch: int
-    ) -> Tensor:
-        """The activation from its message (later stage's side)."""
-        x = self.act.decode(message, meta, step, microbatch)
-        if self._shares and step.train:
-            self._received[step.index, microbatch] = (
-                _nonzero(x)
-                if self._of_nonzero
-                else self.act.carried(Side.RECEIVER, message, step, microbatch)
-            )
-        return x
-
-    def send_gradient(self, x: Tensor, step: Step, microbatch: int) -> Tensor:
-        """The message for a gradient (later stage's side)."""
-        positions = self._received.get((step.index, microbatch))
-        return self.grad.encode(x, step, microbatch, positions)
-
-    def send_no_gradient(
-        self, meta: TensorMeta, channel: Channel, step: Step, microbatch: int
-    ) -> None:
-        """Says that a gradient like ``meta`` is not there (later stage's side)."""
-        positions = self._received.get((step.index, microbatch))
-        self.grad.hand_over_nothing(meta, channel, step, microbatch, positions)
-
-    def activation_bytes(
-        self, meta: TensorMeta, step: Step, microbatch: int, device: torch.device
-    ) -> int:
-        """Length of the activation's message, known to both sides from the step's beginning."""
-        return self.act.message_bytes(meta, step, microbatch, device)
-
-    def gradient_bytes(
-        self, meta: TensorMeta, step: Step, microbatch: int, device: torch.device
-    ) -> int:
-        """Length of the gradient's message, known to both sides once the activation has gone."""
-        positions = self._sent.get((step.index, microbatch))
-        return self.grad.message_bytes(meta, step, microbatch, device, positions)
-
-    def receive_gradient(
-        self, message: Tensor, meta: TensorMeta, step: Step, microbatch: int
-    ) -> Tensor:
-        """The gradient from its message (earlier stage's side)."""
-        positions = self._sent.get((step.index, microbatch))
-        gradient = self.grad.decode(message, meta, step, microbatch, positions)
-        self.act.weigh(gradient, step, microbatch)
-        return gradient
-
     def finish_step(self, finite: bool) -> None:
         """Commits what both links noted if the step was finite, else discards it."""
         for link in self.links:
@@ -132,11 +69,9 @@ class Boundary:
             else:
                 link.discard()
         self.failed = False
-        self._sent.clear()
-        self._received.clear()
 
 
-class EncodedActivation(NamedTuple):
+class Encoded(NamedTuple):
     """A message that has not left.
 
     Attributes:
@@ -152,111 +87,133 @@ class EncodedActivation(NamedTuple):
     microbatch: int
 
 
-@dataclass(frozen=True)
-class ConnectedBoundary:
-    """A boundary and how its messages move, as one rank sees it.
+class Crossing(NamedTuple):
+    """One direction over a cut, as one rank sees it: a link, and how its messages move.
 
     Links compute in the dtypes they choose themselves, whatever the caller's autocast.
     """
 
-    boundary: Boundary
-    act: Channel
-    grad: Channel
+    link: Link
+    channel: Channel
 
-    def post_activation(self, meta: TensorMeta, step: Step, microbatch: int) -> None:
-        """Prepares for an activation to come (later stage's side)."""
-        size = self.boundary.activation_bytes(meta, step, microbatch, self.act.device)
-        self.act.post(microbatch, size, self.boundary.act.room(meta))
+    # -- where the link sends -------------------------------------------------------------------
 
-    def send_activation(self, x: Tensor, meta: TensorMeta, step: Step, microbatch: int) -> None:
-        """Sends an activation (earlier stage's side)."""
-        self.hand_over_activation(self.encode_activation(x, meta, step, microbatch))
+    def encode(self, x: Tensor, meta: TensorMeta, step: Step, microbatch: int) -> Encoded:
+        """The message of a tensor, which has not left yet.
 
-    def encode_activation(
-        self, x: Tensor, meta: TensorMeta, step: Step, microbatch: int
-    ) -> EncodedActivation:
-        """The message of an activation, which has not left yet (earlier stage's side)."""
+        Args:
+            x: the tensor.
+            meta: as both ends know it; its memory order is that of the message.
+            step: that it belongs to.
+            microbatch: likewise.
+        """
+        link = self.link
         with _no_autocast(x.device):
             x = meta.arrange(x)
-            link = self.boundary.act
             with step.during("encode", link.sender_stage, microbatch, link.name):
-                message = self.boundary.send_activation(x, step, microbatch)
-        return EncodedActivation(x, message, step, microbatch)
+                message = link.encode(x, step, microbatch)
+        return Encoded(x, message, step, microbatch)
 
-    def hand_over_activation(self, encoded: EncodedActivation, *, constant: bool = False) -> None:
-        """Sends an encoded activation, which may want no gradient (earlier stage's side)."""
-        link = self.boundary.act
+    def hand_over(self, encoded: Encoded, *, constant: bool = False) -> None:
+        """Sends a message, and meters its fidelity.
+
+        That is done in one microbatch a step, as it takes a decoding, and once the message is on
+        its way, as nobody waits for it.
+
+        Args:
+            encoded: the last message of this step that was encoded here.
+            constant: whether no gradient of its tensor is wanted.
+        """
         x, message, step, microbatch = encoded
+        link = self.link
+        at = link.sender_stage, microbatch
         with _no_autocast(x.device):
             if constant:
                 link.mark_constant(message)
-            link.hand_over(x, message, self.act, step, microbatch)
+            with step.during("send", *at, link.name, message.numel()):
+                self.channel.send(microbatch, message)
+            if step.samples(microbatch):
+                with step.during("fidelity", *at, link.name):
+                    link.compare_sent(x, message, step, microbatch)
 
-    def receive_activation(
-        self, meta: TensorMeta, step: Step, microbatch: int
-    ) -> tuple[Tensor, bool]:
-        """Waits for an activation (later stage's side).
+    def send(self, x: Tensor | None, meta: TensorMeta, step: Step, microbatch: int) -> None:
+        """Sends a tensor like ``meta``, or says that there is none."""
+        if x is None:
+            self.send_nothing(meta, step, microbatch)
+        else:
+            self.hand_over(self.encode(x, meta, step, microbatch))
+
+    def send_nothing(self, meta: TensorMeta, step: Step, microbatch: int) -> None:
+        """Says that there is no tensor to send, of which a header is metered."""
+        link = self.link
+        num_bytes = link.nothing_bytes(meta, step, microbatch, self.channel)
+        with step.during("send", link.sender_stage, microbatch, link.name, HEADER_BYTES):
+            self.channel.send_nothing(microbatch, num_bytes)
+        link.count_nothing(step, microbatch)
+
+    # -- where it receives ----------------------------------------------------------------------
+
+    def post(self, meta: TensorMeta, step: Step, microbatch: int) -> None:
+        """Prepares for a tensor like ``meta`` to come."""
+        size = self.link.message_bytes(meta, step, microbatch, self.channel.device)
+        self.channel.post(microbatch, size, self.link.room(meta))
+
+    def receive(self, meta: TensorMeta, step: Step, microbatch: int) -> tuple[Tensor, bool]:
+        """Waits for a tensor that was posted.
 
         Returns:
-            The activation, and whether it wants no gradient. An accelerator is not waited for to
-            find out; then a gradient is sent that nobody uses.
+            The tensor, and whether it wants no gradient. An accelerator is not waited for to find
+            out; then a gradient is sent that nobody uses.
         """
-        link = self.boundary.act
-        message = link.take(self.act, step, microbatch)
-        with (
-            _no_autocast(message.device),
-            step.during("decode", link.receiver_stage, microbatch, link.name),
-        ):
-            constant = message.device.type == "cpu" and Header.of(message).constant
-            return self.boundary.receive_activation(message, meta, step, microbatch), constant
+        with step.during("receive", self.link.receiver_stage, microbatch, self.link.name):
+            message = self.channel.receive(microbatch)
+        constant = message.device.type == "cpu" and Header.of(message).constant
+        return self._decoded(message, meta, step, microbatch), constant
 
-    def post_gradient(self, meta: TensorMeta, step: Step, microbatch: int) -> None:
-        """Prepares for the gradient of an activation that was sent (earlier stage's side)."""
-        size = self.boundary.gradient_bytes(meta, step, microbatch, self.grad.device)
-        self.grad.post(microbatch, size, self.boundary.grad.room(meta))
-
-    def send_gradient(
-        self, x: Tensor | None, meta: TensorMeta, step: Step, microbatch: int
-    ) -> None:
-        """Sends a gradient, in its activation's memory order, or says that there is none.
-
-        It is called by the later stage.
-        """
-        if x is None:
-            self.boundary.send_no_gradient(meta, self.grad, step, microbatch)
-            return
-        with _no_autocast(x.device):
-            x = meta.arrange(x)
-            link = self.boundary.grad
-            with step.during("encode", link.sender_stage, microbatch, link.name):
-                message = self.boundary.send_gradient(x, step, microbatch)
-            link.hand_over(x, message, self.grad, step, microbatch)
-
-    def receive_gradient(self, meta: TensorMeta, step: Step, microbatch: int) -> Tensor | None:
-        """Waits for a gradient (earlier stage's side); None says that there is none."""
-        link = self.boundary.grad
-        message = link.take_any(self.grad, step, microbatch)
+    def receive_any(self, meta: TensorMeta, step: Step, microbatch: int) -> Tensor | None:
+        """As `receive`, where the sender may have nothing to send, which gives None."""
+        with step.during("receive", self.link.receiver_stage, microbatch, self.link.name):
+            message = self.channel.receive_any(microbatch)
         if message is None:
+            self.link.forget(Side.RECEIVER, microbatch)
             return None
+        return self._decoded(message, meta, step, microbatch)
+
+    def _decoded(self, message: Tensor, meta: TensorMeta, step: Step, microbatch: int) -> Tensor:
         with (
             _no_autocast(message.device),
-            step.during("decode", link.receiver_stage, microbatch, link.name),
+            step.during("decode", self.link.receiver_stage, microbatch, self.link.name),
         ):
-            return self.boundary.receive_gradient(message, meta, step, microbatch)
+            return self.link.decode(message, meta, step, microbatch)
 
 
-def _nonzero(x: Tensor, status: Tensor | None = None) -> Tensor:
-    """Ascending int64 positions, in memory order, of what is not zero.
+class ConnectedBoundary:
+    """A boundary and how its messages move, as one rank sees it: two crossings.
 
     Args:
-        x: what arrived, or is about to.
-        status: of the message, where ``x`` does not show yet that NaN or Inf was seen.
+        boundary: the cut.
+        act: carries activations.
+        grad: carries their gradients.
     """
-    flat = TensorMeta.of(x).flatten(x).reshape(-1)
-    if status is not None:
-        flat = flat.masked_fill(status.bool(), torch.nan)
-    return flat.nonzero().squeeze(1)
+
+    def __init__(self, boundary: Boundary, act: Channel, grad: Channel) -> None:
+        self.boundary = boundary
+        self._channels = act, grad
+
+    # Of the links that the boundary has now: for a time it may have others (`crossed_by`).
+    @property
+    def act(self) -> Crossing:
+        """The way of activations."""
+        return Crossing(self.boundary.act, self._channels[0])
+
+    @property
+    def grad(self) -> Crossing:
+        """The way of their gradients."""
+        return Crossing(self.boundary.grad, self._channels[1])
 
 
-def _no_autocast(device: torch.device) -> torch.autocast:
+def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Within it the caller's autocast has no effect; where there is none, nothing happens."""
+    if not torch.is_autocast_enabled(device.type):
+        return _NOTHING
     return torch.autocast(device.type, enabled=False)

@@ -7,8 +7,6 @@ from typing import Any
 
 from mpcomp.compressors import Identity
 from mpcomp.core.spec import SpecValue, closest, parse
-from mpcomp.feedback import Feedback
-from mpcomp.links.adaptation import state_of
 from mpcomp.links.auto import AUTO, TIE_COMP
 from mpcomp.links.boundary import Boundary
 from mpcomp.links.link import ACT, GRAD, Link
@@ -50,7 +48,8 @@ def boundaries_of(
     grads = _methods("grad_comp", grad_comp, names)
     boundaries = []
     for i, (act, grad) in enumerate(zip(acts, grads, strict=True)):
-        _check_pair(i, act, grad)
+        act.check_beside(grad, i)
+        grad.check_beside(act, i)
         links = [
             Link(
                 method,
@@ -60,7 +59,6 @@ def boundaries_of(
                 replica=replica,
                 warmup_steps=warmup_steps,
                 checked=checked,
-                adaptive=state_of(method),
             )
             for method, way in ((act, ACT), (grad, GRAD))
         ]
@@ -137,40 +135,12 @@ def method_of(argument: str, value: MethodLike) -> SpecValue:
         return Identity()
     if isinstance(value, str):
         value = parse(_spelt_out(argument, value))
-    if isinstance(value, SpecValue) and value.reuses_selection and argument != "grad_comp":
-        raise ValueError(
-            f"{argument}={type(value).__name__}(): it reuses the activation's selection, so it is "
-            "for grad_comp"
-        )
     if not (isinstance(value, SpecValue) and value.at_cuts):
         raise TypeError(
             f"{argument}={value!r}: expected a compressor such as TopK(0.1), a feedback method "
             "round one, a spec string such as 'topk:0.1', or None"
         )
-    if value.learns_basis and argument == "tie_comp":
-        raise ValueError(
-            f"tie_comp={value}: a weight's gradient is no set of vectors; a basis is for cuts"
-        )
-    if value.weighs_by_gradients and argument != "act_comp":
-        raise ValueError(
-            f"{argument}={value}: weighted=true looks at the gradients of an activation, so it is "
-            "for act_comp"
-        )
-    if value.adapts:
-        inner = _check_adaptive(argument, value)
-        method_of(argument, inner)
-        return value
-    if isinstance(value, Feedback):
-        value.check_cut()
-        if argument != "act_comp" and value.looks_at_gradients:
-            raise ValueError(
-                f"{argument}={value}: along= looks at the gradients of an activation, so it is for "
-                "act_comp"
-            )
-        if argument == "act_comp" and value.lr_scaled:
-            raise ValueError(
-                f"act_comp={value}: lr_scaled is for gradients; activations have no learning rate"
-            )
+    value.check_place(argument)
     return value
 
 
@@ -184,33 +154,3 @@ def _spelt_out(argument: str, spec: str) -> str:
             f"{argument}={spec!r}: only {' and '.join(chosen)} can be {spec!r}; name a method"
         )
     return chosen[argument]
-
-
-def _check_adaptive(argument: str, value: Any) -> SpecValue:
-    """The method whose ratio is chosen."""
-    if argument == "tie_comp":
-        raise ValueError(
-            f"tie_comp={value}: adaptive ratios are for cuts; give a tie a fixed one, such as "
-            f"{value.inner}"
-        )
-    if argument == "grad_comp" and value.gain == "loss":
-        raise ValueError(
-            f"grad_comp={value}: the loss of a step does not depend on what happens to its "
-            "gradients, so gain=loss is for activations; use gain=energy"
-        )
-    inner: SpecValue = value.inner
-    return inner
-
-
-def _check_pair(boundary: int, act: SpecValue, grad: SpecValue) -> None:
-    if act.looks_at_gradients and grad.remembers_by != act.remembers_by:
-        raise ValueError(
-            f"act_comp={act} at boundary {boundary} with grad_comp={grad}: along= needs the "
-            "gradients of a sample's last visit, so grad_comp must be an aqsgd with the same key="
-        )
-    if grad.reuses_selection and not (act.selects or grad.reuses_nonzero):
-        raise ValueError(
-            f"grad_comp={type(grad).__name__}() at boundary {boundary} with act_comp={act}: there "
-            "must be one selection to reuse; use act_comp=TopK(...), RandomK(...) or "
-            "RandomBlock(...), also inside ef, ef21 or aqsgd, or same:where=nonzero"
-        )

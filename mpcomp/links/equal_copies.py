@@ -75,11 +75,6 @@ class EqualCopies:
         early = step.index < PERIOD and step.index & (step.index - 1) == 0
         return self._enabled and step.train and (early or step.index % PERIOD == 0)
 
-    def begin(self, step: Step) -> None:
-        """Has links note which slots the messages of the step belong to."""
-        for link in self._links:
-            link.notes_slots = self.due(step)
-
     def figures(self, step: Step) -> list[float]:
         """A number for each thing that has copies; summed over all ranks, zero of those alike."""
         if not self.due(step):

@@ -32,6 +32,7 @@ from mpcomp.comm.channels import Channel, LocalChannel
 from mpcomp.core.spec import SpecValue
 from mpcomp.core.step import Step
 from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.links.boundary import Crossing
 from mpcomp.links.link import Link
 
 __all__ = [
@@ -164,6 +165,10 @@ class TiedWeights(Tie):
         self.failed = False  # as a boundary has it
         self._channels: Sequence[Channel] = ()
 
+    def _crossing(self, i: int) -> Crossing:
+        """The way of copy ``i``'s gradient."""
+        return Crossing(self.links[i], self._channels[i])
+
     def attach(
         self, stages: Mapping[int, nn.Module], channels: tuple[Channel, Channel] | None = None
     ) -> None:
@@ -199,20 +204,19 @@ class TiedWeights(Tie):
         step = replace(step, num_microbatches=1, valid=())
         copy = next(iter(self.here.values()))
         meta = TensorMeta((1, copy.numel()), copy.dtype)
-        for i, (link, channel) in enumerate(zip(self.links, self._channels, strict=True)):
+        for i, channel in enumerate(self._channels):
             channel.release()  # ranks have met since the last step
             if i not in self.here:
-                size = link.message_bytes(meta, step, 0, copy.device)
-                channel.post(0, size, link.room(meta))
+                self._crossing(i).post(meta, step, 0)
         messages: dict[int, Tensor] = {}
         for i, copy in self.here.items():
             if copy.grad is None:
-                self.links[i].hand_over_nothing(meta, self._channels[i], step, 0)
+                self._crossing(i).send_nothing(meta, step, 0)
                 continue
             row = copy.grad.detach().reshape(1, -1)
-            with step.during("encode", self.links[i].sender_stage, 0, self.links[i].name):
-                messages[i] = self.links[i].encode(row, step, 0)
-            self.links[i].hand_over(row, messages[i], self._channels[i], step, 0)
+            encoded = self._crossing(i).encode(row, meta, step, 0)
+            messages[i] = encoded.message
+            self._crossing(i).hand_over(encoded)
         parts = [self._part(i, messages, meta, step) for i in range(2)]
         for i, copy in self.here.items():
             total = before[i]
@@ -232,11 +236,7 @@ class TiedWeights(Tie):
         link = self.links[i]
         if 1 - i not in self.here:  # which would receive it
             return link.arrived(messages[i], step, 0) if i in messages else None
-        message = link.take_any(self._channels[i], step, 0)
-        if message is None:
-            return None
-        with step.during("decode", link.receiver_stage, 0, link.name):
-            return link.decode(message, meta, step, 0)
+        return self._crossing(i).receive_any(meta, step, 0)
 
     def finish_step(self, finite: bool) -> None:
         """Commits what both links noted if the step was finite, else discards it."""

@@ -224,9 +224,7 @@ def _pairs(pilot: Pilot, methods: Sequence[MethodPair] | None) -> list[Pair]:
 
 def _needs_ids(pilot: Pilot, pair: Pair) -> bool:
     return any(
-        link.feedback is not None and link.feedback.by_sample
-        for boundary in pilot.new_boundaries(pair)
-        for link in boundary.links
+        link.method.by_sample for boundary in pilot.new_boundaries(pair) for link in boundary.links
     )
 
 

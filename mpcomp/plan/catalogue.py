@@ -92,6 +92,14 @@ def entry_of(spec: str) -> Entry:
     return Entry(spec, kind, _summary(type(method)), kind in ("compressor", "feedback"))
 
 
+def _is_for_activations(spec: str) -> bool:
+    try:
+        parse(spec).check_place("act_comp")
+    except ValueError:
+        return False
+    return True
+
+
 def figures_of(entry: Entry, x: Tensor, *, repeats: int) -> Figures:
     """The figures of a method that `is_measured`, as the two ends of a cut have them.
 
@@ -106,7 +114,7 @@ def figures_of(entry: Entry, x: Tensor, *, repeats: int) -> Figures:
     Raises:
         ValueError: the method does not take such a tensor.
     """
-    reuses = parse(entry.spec).reuses_selection
+    reuses = not _is_for_activations(entry.spec)
     pair = (SELECTION, entry.spec) if reuses else (entry.spec, "none")
     share = CHANGES[0] if entry.kind == "feedback" else 0.0
     with warnings.catch_warnings(record=True) as caught:

@@ -148,12 +148,10 @@ def measure_cut(
         run = timed if index < _WARMUPS else _timed_after_rest
         # Methods learn from the first microbatch of a step: all others take what is measured.
         for microbatch in (0, 1) if index < _WARMUPS else (1,):
-            act, encode_act = run(boundary.send_activation, activation, step, microbatch)
-            got_act, decode_act = run(boundary.receive_activation, act, act_meta, step, microbatch)
-            grad, encode_grad = run(boundary.send_gradient, gradient, step, microbatch)
-            got_grad, decode_grad = run(
-                boundary.receive_gradient, grad, grad_meta, step, microbatch
-            )
+            act, encode_act = run(boundary.act.encode, activation, step, microbatch)
+            got_act, decode_act = run(boundary.act.decode, act, act_meta, step, microbatch)
+            grad, encode_grad = run(boundary.grad.encode, gradient, step, microbatch)
+            got_grad, decode_grad = run(boundary.grad.decode, grad, grad_meta, step, microbatch)
         if index == _WARMUPS + repeats - 1:
             boundary.act.compare(activation, got_act, step)
             boundary.grad.compare(gradient, got_grad, step)

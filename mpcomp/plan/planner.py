@@ -286,7 +286,7 @@ class Planner:
         for boundary, meta in zip(boundaries, metas, strict=True):
             batch = meta.with_rows(self.chunks * meta.shape[0])
             for link in boundary.links:
-                if link.feedback is not None and link.feedback.by_sample and not self._num_samples:
+                if link.method.by_sample and not self._num_samples:
                     return None
                 for stage in (link.sender_stage, link.receiver_stage):
                     entries = state_of_link(link, batch, self._num_samples, (stage,))

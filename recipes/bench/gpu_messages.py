@@ -91,13 +91,13 @@ def _cross(
     """Takes an activation over a cut and a gradient back, each end in a context of its name."""
     meta = TensorMeta.of(x)
     with around("encode activation"):
-        message = boundary.send_activation(x, step, microbatch)
+        message = boundary.act.encode(x, step, microbatch)
     with around("decode activation"):
-        boundary.receive_activation(message, meta, step, microbatch)
+        boundary.act.decode(message, meta, step, microbatch)
     with around("encode gradient"):
-        message = boundary.send_gradient(x, step, microbatch)
+        message = boundary.grad.encode(x, step, microbatch)
     with around("decode gradient"):
-        boundary.receive_gradient(message, meta, step, microbatch)
+        boundary.grad.decode(message, meta, step, microbatch)
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -146,12 +146,12 @@ class _Cut:
         for _ in range(steps):
             step = Step(self._index, train=True, sample_ids=self._ids, num_microbatches=chunks)
             for m in range(chunks):
-                connected.post_activation(self._meta, step, m)
-                connected.send_activation(self._x, self._meta, step, m)
-                connected.post_gradient(self._meta, step, m)
-                connected.receive_activation(self._meta, step, m)
-                connected.send_gradient(self._x, self._meta, step, m)
-                connected.receive_gradient(self._meta, step, m)
+                connected.act.post(self._meta, step, m)
+                connected.act.send(self._x, self._meta, step, m)
+                connected.grad.post(self._meta, step, m)
+                connected.act.receive(self._meta, step, m)
+                connected.grad.send(self._x, self._meta, step, m)
+                connected.grad.receive_any(self._meta, step, m)
             for link in connected.boundary.links:
                 link.found_nonfinite()
             connected.boundary.finish_step(finite=True)

@@ -115,7 +115,6 @@ def _rows_of_topk(group: Group, budget: float) -> Rows:
         "uniform, twice": static(2 * budget, 2 * budget),
         "GraVAC, energy": adaptive("eps=0.8"),
         "GraVAC, centred": adaptive("eps=0.7:gain=centred"),
-        "GraVAC, loss": adaptive("eps=0.98:gain=loss", "eps=0.8"),
     }
 
 
@@ -150,8 +149,6 @@ def _adaptive_rows(settings: str, inner: str) -> Rows:
     return {
         "adaptive budget, energy": adaptive(""),
         "adaptive budget, centred": adaptive(":gain=centred", ":gain=centred"),
-        # A loss is known of activations only; both directions have the budget to themselves.
-        "adaptive budget, loss": adaptive(":gain=loss:smoothing=0.3"),
     }
 
 

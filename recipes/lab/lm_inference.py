@@ -217,11 +217,15 @@ def evaluate(
         ValueError: there is no such model, text or device, or they do not fit.
     """
     assert plain is not None or methods[0] == UNCOMPRESSED
-    learns = any(method.learns_basis for method in methods)
+    learns = any(isinstance(method, mpcomp.KLT) for method in methods)
     loaded = _load(config, calibrate if learns else None)
     num_batches = sum(
         _num_batches(loaded.loader)
-        + (_num_batches(loaded.calibration) if loaded.calibration and method.learns_basis else 0)
+        + (
+            _num_batches(loaded.calibration)
+            if loaded.calibration and isinstance(method, mpcomp.KLT)
+            else 0
+        )
         for method in methods
     )
     first = next(iter(loaded.loader))
@@ -245,7 +249,11 @@ def evaluate(
             bar.set_description(str(method))
             begin = time.perf_counter()
             pipe = cut(method)
-            learned = {"calibration": _calibrate(pipe, loaded, bar)} if method.learns_basis else {}
+            learned = (
+                {"calibration": _calibrate(pipe, loaded, bar)}
+                if isinstance(method, mpcomp.KLT)
+                else {}
+            )
             measures = [
                 # All logits would not fit in memory, so they are made again for each method.
                 pipe.evaluate([batch], Against(_logits(uncompressed, batch)))

@@ -27,7 +27,6 @@ METHODS = {
     "ef21": Adaptive(EF21(TopK(0.1)), **SETTINGS, **CLOCK),
     "budget": Adaptive(TopK(0.1), cf=(2, 20), window=3, budget=0.3),
     "ef21 with a budget": Adaptive(EF21(TopK(0.1)), cf=(2, 20), window=3, budget=0.3),
-    "loss": Adaptive(TopK(0.1), gain="loss", **SETTINGS, **CLOCK),
 }
 
 
@@ -50,14 +49,13 @@ def run(pipe, optimizer, first, last):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_going_on_is_as_if_never_stopped(name, tmp_path):
-    act = METHODS[name]
-    grad = None if act.gain == "loss" else act
-    straight = pipe_of(act, grad)
+    method = METHODS[name]
+    straight = pipe_of(method, method)
     optimizer = adamw(straight)
     run(straight, optimizer, 0, 5)
     straight.save(tmp_path / "a", optimizer=optimizer)
     expected = run(straight, optimizer, 5, 12)
-    resumed = pipe_of(act, grad, seed=9)
+    resumed = pipe_of(method, method, seed=9)
     again = adamw(resumed)
     run(resumed, again, 0, 2)
     resumed.load(tmp_path / "a", optimizer=again)
@@ -89,5 +87,5 @@ def test_other_methods_are_refused_and_none_begins_anew(tmp_path):
     plain = pipe_of(None)
     plain.save(tmp_path / "b")
     pipe.load(tmp_path / "b")
-    assert pipe.boundaries[0].act.adaptive.dense
-    assert pipe.boundaries[0].act.adaptive.search.steps == 0
+    assert pipe.boundaries[0].act.endpoint.policy.dense
+    assert pipe.boundaries[0].act.endpoint.policy.search.steps == 0

@@ -14,10 +14,8 @@ from mpcomp.adaptive.search import Search
 from mpcomp.core.randomness import generator_for
 from mpcomp.core.step import MessageContext, Step
 from mpcomp.core.wire import Header
-from mpcomp.feedback.ends import end_of
 from mpcomp.feedback.memory import Side
-from mpcomp.feedback.plan import MemoryPlan
-from mpcomp.links.adaptation import state_of
+from mpcomp.links.endpoints.memory import MemoryPlan, end_of
 from mpcomp.links.link import ACT, Link
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*would not shrink")
@@ -104,7 +102,7 @@ def test_what_feedback_compresses_is_measured():
         end = end_of(method, Side.SENDER, meta, torch.device("cpu"))
 
         def plan(method=method, end=end):
-            return MemoryPlan(method, end, meta, at, None, torch.device("cpu"))
+            return MemoryPlan(method, end, meta, at, torch.device("cpu"))
 
         wanted, against = plan().measured(x)
         assert torch.equal(wanted, x) and torch.equal(against, x)
@@ -147,7 +145,7 @@ def test_the_first_step_is_dense_and_then_links_compress_each_its_own_way(method
         cfs = [cf for cf, _ in sent_of(pipe, name)]
         sizes = [cf for cf in cfs if cf > 1]
         assert sizes and link.meter.train.relative_error > 0
-        assert link.adaptive.changes >= 1
+        assert link.endpoint.policy.changes >= 1
 
 
 def test_decisions_are_those_of_the_search_told_gains_and_modelled_seconds(monkeypatch):
@@ -156,8 +154,8 @@ def test_decisions_are_those_of_the_search_told_gains_and_modelled_seconds(monke
     seen = []
     encode = Link.encode
 
-    def spy(link, x, step, microbatch, positions=None):
-        message = encode(link, x, step, microbatch, positions)
+    def spy(link, x, step, microbatch):
+        message = encode(link, x, step, microbatch)
         if link.boundary == 0 and link.direction == ACT:
             seen.append((step.index, microbatch, x.detach().clone(), message.numel()))
         return message
@@ -179,7 +177,7 @@ def test_decisions_are_those_of_the_search_told_gains_and_modelled_seconds(monke
         assert said["gain_min"] == pytest.approx(search.gain_min)
         assert said["gain_candidate"] == pytest.approx(search.gain_candidate)
         search.end_step()
-    found = pipe.boundaries[0].act.adaptive.search
+    found = pipe.boundaries[0].act.endpoint.policy.search
     assert [d["actions"] for d in found.history] == [d["actions"] for d in search.history]
     assert found.throughputs == pytest.approx(search.throughputs)
     assert len({said["links"]["0.act"]["cf"] for said in pipe.adaptive_history}) > 2
@@ -226,15 +224,15 @@ def test_same_indices_goes_by_what_the_activation_carried():
 
 
 def test_the_header_says_the_factor_and_a_receiver_expects_it():
-    link = Link(adaptive(), boundary=0, direction=ACT, adaptive=state_of(adaptive()))
+    link = Link(adaptive(), boundary=0, direction=ACT)
     step, x = Step(3, train=True), torch.randn(2, 60)
     assert Header.of(link.encode(x, step, 0)).cf == 0.0
-    link.adaptive._send_with(2.1)
+    link.endpoint.policy._send_with(2.1)
     message = link.encode(x, step, 0)
     assert Header.of(message).cf == torch.tensor(2.1).item()
     assert link.decode(message, TensorMeta.of(x), step, 0).count_nonzero() == 2 * 29
-    other = Link(adaptive(), boundary=0, direction=ACT, adaptive=state_of(adaptive()))
-    other.adaptive._send_with(2.1000001 * (1 + 1e-4))  # as many elements, of another ratio
+    other = Link(adaptive(), boundary=0, direction=ACT)
+    other.endpoint.policy._send_with(2.1000001 * (1 + 1e-4))  # as many elements, of another ratio
     with pytest.raises(RuntimeError, match=r"two ends disagree.*cf=2\.1"):
         other.decode(message, TensorMeta.of(x), step, 0)
 
@@ -256,10 +254,10 @@ def test_evaluation_and_no_grad_change_nothing_and_send_as_trained():
         pipe(x)
     assert adapted(pipe) == before and pipe.wire_bytes == sent
     act = pipe.boundaries[0].act
-    fixed = pipe_of(act.adaptive.coder, None)
+    fixed = pipe_of(act.endpoint.policy.coder, None)
     meta = TensorMeta((4, 19))
     evaluation = Step(5, train=False)
-    assert not act.adaptive.dense
+    assert not act.endpoint.policy.dense
     assert act.message_bytes(meta, evaluation, 0, x.device) == (
         fixed.boundaries[0].act.message_bytes(meta, evaluation, 0, x.device)
     )
@@ -274,14 +272,14 @@ def test_recomputation_changes_nothing():
 def test_warm_up_and_uncompressed_steps_count_and_measure_nothing():
     pipe = pipe_of(adaptive(), adaptive(), warmup_steps=2)
     run(pipe, 0, 2)
-    for state in (link.adaptive for link in pipe.links):
+    for state in (link.endpoint.policy for link in pipe.links):
         assert state.search.steps == 2 and state.search.gain_min is None and state.dense
     run(pipe, 2, 4)
-    before = [link.adaptive.search.gain_min for link in pipe.links]
+    before = [link.endpoint.policy.search.gain_min for link in pipe.links]
     with pipe.uncompressed():
         run(pipe, 4, 5)
-    assert [link.adaptive.search.gain_min for link in pipe.links] == before
-    assert {link.adaptive.search.steps for link in pipe.links} == {5}
+    assert [link.endpoint.policy.search.gain_min for link in pipe.links] == before
+    assert {link.endpoint.policy.search.steps for link in pipe.links} == {5}
     assert [branch for _, branch in sent_of(pipe, "0.act")][:2] == ["off", "off"]
     assert sent_of(pipe, "0.act")[-1] == (1.0, "off")
 
@@ -293,10 +291,10 @@ def test_skipped_steps_count_and_record_nothing():
     run(pipe, 0, 1)
     handle.remove()
     assert pipe.step_skipped
-    for state in (link.adaptive for link in pipe.links):
+    for state in (link.endpoint.policy for link in pipe.links):
         assert state.search.steps == 1 and state.search.gain_min is None and state.dense
     run(pipe, 1, 3)
-    for state in (link.adaptive for link in pipe.links):
+    for state in (link.endpoint.policy for link in pipe.links):
         assert state.search.steps == 3 and state.search.gain_min is not None
 
 
@@ -334,8 +332,8 @@ def test_the_wall_clock_records_the_time_of_steps():
     pipe = pipe_of(method, method)
     run(pipe, 0, 5)
     for link in pipe.links:
-        assert link.adaptive.search.throughputs
-        assert all(rate > 0 for rate in link.adaptive.search.throughputs.values())
+        assert link.endpoint.policy.search.throughputs
+        assert all(rate > 0 for rate in link.endpoint.policy.search.throughputs.values())
 
 
 def test_the_report(capsys):
@@ -344,5 +342,5 @@ def test_the_report(capsys):
     act, grad, *_ = pipe.report()["boundaries"]
     assert grad["adaptive"] is None
     found = act["adaptive"]
-    assert found["cf"] == pipe.boundaries[0].act.adaptive.cf and found["changes"] >= 1
+    assert found["cf"] == pipe.boundaries[0].act.endpoint.policy.cf and found["changes"] >= 1
     assert all(0 <= gain <= 1 for _, gain in found["gains"]) and found["gains"]

@@ -1,7 +1,6 @@
 """The value `Adaptive`: its spec, its ladder, and what it refuses."""
 
 import pytest
-import torch
 import torch.nn.functional as F
 from models import MLP_SPLIT, mlp
 
@@ -60,7 +59,8 @@ def test_rungs_are_different_compressors():
         ({"window": 2.0}, ValueError, "window=2.0"),
         ({"policy": "linear"}, ValueError, "policy='linear': expected exponential or geometric"),
         ({"smoothing": 0.0}, ValueError, "smoothing=0.0"),
-        ({"gain": "cosine"}, ValueError, "gain='cosine': expected energy, centred, loss"),
+        ({"gain": "loss"}, ValueError, "gain='loss': expected energy, centred"),
+        ({"gain": "cosine"}, ValueError, "gain='cosine': expected energy, centred"),
         ({"budget": 1.5}, ValueError, r"budget=1.5: expected a number in \(0, 1\)"),
         ({"budget": 0.0}, ValueError, "budget=0.0"),
         ({"budget": 0.2, "bandwidth_mbps": 1.0}, ValueError, "leave out one of them"),
@@ -69,7 +69,7 @@ def test_rungs_are_different_compressors():
         ({"inner": Sign()}, TypeError, "sign has no compression factor"),
         ({"inner": AQSGD(TopK(0.1))}, TypeError, r"ErrorFeedback and EF21 alone; use ef\+topk"),
         ({"inner": EFMixed(TopK(0.1))}, TypeError, "ErrorFeedback and EF21 alone"),
-        ({"inner": SameIndices()}, TypeError, "inner=same: .*gradients' method"),
+        ({"inner": SameIndices()}, TypeError, "inner=same: .*to the cut itself"),
         ({"inner": "topk:0.1"}, TypeError, "Adaptive goes round a compressor"),
     ],
 )
@@ -85,8 +85,6 @@ def pipe_of(**kwargs):
 
 
 def test_where_it_has_no_place():
-    with pytest.raises(ValueError, match=r"grad_comp=adaptive.*gain=loss is for activations"):
-        pipe_of(grad_comp=Adaptive(TopK(0.1), gain="loss"))
     with pytest.raises(ValueError, match="act_comp=.*lr_scaled is for gradients"):
         pipe_of(act_comp=Adaptive(ErrorFeedback(TopK(0.1), lr_scaled=True)))
     with pytest.raises(ValueError, match=r"SameIndices\(\) at boundary 0 with act_comp=adaptive"):
@@ -98,11 +96,3 @@ def test_between_replicas_it_is_refused():
 
     with pytest.raises(ValueError, match=r"dp_comp=adaptive.*topk:0.1.*at a cut.*gravac"):
         replica_method_of(Adaptive(TopK(0.1)))
-
-
-def test_a_loss_needs_forward_backward():
-    pipe = pipe_of(act_comp=Adaptive(TopK(0.1), gain="loss"))
-    with pytest.raises(ValueError, match=r"pipe\(x\) with gradients and gain='loss'"):
-        pipe(torch.randn(4, 13))
-    pipe.eval()
-    assert pipe(torch.randn(4, 13)).shape == (4, 5)

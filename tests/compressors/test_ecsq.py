@@ -17,9 +17,8 @@ from mpcomp.core.randomness import generator_for
 from mpcomp.core.step import MessageContext
 from mpcomp.data_parallel.base import check_run
 from mpcomp.data_parallel.methods import param_comp_of, replica_method_of
-from mpcomp.feedback.ends import end_of
 from mpcomp.feedback.memory import Side
-from mpcomp.feedback.plan import MemoryPlan
+from mpcomp.links.endpoints.memory import MemoryPlan, end_of
 
 SETTINGS = [
     ECSQ(0.5),
@@ -365,9 +364,7 @@ class Visits:
             step, 0, lambda part: generator_for(step, part), tuple((i,) for i in ids), 1.0
         )
         meta = TensorMeta.of(x)
-        sender, receiver = (
-            MemoryPlan(self.method, end, meta, at, None, x.device) for end in self.ends
-        )
+        sender, receiver = (MemoryPlan(self.method, end, meta, at, x.device) for end in self.ends)
         assert sender.layout == receiver.layout and sender.check == receiver.check
         payload = sender.encode(x)
         y = receiver.decode(payload)

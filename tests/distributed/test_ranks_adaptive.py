@@ -21,8 +21,8 @@ FEEDBACK = Adaptive(ErrorFeedback(TopK(0.1)), **SETTINGS)
 ESTIMATE = Adaptive(EF21(TopK(0.1)), **SETTINGS)
 RANDOM = Adaptive(RandomK(0.1), **{**SETTINGS, "eps": 0.2})
 BUDGET = Adaptive(TopK(0.1), cf=(2.0, 20.0), window=3, policy="geometric", budget=0.5)
-LOSS = Adaptive(TopK(0.1), gain="loss", **SETTINGS)
-SHARED_LOSS = Adaptive(TopK(0.1), cf=(2.0, 20.0), window=2, gain="loss", budget=0.4)
+CENTRED = Adaptive(TopK(0.1), gain="centred", **SETTINGS)
+SHARED_CENTRED = Adaptive(TopK(0.1), cf=(2.0, 20.0), window=2, gain="centred", budget=0.4)
 COARSE = Adaptive(Quantize(4), cf=(4.0, 32.0), window=2, **CLOCK)
 SHARED_COARSE = Adaptive(Quantize(4), cf=(4.0, 32.0), budget=0.1)
 #: Seven steps are two windows of three, and the first of another.
@@ -30,8 +30,8 @@ RUNS = [
     Run("deep", act=TOPK, grad=TOPK, rows=(10, 9), steps=7),
     Run("deep convnet", act=ESTIMATE, grad=FEEDBACK, steps=7),
     Run("deep convnet", act=BUDGET, grad=BUDGET, evaluate=True, steps=4),
-    Run("deep convnet", act=LOSS, grad=COARSE, steps=7),
-    Run("deep convnet", act=SHARED_LOSS, grad=SHARED_COARSE, steps=6),
+    Run("deep convnet", act=CENTRED, grad=COARSE, steps=7),
+    Run("deep convnet", act=SHARED_CENTRED, grad=SHARED_COARSE, steps=6),
     Run("deep", act=RANDOM, grad="same", off=(0, 4), steps=7),
     # The first steps overflow: they are skipped, and count.
     Run("deep", act=TOPK, grad=BUDGET, scale=2.0**24, autocast=torch.float16, steps=12),
@@ -106,7 +106,7 @@ def test_replicas_change_together(ranks):
     """Of their own data each, of different sizes; on the wall clock too."""
     wall = Adaptive(TopK(0.1), cf=(2.0, 20.0), eps=0.5, window=2)
     first, *others = ranks(
-        replicas_change_together, 4, [(TOPK, ESTIMATE), (BUDGET, BUDGET), (LOSS, wall)]
+        replicas_change_together, 4, [(TOPK, ESTIMATE), (BUDGET, BUDGET), (CENTRED, wall)]
     )
     assert all(other == first for other in others)
     for _, history in first:
@@ -146,7 +146,7 @@ def run(pipe, first, last):
     return torch.stack(losses)
 
 
-PAIRS = [(TOPK, FEEDBACK), (ESTIMATE, BUDGET), (LOSS, TOPK)]
+PAIRS = [(TOPK, FEEDBACK), (ESTIMATE, BUDGET), (CENTRED, TOPK)]
 
 
 def goes_on(root):

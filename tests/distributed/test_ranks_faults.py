@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 import mpcomp
 from mpcomp import PeerError
 from mpcomp.comm.mesh import ProcessMesh
-from mpcomp.links.boundary import ConnectedBoundary
+from mpcomp.links.boundary import Crossing
 from recipes.bench.hosts import free_port
 
 #: Of pipelines in which a rank waits in vain: a test lasts as long. What is timed are deadlines,
@@ -190,22 +190,25 @@ def dies_as_a_send_is_taken_up():
     store = dist.distributed_c10d._get_default_store()
     model = torch.nn.Sequential(torch.nn.Linear(1, 1 << 20), torch.nn.Linear(1 << 20, 1))
     pipe = mpcomp.pipeline(model, 1, split=["0"], loss_fn=F.mse_loss, timeout=PATIENT_S)
-    post, send = ConnectedBoundary.post_gradient, ConnectedBoundary.send_gradient
+    post, send = Crossing.post, Crossing.send
 
-    def post_and_die(*args):
+    def post_and_die(crossing, *args):
+        if crossing.link.direction == "act":
+            return post(crossing, *args)
         pid = int(store.get("sent"))
         os.kill(pid, signal.SIGSTOP)
-        post(*args)
+        post(crossing, *args)
         subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -CONT {pid}"])
         die()
 
-    def send_and_tell(*args):
-        send(*args)
-        store.set("sent", str(os.getpid()))
+    def send_and_tell(crossing, *args):
+        send(crossing, *args)
+        if crossing.link.direction == "grad":
+            store.set("sent", str(os.getpid()))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ConnectedBoundary, "post_gradient", post_and_die)
-        patch.setattr(ConnectedBoundary, "send_gradient", send_and_tell)
+        patch.setattr(Crossing, "post", post_and_die)
+        patch.setattr(Crossing, "send", send_and_tell)
         begin = time.monotonic()
         with pytest.raises(PeerError, match=r"rank 0 .* is gone"):
             pipe.forward_backward(torch.ones(4, 1), torch.ones(4, 1))  # more than sockets hold

@@ -82,7 +82,6 @@ def chain_run(stages: int = 2, **rest: Any) -> Run:
 
 
 BUDGET = Adaptive(TopK(0.1), cf=(2.0, 20.0), window=3, policy="geometric", budget=0.6)
-LOSS = Adaptive(TopK(0.1), cf=(2.0, 20.0), window=2, gain="loss", budget=0.6)
 
 RUNS = {
     2: [
@@ -96,7 +95,6 @@ RUNS = {
         first_run("nanoGPT", pipeline={"loss_fn": CausalLMLoss(), "split": ["transformer.h.1"]}),
         chain_run(evaluate=True, rows=(10, 7, 4), **CODED),
         chain_run(act=BUDGET, grad=BUDGET, rows=(12,)),
-        chain_run(act=LOSS, grad="quant:4", rows=(12,), off=(2,)),
     ],
     3: [
         first_run("gemma2", 3, act="auto:memory", grad="auto:memory", chunks=5),
@@ -514,21 +512,20 @@ def test_the_pipeline_goes_on_after_what_was_wrong(ranks):
 def adapted(alone: bool = False) -> Any:
     """Words of a first step with too few rows, and the losses of the steps after it."""
     found: list[Any] = []
-    for method in (BUDGET, LOSS):
-        pipe, _ = make(chain_run(act=method, grad=BUDGET), alone=alone)
-        batches: list[Any] = [rows(3, 0), rows(12, 1), rows(2, 2), rows(9, 3)]
-        for batch in batches:
-            given = batch if pipe.has_data else ()
-            losses: list[Tensor] = []
-            said = error_of(lambda: losses.append(pipe.forward_backward(*given)))  # noqa: B023
-            found.append((said[0], losses))
+    pipe, _ = make(chain_run(act=BUDGET, grad=BUDGET), alone=alone)
+    batches: list[Any] = [rows(3, 0), rows(12, 1), rows(2, 2), rows(9, 3)]
+    for batch in batches:
+        given = batch if pipe.has_data else ()
+        losses: list[Tensor] = []
+        said = error_of(lambda: losses.append(pipe.forward_backward(*given)))  # noqa: B023
+        found.append((said[0], losses))
     return found
 
 
 def test_what_links_do_before_a_step_waits_for_its_batch(ranks):
-    """Budgets and losses are agreed on before a step's own agreement, once the batch is known."""
+    """Budgets are agreed on before a step's own agreement, once the batch is known."""
     expected = adapted(alone=True)
-    assert [kind for kind, _ in expected] == ["ValueError", ""] * 4
+    assert [kind for kind, _ in expected] == ["ValueError", ""] * 2
     for found in ranks(adapted, 2):
         for (kind, losses), (theirs, others) in zip(found, expected, strict=True):
             assert kind == theirs and len(losses) == len(others)

@@ -7,14 +7,12 @@ from methods import same_bits
 from models import assert_ends_agree, store_of
 from torch import Tensor
 
-from mpcomp import Feedback, Identity, TensorMeta
-from mpcomp.core.padding import padded_positions
+from mpcomp import Feedback, TensorMeta
 from mpcomp.core.randomness import generator_for
 from mpcomp.core.step import MessageContext, SampleIds
-from mpcomp.feedback.ends import end_of
 from mpcomp.feedback.memory import Side
-from mpcomp.feedback.plan import MemoryPlan, PlainPlan
 from mpcomp.feedback.state import EndState
+from mpcomp.links.endpoints.memory import DensePlan, MemoryPlan, end_of
 
 CPU = torch.device("cpu")
 
@@ -30,7 +28,7 @@ def context(
 
 def plan_of(method: Feedback, end: EndState, meta: TensorMeta, at: MessageContext) -> MemoryPlan:
     """The plan of a message at one end."""
-    return MemoryPlan(method, end, meta, at, padded_positions(at.valid, meta, CPU), CPU)
+    return MemoryPlan(method, end, meta, at, CPU)
 
 
 class Wire:
@@ -67,9 +65,8 @@ class Wire:
     def send_dense(self, x: Tensor, at: MessageContext) -> None:
         """``x`` itself went over, as in a warm-up."""
         meta = TensorMeta.of(x)
-        padded = padded_positions(at.valid, meta, CPU)
-        payload = PlainPlan(Identity(), meta, at, padded, self.sender).encode(x)
-        PlainPlan(Identity(), meta, at, padded, self.receiver).decode(payload)
+        payload = DensePlan(self.sender, meta, at, CPU).encode(x)
+        DensePlan(self.receiver, meta, at, CPU).decode(payload)
 
     def commit(self) -> None:
         self.sender.commit()

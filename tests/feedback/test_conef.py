@@ -27,9 +27,9 @@ from mpcomp import (
     parse,
 )
 from mpcomp.core.randomness import generator_for
-from mpcomp.feedback.ends import end_of
 from mpcomp.feedback.memory import Side
 from mpcomp.feedback.sketch import CountSketch, VectorSketch, num_cells
+from mpcomp.links.endpoints.memory import end_of
 
 SHAPE = (3, 80)
 CPU = torch.device("cpu")
@@ -436,9 +436,7 @@ def test_state_bytes_says_so_before_the_run():
         (entry,) = said["per_link"]
         assert entry["role"] == "sender" and entry["rows"] == 6
         pipe.forward_backward(torch.randn(6, 8), torch.zeros(6, dtype=torch.int64))
-        held = sum(
-            link.ends["sender"].num_bytes for link in pipe.links if link.feedback is not None
-        )
+        held = sum(link.ends["sender"].num_bytes for link in pipe.links if "sender" in link.ends)
         assert held == said["total"]
         sizes[type(method)] = said["total"]
     assert sizes == {ErrorFeedback: 6 * 60 * 4, ConEF: 6 * 12 * 4}

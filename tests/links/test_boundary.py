@@ -35,14 +35,14 @@ def boundary_of(act, grad, **kwargs) -> Boundary:
 
 
 def forward(boundary: Boundary, x: torch.Tensor, step: Step, microbatch: int = 0) -> torch.Tensor:
-    message = boundary.send_activation(x, step, microbatch)
-    return boundary.receive_activation(message, TensorMeta.of(x), step, microbatch)
+    message = boundary.act.encode(x, step, microbatch)
+    return boundary.act.decode(message, TensorMeta.of(x), step, microbatch)
 
 
 def backward(boundary: Boundary, g: torch.Tensor, step: Step, microbatch: int = 0):
     """(what arrives, bytes of the payload)"""
-    message = boundary.send_gradient(g, step, microbatch)
-    arrived = boundary.receive_gradient(message, TensorMeta.of(g), step, microbatch)
+    message = boundary.grad.encode(g, step, microbatch)
+    arrived = boundary.grad.decode(message, TensorMeta.of(g), step, microbatch)
     return arrived, message.numel() - HEADER_BYTES
 
 

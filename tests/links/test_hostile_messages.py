@@ -31,7 +31,7 @@ def test_no_message_does_harm():
 
 
 def test_the_program_attacks_each_class(capsys):
-    classes = {type(method) for method in METHODS_HERE if not method.reuses_selection}
+    classes = {type(method) for method in METHODS_HERE}
     assert {type(parse(spec)) for spec in METHODS} >= classes
     hostile_messages.main(["--messages", "60", "--methods", "topk:0.1", "ef21+topk:0.1"])
     words = capsys.readouterr().out

@@ -11,7 +11,7 @@ from models import assert_same_state, assert_same_training, links_state, sgd
 from torch import Tensor, nn
 
 import mpcomp
-from mpcomp import ECSQ, KLT, Link, TensorMeta
+from mpcomp import ECSQ, KLT, Identity, Link, TensorMeta
 from mpcomp.core.step import Step
 
 WIDTH, ROWS = 32, 400
@@ -49,7 +49,9 @@ def carry(
     message = link.encode(x, step, 0)
     link.decode(message, TensorMeta.of(x), step, 0)
     if gradient is not None:
-        link.weigh(gradient, step, 0)
+        back = Link(Identity(), boundary=0, direction="grad")
+        back.pair_with(link)
+        back.decode(back.encode(gradient, step, 0), TensorMeta.of(gradient), step, 0)
     if step.train:
         link.commit() if keep else link.discard()
     return message.numel()

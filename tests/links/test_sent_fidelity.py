@@ -20,7 +20,7 @@ from mpcomp.core.spec import SpecValue
 from mpcomp.core.step import Step
 from mpcomp.core.traffic import Traffic
 from mpcomp.core.wire import HEADER_BYTES, LONG_HEADER_BYTES, Header
-from mpcomp.links.boundary import Boundary
+from mpcomp.links.boundary import Boundary, Crossing
 
 METHODS = [*COMPRESSORS, *FEEDBACK]
 SHAPE = (4, 120)
@@ -155,14 +155,14 @@ def test_channels_last_is_metered_in_memory_order():
 
 def test_one_microbatch_a_step_is_metered_when_its_message_is_handed_over():
     link, expected = link_of(TopK(0.1)), Traffic()
-    channel = LocalChannel(CPU)
+    crossing = Crossing(link, LocalChannel(CPU))
     for index in range(3):
         step = step_of(index, num_microbatches=NUM_MICROBATCHES)
         for m in range(NUM_MICROBATCHES):
             x = drawn(step, m)
-            message = link.encode(x, step, m)
-            link.hand_over(x, message, channel, step, m)
-            arrived = link.decode(channel.receive(m), TensorMeta.of(x), step, m)
+            meta = TensorMeta.of(x)
+            crossing.send(x, meta, step, m)
+            arrived, _ = crossing.receive(meta, step, m)
             if m == index % NUM_MICROBATCHES:
                 expected.compare(x, arrived)
     assert link.meter.train.to_state()["energies"] == expected.to_state()["energies"]
@@ -187,17 +187,17 @@ def test_same_indices_at_two_ranks(act):
         for m in range(NUM_MICROBATCHES):
             x, g = drawn(step, m), drawn(step, m + 5)
             meta = TensorMeta.of(x)
-            size = later.activation_bytes(meta, step, m, CPU)
-            message = earlier.send_activation(x, step, m)
+            size = later.act.message_bytes(meta, step, m, CPU)
+            message = earlier.act.encode(x, step, m)
             assert message.numel() == size
             earlier.act.compare_sent(x, message, step, m)
-            expected_act.compare(x, later.receive_activation(message, meta, step, m))
-            size = earlier.gradient_bytes(meta, step, m, CPU)
-            message = later.send_gradient(g, step, m)
+            expected_act.compare(x, later.act.decode(message, meta, step, m))
+            size = earlier.grad.message_bytes(meta, step, m, CPU)
+            message = later.grad.encode(g, step, m)
             assert message.numel() == size
             lengths.append(size)
             later.grad.compare_sent(g, message, step, m)
-            expected_grad.compare(g, earlier.receive_gradient(message, meta, step, m))
+            expected_grad.compare(g, earlier.grad.decode(message, meta, step, m))
         earlier.finish_step(finite=True)
         later.finish_step(finite=True)
     dense = HEADER_BYTES + 4 * 480

@@ -1,4 +1,4 @@
-"""The bases that the ends of a link have learned, and when its sender sends a new one.
+"""The endpoint of a basis: what the ends of a link have learned, and when a new one is sent.
 
 The sender keeps mean and covariance of the vectors of one microbatch a step, each divided by its
 root mean square, older ones with falling weight; for a weighted basis the same of the gradients
@@ -18,21 +18,26 @@ nothing happens in a step that is discarded.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mpcomp.compressors.klt import KLT, Basis, InBasis
+from mpcomp.compressors.base import Compressor
+from mpcomp.compressors.identity import Identity
+from mpcomp.compressors.klt import KLT, Basis
 from mpcomp.compressors.tokens import Tokens
+from mpcomp.core.padding import blanked, padded_positions
 from mpcomp.core.randomness import generator_for
+from mpcomp.core.step import MessageContext
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.core.wire import Payload
 from mpcomp.feedback.memory import Side
+from mpcomp.links.endpoints.base import Endpoint, PlainPlan, Plan, StateSize
 
-__all__ = ["Bases"]
+__all__ = ["BasisEndpoint"]
 
 #: Microbatches, and vectors a channel, that moments go back at least.
 _MICROBATCHES, _VECTORS = 16, 64
@@ -246,85 +251,89 @@ def _basis(state: Mapping[str, Tensor], name: str) -> Basis | None:
     return Basis(state[name].cpu()) if name in state else None
 
 
-class Bases:
-    """The ends of one link that are on this rank, with a basis for each width of its vectors.
+class BasisEndpoint(Endpoint, of=KLT):
+    """The ends of one link that are on this rank, with a basis for each width of its vectors."""
 
-    Args:
-        method: of the link.
-    """
+    method: KLT
 
     def __init__(self, method: KLT) -> None:
-        self._method = method
+        super().__init__(method)
         self._senders: dict[int, _Sender] = {}
         self._receivers: dict[int, _Receiver] = {}
 
-    def num_bytes(self, side: Side, meta: TensorMeta) -> int:
-        """Bytes that an end keeps for tensors like ``meta``."""
-        averages = (1 + self._method.weighted) if side is Side.SENDER else 0
-        entry = _ENTRY_BYTES[side] + averages * _MOMENT_BYTES
-        return entry * Tokens.of(meta).width ** 2
+    @property
+    def follows(self) -> bool:  # type: ignore[override]
+        """Whether gradients say what an error costs."""
+        return self.method.weighted
 
-    def coder(self, side: Side, meta: TensorMeta, *, announces: bool) -> InBasis:
-        """The compressor of a message.
+    def plan(
+        self, side: Side, meta: TensorMeta, context: MessageContext, device: torch.device
+    ) -> Plan:
+        if not context.on:
+            return PlainPlan(Identity(), meta, context, device)
+        width, news = Tokens.of(meta).width, None
+        if side is Side.SENDER:
+            sender = self._sender(width)
+            basis, news = sender.basis, sender.news if context.learns else None
+        else:
+            basis = self._receiver(width).basis
+        coder: Compressor = self.method.at(basis, news, room=context.learns)
+        return PlainPlan(coder, meta, context, device)
 
-        Args:
-            side: whose.
-            meta: the tensor.
-            announces: whether a new basis may go with it; in training alone.
-        """
-        tokens = Tokens.of(meta)
-        if side is Side.RECEIVER:
-            receiver = self._receiver(tokens.width)
-            return self._method.at(receiver.basis, None, room=announces)
+    def observe(self, x: Tensor, num_bytes: int, plan: Plan) -> None:
+        context = plan.context
+        if not (context.train and context.on):
+            return
+        tokens = Tokens.of(plan.meta)
         sender = self._sender(tokens.width)
-        news = sender.news if announces else None
-        return self._method.at(sender.basis, news, room=announces)
+        sender.count(tokens.num, announces=context.learns)
+        if context.learns:
+            sender.observe(_blanked(x, context))
 
-    def count(self, meta: TensorMeta, *, announces: bool) -> None:
-        """Notes a message of training, which has taken with it what there was to announce."""
-        tokens = Tokens.of(meta)
-        self._sender(tokens.width).count(tokens.num, announces=announces)
+    def hear(self, payload: Payload, plan: Plan) -> None:
+        if plan.context.learns:
+            receiver = self._receiver(Tokens.of(plan.meta).width)
+            coder = self.method.at(receiver.basis, None, room=True)
+            receiver.heard = coder.heard(payload, plan.meta)
 
-    def observe(self, x: Tensor) -> None:
-        """Learns from what is sent in a message of training, once a step; zero where padded."""
-        self._sender(Tokens.of(TensorMeta.of(x)).width).observe(x)
+    def crossed(
+        self,
+        side: Side,
+        plan: Plan,
+        payload: Payload,
+        arrived: Callable[[], Tensor],
+        context: MessageContext,
+    ) -> None:
+        if side is Side.RECEIVER and context.learns:
+            self._sender(Tokens.of(plan.meta).width).weigh(_blanked(arrived(), context))
 
-    def weigh(self, gradient: Tensor) -> None:
-        """Learns from what came back for that, if errors are weighted; zero where padded."""
-        self._sender(Tokens.of(TensorMeta.of(gradient)).width).weigh(gradient)
-
-    def hear(self, payload: Payload, meta: TensorMeta) -> None:
-        """Takes the new basis from a message that may have one."""
-        receiver = self._receiver(Tokens.of(meta).width)
-        coder = self._method.at(receiver.basis, None, room=True)
-        receiver.heard = coder.heard(payload, meta)
-
-    def check(self, side: Side) -> int:
-        """A number that both ends have in common as long as they have the same bases."""
+    def copies(self, side: Side) -> Iterator[tuple[Sequence[str], Tensor]]:
         known = {w: e.basis for of, w, e in self._ends if of is side and e.basis is not None}
-        return sum(width * basis.checksum for width, basis in known.items())
+        if known:
+            yield ["basis"], torch.tensor([sum(w * basis.checksum for w, basis in known.items())])
+
+    def state_size(self, side: Side, meta: TensorMeta, num_samples: int | None) -> StateSize | None:
+        averages = (1 + self.method.weighted) if side is Side.SENDER else 0
+        entry = _ENTRY_BYTES[side] + averages * _MOMENT_BYTES
+        return StateSize(1, entry * Tokens.of(meta).width ** 2)
 
     def commit(self) -> None:
-        """Keeps what was noted in a step."""
         for _, _, end in self._ends:
             end.commit()
 
-    def discard(self) -> None:
-        """Forgets what was noted in a step."""
+    def discard(self, *, unused: bool = False) -> None:
         for _, _, end in self._ends:
             end.discard()
 
     def state_dict(self) -> dict[str, Any]:
-        """All that is kept, by role and width, as the ends of feedback methods have it."""
-        state: dict[str, Any] = {
+        state: dict[str, Any] = {  # as the ends of memories have it
             f"{side.value}.{width}.{name}": value
             for side, width, end in self._ends
             for name, value in end.state_dict().items()
         }
         return {**state, "sample": {}} if state else {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state_dict` gave."""
+    def load_state_dict(self, state: Mapping[str, Any], device: Mapping[str, torch.device]) -> None:
         self._senders, self._receivers = {}, {}
         found: dict[tuple[Side, int], dict[str, Tensor]] = {}
         for key, value in state.items():
@@ -336,7 +345,7 @@ class Bases:
             end.load_state_dict(entries)
 
     def _sender(self, width: int) -> _Sender:
-        return self._senders.setdefault(width, _Sender(self._method))
+        return self._senders.setdefault(width, _Sender(self.method))
 
     def _receiver(self, width: int) -> _Receiver:
         return self._receivers.setdefault(width, _Receiver())
@@ -348,3 +357,8 @@ class Bases:
             *((Side.SENDER, width, end) for width, end in self._senders.items()),
             *((Side.RECEIVER, width, end) for width, end in self._receivers.items()),
         ]
+
+
+def _blanked(x: Tensor, context: MessageContext) -> Tensor:
+    """A microbatch with zeros where it is padded."""
+    return blanked(x.detach(), padded_positions(context.valid, TensorMeta.of(x), x.device))

@@ -1,17 +1,18 @@
-"""A plan: how one tensor becomes one message, and that a tensor again.
+"""The endpoint of a memory: what its ends here keep, and the plans of its messages.
 
-Each end makes its plan once, when a message is due, from what both ends hold: the method, the
-tensor's description and the message's context. It then says the layout before there is data, and
-encodes, or decodes. What it puts on the wire is the payload; the header is the link's.
+State belongs to a per-sample shape. When another shape comes, the ends start anew; should the step
+that brought it be discarded, the former ends come back.
 """
 
 from __future__ import annotations
 
+import functools
+import warnings
 import zlib
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,121 +20,235 @@ from torch import Tensor
 from mpcomp.compressors.base import Compressor
 from mpcomp.compressors.coding import Coding
 from mpcomp.compressors.identity import Identity, or_dense
-from mpcomp.core.padding import blanked
-from mpcomp.core.step import Key, MessageContext
+from mpcomp.compressors.rows import InRows
+from mpcomp.core.padding import blanked, padded_positions
+from mpcomp.core.step import Key, MessageContext, SampleIds
 from mpcomp.core.tensor_meta import TensorMeta, narrow
 from mpcomp.core.wire import Parts, Payload
 from mpcomp.feedback.base import Feedback
-from mpcomp.feedback.memory import Sent
+from mpcomp.feedback.memory import Sent, Side
 from mpcomp.feedback.state import EndState, SlotState
+from mpcomp.links.endpoints.base import Endpoint, PlainPlan, Plan, StateSize
 
-__all__ = ["MemoryPlan", "PlainPlan", "Plan"]
+__all__ = ["DensePlan", "MemoryEndpoint", "MemoryPlan", "end_of"]
 
 
-class Plan(ABC):
-    """One message of a tensor, at one end.
+def end_of(method: Feedback, side: Side, meta: TensorMeta, device: torch.device) -> EndState:
+    """A new end of a link, for tensors of ``meta``'s per-sample shape."""
+    return EndState(method, TensorMeta((1, meta.row_numel)), device, (side,))
 
-    Attributes:
-        meta: the tensor.
-        layout: of the payload.
-        check: a number that is equal at both ends as long as they agree about slots.
-        dense: whether the tensor goes as it is.
-        variable: whether the message may end before the layout does, known once it is coded.
-        lags: of the message that was encoded here, as `mpcomp.core.traffic.Traffic.lags`; None
-            unless it was asked for, and samples came again to a memory.
-    """
 
-    meta: TensorMeta
-    layout: tuple[TensorMeta, ...]
-    check: int = 0
-    dense: bool = False
-    variable: bool = False
-    lags: Tensor | None = None
+@dataclass
+class _Held:
+    """The ends for one per-sample shape."""
 
-    @abstractmethod
-    def encode(self, x: Tensor, *, asked: bool = False) -> Payload:
-        """The payload of ``x``, exactly as `layout` says; once.
+    sample: TensorMeta | None = None
+    ends: dict[Side, EndState] = field(default_factory=dict)
+
+
+class MemoryEndpoint(Endpoint, of=Feedback):
+    """The sender and the receiver of a memory, where they are on this rank."""
+
+    makes_good = True
+    method: Feedback
+
+    def __init__(self, method: Feedback) -> None:
+        super().__init__(method)
+        self._memory = method  # names the fields, whatever ratio an adaptive link sets
+        self._held = _Held()
+        self._former: _Held | None = None  # before the open step brought another shape
+
+    @property
+    def coders(self) -> Sequence[Compressor]:
+        return (*self.method.coders, self.method.first or Identity())
+
+    # -- messages -------------------------------------------------------------------------------
+
+    def plan(
+        self, side: Side, meta: TensorMeta, context: MessageContext, device: torch.device
+    ) -> Plan:
+        method = self.method
+        if not context.train:
+            coder = method.evaluation if context.on else Identity()
+            return PlainPlan(coder, meta, context, device)
+        context = self._scaled(context)
+        end = self.end(side, meta, device)
+        if not context.on:
+            return DensePlan(end, meta, context, device)
+        if method.looks_at_gradients and isinstance(self.partner, MemoryEndpoint):
+            # What an activation's sender knows of gradients is what it has received.
+            known = partial(self.partner.remembered, side.other, meta, device)
+            context = replace(context, gradients=known)
+        if context.num_rows is not None and method.rows_wait:
+            inner = InRows(method.inner, context.num_rows)
+            method = replace(method, inner=inner)  # type: ignore[type-var]
+        return MemoryPlan(method, end, meta, context, device)
+
+    def _scaled(self, context: MessageContext) -> MessageContext:
+        """The context in the units that the memory keeps its state in."""
+        if not self.method.lr_scaled:
+            return context
+        if not context.lr:
+            raise ValueError(
+                f"{self.method} keeps its residual in units of the learning rate, which this "
+                f"pipeline does not know (lr={context.lr}): call pipe.follow(optimizer)"
+            )
+        return replace(context, unit=context.unit / context.lr)
+
+    def check(self, context_of: Callable[[int], MessageContext], sizes: Sequence[int]) -> None:
+        for microbatch, num_rows in enumerate(sizes):
+            self.method.slots(self._scaled(context_of(microbatch)), num_rows)
+
+    def remembered(
+        self, side: Side, meta: TensorMeta, device: torch.device, keys: Sequence[Key]
+    ) -> Tensor:
+        """The estimates of slots at an end, as the steps before have left them: fp32 [slots, n].
 
         Args:
-            x: like `meta`.
-            asked: whether `arrived` will be, which a method may know without decoding, and `lags`.
+            side: the end.
+            meta: of a message.
+            device: of the end.
+            keys: of the slots; one that has no estimate has zeros.
         """
+        return self.end(side, meta, device).estimates(keys)
 
-    @abstractmethod
-    def decode(self, payload: Payload) -> Tensor:
-        """The receiver's tensor, like `meta` and zero where padded; once."""
+    def measured(self, x: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+        if not isinstance(plan, MemoryPlan):  # the step sends dense, and is measured all the same
+            end = self.end(Side.SENDER, plan.meta, x.device)
+            context = self._scaled(plan.context)
+            plan = MemoryPlan(self.method, end, plan.meta, context, x.device)
+        return plan.measured(x)
 
-    @abstractmethod
-    def arrived(self, payload: Payload) -> Tensor:
-        """The other end's tensor for the payload that was encoded here."""
+    # -- what is kept ---------------------------------------------------------------------------
 
-    @abstractmethod
-    def positions(self, payload: Payload) -> Tensor | None:
-        """Elements that the message carries, for `SameIndices`; None where it is dense."""
+    @property
+    def ends(self) -> Mapping[str, EndState]:
+        return {side.value: self._held.ends[side] for side in Side if side in self._held.ends}
+
+    def end(self, side: Side, meta: TensorMeta, device: torch.device) -> EndState:
+        """The end of one side for tensors of ``meta``'s per-sample shape."""
+        self._adopt(meta)
+        if side not in self._held.ends:
+            self._held.ends[side] = end_of(self._memory, side, meta, device)
+        return self._held.ends[side]
+
+    def prefetch(self, ids: Sequence[SampleIds]) -> None:
+        for end in self._held.ends.values():
+            if end.fields:
+                known = next(iter(end.fields.values())).known
+                end.prefetch(self._memory.keys_to_come(each, known) for each in ids)
+
+    def _adopt(self, meta: TensorMeta) -> None:
+        sample = _sample_of(meta)
+        if sample == self._held.sample:
+            return
+        if self._held.sample is not None and self._former is None:
+            self._former = self._held
+            if self._memory.by_sample:
+                warnings.warn(
+                    f"{self._memory}: samples of shape {list(sample.shape[1:])} come after those "
+                    f"of {list(self._held.sample.shape[1:])}, so what was kept of all samples is "
+                    "dropped and they go raw again; pad all batches to one length",
+                    stacklevel=2,
+                )
+        self._held = _Held(sample)
+
+    def commit(self) -> None:
+        self._former = None
+        for end in self._held.ends.values():
+            end.commit()
+
+    def discard(self, *, unused: bool = False) -> None:
+        if self._former is not None:
+            self._held, self._former = self._former, None
+        for end in self._held.ends.values():
+            end.discard()
+        if unused:  # lets go of ends that keep nothing, as of those that were made for no message
+            held = {side: end for side, end in self._held.ends.items() if end.num_slots}
+            self._held = _Held(self._held.sample, held) if held else _Held()
+
+    def copies(self, side: Side) -> Iterator[tuple[Sequence[str], Tensor]]:
+        if side in self._held.ends:
+            for keys, rows in self._held.ends[side].copies():
+                yield [str(key[0] if len(key) == 1 else key) for key in keys], rows
+
+    def state_size(self, side: Side, meta: TensorMeta, num_samples: int | None) -> StateSize | None:
+        # Without rows an end is the same on any device, and this one is never written to.
+        end = end_of(self._memory, side, meta, torch.device("cpu"))
+        if not end.fields:
+            return None
+        by_sample = num_samples is not None and self._memory.by_sample
+        wanted = num_samples if by_sample else meta.num_rows
+        assert wanted is not None
+        rows = wanted if end.max_rows is None else min(wanted, end.max_rows)
+        return StateSize(rows, end.row_bytes, rows < wanted, end.location)
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = {}
+        for role, end in self.ends.items():
+            state.update({f"{role}.{key}": value for key, value in end.state_dict().items()})
+        if state:
+            assert self._held.sample is not None
+            sample = self._held.sample
+            state["sample"] = {"shape": list(sample.shape), "channels_last": sample.channels_last}
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any], device: Mapping[str, torch.device]) -> None:
+        self._held, self._former = _Held(), None
+        if not state:
+            return
+        sample = state["sample"]
+        meta = TensorMeta(tuple(sample["shape"]), torch.float32, sample["channels_last"])
+        for side in Side:
+            prefix = f"{side.value}."
+            rows: dict[str, Tensor] = {
+                key.removeprefix(prefix): value
+                for key, value in state.items()
+                if key.startswith(prefix)
+            }
+            if rows:
+                self.end(side, meta, device[side.value]).load_state_dict(rows)
 
 
-class PlainPlan(Plan):
-    """A message of a compressor alone.
+@functools.lru_cache(4096)
+def _sample_of(meta: TensorMeta) -> TensorMeta:
+    """One row of a tensor, whatever its dtype."""
+    return replace(meta.with_rows(1), dtype=torch.float32)
+
+
+class DensePlan(PlainPlan):
+    """A message of training that goes as it is (warm-up, compression off), and tells the memory.
+
+    It is whole, but what is kept for padded positions stays as it is.
 
     Args:
-        coder: the compressor.
+        end: what this end keeps.
         meta: the tensor.
         context: of the message.
-        padded: where the batch is padded, of which a dense message takes no notice.
-        end: what this end keeps, to be told of a tensor that goes as it is in training.
+        device: of the tensor.
     """
 
     def __init__(
-        self,
-        coder: Compressor,
-        meta: TensorMeta,
-        context: MessageContext,
-        padded: Tensor | None,
-        end: EndState | None = None,
+        self, end: EndState, meta: TensorMeta, context: MessageContext, device: torch.device
     ) -> None:
-        self.meta = meta
-        self._coding = Coding(coder, meta, partial(context.draw, ""))
-        self.layout = self._coding.layout
-        self.check = coder.check
-        self.dense = coder.sends_dense
-        self.variable = coder.variable_length
-        self._context = context
-        self._all_padded = padded
-        self._padded = None if self.dense else padded
-        self._end = end if self.dense else None
-        self._arrived: Tensor | None = None
+        super().__init__(Identity(), meta, context, device)
+        self._end = end
+        self._all_padded = padded_positions(context.valid, meta, device)
 
     def encode(self, x: Tensor, *, asked: bool = False) -> Payload:
-        x = blanked(x, self._padded)
-        if asked:
-            payload, said = self._coding.round_trip(x, x)
-            self._arrived = blanked(said, self._padded)
-        else:
-            payload = self._coding.compress(x)
+        payload = super().encode(x, asked=asked)
         self._observe(x)
         return payload
 
     def decode(self, payload: Payload) -> Tensor:
-        x = self._coding.decompress(payload)
+        x = super().decode(payload)
         self._observe(x)
-        return blanked(x, self._padded)
-
-    def arrived(self, payload: Payload) -> Tensor:
-        if self._arrived is None:
-            self._arrived = blanked(self._coding.decompress(payload), self._padded)
-        return self._arrived
-
-    def positions(self, payload: Payload) -> Tensor | None:
-        return self._coding.positions(payload)
+        return x
 
     def _observe(self, x: Tensor) -> None:
-        """Tells the memory of a tensor that went as it is (warm-up, compression off).
-
-        It is whole, but what is kept for padded positions stays as it is.
-        """
-        if self._end is None or not self._end.fields:
+        if not self._end.fields:
             return
-        memory, context = self._end.memory, self._context
+        memory, context = self._end.memory, self.context
         assert isinstance(memory, Feedback)
         state = self._end.open(
             memory.slots(context, self.meta.num_rows),
@@ -185,7 +300,6 @@ class MemoryPlan(Plan):
         end: what this end keeps.
         meta: the tensor.
         context: of the message.
-        padded: where the batch is padded.
         device: of the tensor.
 
     Raises:
@@ -198,14 +312,15 @@ class MemoryPlan(Plan):
         end: EndState,
         meta: TensorMeta,
         context: MessageContext,
-        padded: Tensor | None,
         device: torch.device,
     ) -> None:
         self.meta = meta
+        self.context = context
         self._method = method
         self._end = end
-        self._context = context
-        self._padded = padded
+        self._padded: Tensor | None = None
+        if context.valid is not None:
+            self._padded = padded_positions(context.valid, meta, device)
         self._device = device
         self._result: Tensor | None = None
         keys = method.slots(context, meta.num_rows)
@@ -229,7 +344,7 @@ class MemoryPlan(Plan):
 
     def _add(self, first: bool, keys: Sequence[Key], rows: list[int] | None) -> None:
         """Plans the message of some rows, behind those that are planned already."""
-        method, context = self._method, self._context
+        method, context = self._method, self.context
         meta, padded, index = self.meta, self._padded, None
         if rows is not None:
             meta, keys = meta.with_rows(len(rows)), [keys[row] for row in rows]
@@ -326,7 +441,7 @@ class MemoryPlan(Plan):
         A row without an estimate is taken for one with an estimate of zero, although it goes raw:
         that tells more of messages to come than that it leaves nothing out.
         """
-        context = self._context
+        context = self.context
         state = self._end.open(
             self._method.slots(context, self.meta.num_rows),
             unit=context.unit,

@@ -1,0 +1,111 @@
+"""The endpoint of an adaptive method: that of the method whose ratio is chosen, and the choice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpcomp.adaptive.budget import Budgeted
+from mpcomp.adaptive.link_policy import LinkState, Searching
+from mpcomp.adaptive.method import Adaptive
+from mpcomp.compressors.base import Compressor
+from mpcomp.core.padding import blanked, padded_positions
+from mpcomp.core.step import MessageContext, SampleIds
+from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.feedback.memory import Side
+from mpcomp.feedback.state import EndState
+from mpcomp.links.endpoints.base import Endpoint, Plan, StateSize, endpoint_of
+
+__all__ = ["AdaptiveEndpoint"]
+
+
+class AdaptiveEndpoint(Endpoint, of=Adaptive):
+    """Another endpoint, whose method's ratio changes between steps.
+
+    Args:
+        method: of the link.
+
+    Attributes:
+        policy: chooser of the ratio.
+        inner: endpoint of the method whose ratio it is.
+    """
+
+    method: Adaptive
+
+    def __init__(self, method: Adaptive) -> None:
+        super().__init__(method)
+        self.policy: LinkState = (Searching if method.budget is None else Budgeted)(method)
+        self.inner = endpoint_of(method.inner)
+
+    @property
+    def makes_good(self) -> bool:  # type: ignore[override]
+        """Whether the method does whose ratio is chosen."""
+        return self.inner.makes_good
+
+    @property
+    def coders(self) -> Sequence[Compressor]:
+        return self.inner.coders
+
+    def plan(
+        self, side: Side, meta: TensorMeta, context: MessageContext, device: torch.device
+    ) -> Plan:
+        policy = self.policy
+        if policy.dense:
+            plan = self.inner.plan(side, meta, replace(context, on=False), device)
+            plan.context = context
+            return plan
+        self.inner.method = policy.coder
+        plan = self.inner.plan(side, meta, context, device)
+        if context.on and not plan.dense:
+            plan.cf = policy.cf
+        return plan
+
+    def observe(self, x: Tensor, num_bytes: int, plan: Plan) -> None:
+        context, policy = plan.context, self.policy
+        if not (context.train and context.on):
+            return
+        if context.sampled and policy.measures_energies:
+            padded = padded_positions(context.valid, plan.meta, x.device)
+            target, against = self.inner.measured(blanked(x.detach(), padded), plan)
+            policy.note_energies(target, against, padded, context.draw)
+        policy.note_message(num_bytes, plan.meta)
+
+    # -- the inner endpoint's -------------------------------------------------------------------
+
+    def check(self, context_of: Callable[[int], MessageContext], sizes: Sequence[int]) -> None:
+        self.inner.check(context_of, sizes)
+
+    @property
+    def ends(self) -> Mapping[str, EndState]:
+        return self.inner.ends
+
+    def prefetch(self, ids: Sequence[SampleIds]) -> None:
+        self.inner.prefetch(ids)
+
+    def commit(self) -> None:
+        self.inner.commit()
+
+    def discard(self, *, unused: bool = False) -> None:
+        self.inner.discard(unused=unused)
+
+    def copies(self, side: Side) -> Iterator[tuple[Sequence[str], Tensor]]:
+        return self.inner.copies(side)
+
+    def state_size(self, side: Side, meta: TensorMeta, num_samples: int | None) -> StateSize | None:
+        return self.inner.state_size(side, meta, num_samples)
+
+    # -- both -----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self.inner.state_dict(), "adaptive": self.policy.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any], device: Mapping[str, torch.device]) -> None:
+        self.inner.load_state_dict(
+            {name: value for name, value in state.items() if name != "adaptive"}, device
+        )
+        if "adaptive" in state:
+            self.policy.load_state_dict(state["adaptive"])
