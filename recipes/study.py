@@ -4,7 +4,7 @@ Each finished (row, seed) is one line of the results file; those are skipped whe
 given again. Which rows there are, and how one is trained, is a `Study`'s: `recipes.cifar10_study`,
 `recipes.wikitext_study`, `recipes.gpt2_study`, `recipes.finetune_study`, `recipes.sorting_study`,
 `recipes.adaptive_study`, `recipes.conef_study`, `recipes.replica_study`, `recipes.local_study`,
-`recipes.lab.memory_length`.
+`recipes.lab.memory_length`, `recipes.lab.old_weights`.
 """
 
 from __future__ import annotations
