@@ -39,23 +39,25 @@ class Size(NamedTuple):
 
 SIZES: Final[Mapping[str, Size]] = {
     "small": Size(8, 128, 4, 1024, 128, 8, 2),
+    "tiny": Size(8, 64, 4, 512, 64, 8, 1),
     # Width, blocks, context and tokens of a step are that benchmark's.
     "203M": Size(8, 1024, 8, 50304, 1024, 512, 64),
 }
 
 
 class Embedding(nn.Module):
-    """Token plus position."""
+    """Token, times ``scale``, plus position."""
 
-    def __init__(self, vocab: int, context: int, width: int) -> None:
+    def __init__(self, vocab: int, context: int, width: int, scale: float = 1.0) -> None:
         super().__init__()
+        self.scale = scale
         self.token = nn.Embedding(vocab, width)
         self.position = nn.Parameter(0.02 * torch.randn(context, width))
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[batch, time] -> [batch, time, width]."""
         embedded: Tensor = self.token(tokens)
-        return embedded + self.position[: tokens.shape[1]]
+        return self.scale * embedded + self.position[: tokens.shape[1]]
 
 
 class Block(nn.Module):
@@ -107,6 +109,7 @@ def decoder(
     make_block: Callable[[], nn.Module] | None = None,
     make_head: Callable[[], nn.Module] | None = None,
     tied: bool = False,
+    scale: float = 1.0,
 ) -> nn.Sequential:
     """Embedding, blocks and head: tokens [batch, time] -> logits [batch, time, vocab].
 
@@ -114,10 +117,13 @@ def decoder(
         make_block: of another kind than `Block`; [batch, time, width] -> the same.
         make_head: of another kind than `Head`; its ``to_logits`` is linear.
         tied: the head's weight is that of the tokens' embedding.
+        scale: what the embedding's weight is multiplied by in use; a tied one is divided by it when
+            it is made, or with 1 is N(0, 0.02²). With the root of the width, as in Vaswani et al.
+            2017, logits are about 1, and what blocks add to is N(0, 1) as without a tie.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        embedding = Embedding(vocab, context, width)
+        embedding = Embedding(vocab, context, width, scale)
         blocks = [
             make_block() if make_block else Block(width, num_heads) for _ in range(num_blocks)
         ]
@@ -125,7 +131,7 @@ def decoder(
     if tied:
         head.get_submodule("to_logits").weight = embedding.token.weight
         with torch.no_grad():
-            embedding.token.weight.mul_(0.02)  # logits of a size to begin with
+            embedding.token.weight.mul_(0.02 if scale == 1.0 else 1 / scale)
     return nn.Sequential(embedding, *blocks, head)
 
 

@@ -36,7 +36,7 @@ from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.core.trace import Trace
 from mpcomp.engines.base import Engine, choose_finite
 from mpcomp.engines.stage_runner import Autocast, StageRunner
-from mpcomp.engines.updates import StashedWeights, Updates, lag_of
+from mpcomp.engines.updates import StashedWeights, Updates, lag_of, late_of
 from mpcomp.links.boundary import Boundary, ConnectedBoundary
 from mpcomp.links.tied_weights import Tie, TiedWeights, separate_gradients
 
@@ -155,15 +155,13 @@ class LocalEngine(Engine):
                 stashed = []
                 for runner in self._runners:
                     lag = lag_of(runner.index, num_stages, together=self.together)
-                    ahead = self.together and runner is self._runners[-1]
-                    runner.stashed = StashedWeights(
-                        runner.stage, updates, lag, kept=lag, gathers_ahead=ahead
-                    )
+                    late = late_of(runner.index, num_stages, together=self.together)
+                    runner.stashed = StashedWeights(runner.stage, updates, lag, kept=lag, late=late)
                     stashed.append(runner.stashed)
                 updates = updates.completed(stashed, added_up)
                 for i, (batch, target) in enumerate(zip(microbatches, targets, strict=True)):
                     (output,) = self._run([(i, batch)], step)
-                    with stashed[-1].gathering(i):
+                    with stashed[0].gathering(i):
                         self._backward(output, target, i, step, loss)
                     if updates.follows(i):
                         with step.during("update", num_stages - 1, i):

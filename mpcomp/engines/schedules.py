@@ -196,19 +196,20 @@ class InFlight1F1B(PipelineScheduleSingle):  # type: ignore[misc, unused-ignore]
 def ring_order(
     count: int, in_flight: int, num_ranks: int, behind: int | None = None
 ) -> Iterator[tuple[str, int]]:
-    """Passes of the rank with the first stage and the last: ("F", "L" or "B", microbatch) each.
+    """Work of the rank with the first stage and the last: ("F", "L", "B" or "U", microbatch) each.
 
     F and B are forward and backward of the first stage, L is both of the last. All others wait for
     it, so that L comes as soon as its activation may be there: a round behind F where links are
     fast, and half of what is in flight behind it where these are slow. B makes room for the next
-    F; when there is none, B comes a round behind L, as nobody waits for it.
+    F; when there is none, B comes a round behind L, as nobody waits for it. U is where weights may
+    change: when L is done, with the B of that round, and for the last one when all are.
 
     Args:
         count: microbatches.
         in_flight: of them, between F and B.
         num_ranks: of the pipeline.
-        behind: of them, between L and B, from the first to the last; None for what is said here.
-            On it depends by which weights gradients are made, where these change in between.
+        behind: of them, between L and B, from the first to the last; None for what is said here,
+            and no U. On it depends by which weights gradients are made.
     """
     ahead = max(num_ranks, -(-in_flight // 2)) if behind is None else in_flight - behind
     ahead = min(in_flight, ahead, count)
@@ -222,10 +223,14 @@ def ring_order(
         if last - back == (steady if forward < count else drained):
             yield "B", back
             back += 1
+        if behind is not None and last < count - 1:
+            yield "U", last
         if forward < count:
             yield "F", forward
             forward += 1
     yield from (("B", i) for i in range(back, count))
+    if behind is not None:
+        yield "U", count - 1
 
 
 class Ring1F1B(InFlight1F1B):
@@ -251,12 +256,12 @@ class Ring1F1B(InFlight1F1B):
             if what == "F":
                 first.forward_one_chunk(i, args[i])
             elif what == "L":
-                with nullcontext() if updates is None else last.stashed.gathering(i):
-                    output = last.forward_one_chunk(i, args[i])
-                    torchs._maybe_compute_loss(last, output, target_mbs, i)
-                    last.backward_one_chunk(i, loss=torchs._maybe_get_loss(last, i))
-            else:
-                first.backward_one_chunk(i)
-                if updates is not None and updates.follows(i):
-                    first.update(updates, i)
+                output = last.forward_one_chunk(i, args[i])
+                torchs._maybe_compute_loss(last, output, target_mbs, i)
+                last.backward_one_chunk(i, loss=torchs._maybe_get_loss(last, i))
+            elif what == "B":
+                with nullcontext() if updates is None else first.stashed.gathering(i):
+                    first.backward_one_chunk(i)
+            elif updates is not None and updates.follows(i):
+                first.update(updates, i)
         torchs._update_losses([first, last], losses)

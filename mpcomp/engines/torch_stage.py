@@ -32,7 +32,7 @@ from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.engines.graph import depends
 from mpcomp.engines.saved_bytes import SavedBytes
 from mpcomp.engines.stage_runner import Autocast, StageRunner
-from mpcomp.engines.updates import StashedWeights, Updates, lag_of
+from mpcomp.engines.updates import StashedWeights, Updates, lag_of, late_of
 from mpcomp.links.boundary import ConnectedBoundary, Encoded
 
 __all__ = ["CutStage", "run_schedule"]
@@ -126,10 +126,9 @@ class CutStage(PipelineStage):
         if updates is not None:
             together = self._runner.stage.together
             lag = lag_of(self.stage_index, self.num_stages, together=together)
+            late = late_of(self.stage_index, self.num_stages, together=together)
             # The schedule runs forwards as late as that: those to come want the newest weights.
-            self._runner.stashed = StashedWeights(
-                self.submod, updates, lag, kept=0, gathers_ahead=together and self.is_last
-            )
+            self._runner.stashed = StashedWeights(self.submod, updates, lag, kept=0, late=late)
         self.chunks = len(metas)
         self.clear_runtime_states()
 

@@ -13,14 +13,15 @@ follow, and backward with the same ones (weight stashing). By which weights a gr
 depends on nothing else, so results are the same whatever the links and the engine.
 
 Of stages that are together (`stages.together`) the last one runs where the first does, and a tied
-weight is there once. It changes when the gradients of both uses are complete, which is when the
-first stage's are; all weights of the rank change with it. Until then the last stage goes on, and
-keeps apart what it gathers for updates to come::
+weight is there once. Neither use waits for the other: an update takes the last stage's gradients as
+soon as they are complete, and with them those of the first stage that have come back by then, of
+earlier microbatches::
 
-    rank 0   F0 F1 .. L0 F2 .. L1 B0 U F3 .. L2 B1 U       F, B: the first stage; L: the last, both
+    rank 0   F0 F1 .. L0 U F2 .. L1 B0 U F3 .. L2 B1 U     F, B: the first stage; L: the last, both
 
-A microbatch is half of its way behind it when L has it. So half of the updates that the first stage
-lacks the last one lacks as well, rounded up.
+So the last stage's weights lack nothing, as in any pipeline. A microbatch is half of its way behind
+it when L has it, and the first stage's gradient comes so many updates late. The last update of a
+step takes all that is left.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ __all__ = [
     "check_stashable",
     "in_flight_of",
     "lag_of",
+    "late_of",
 ]
 
 T = TypeVar("T")
@@ -65,6 +67,10 @@ class Updates:
     def number_of(self, microbatch: int) -> int:
         """The update that a microbatch belongs to."""
         return microbatch // self.microbatches
+
+    def taking(self, microbatch: int, late: int = 0) -> int:
+        """The update that takes the gradients of a microbatch, which come so many updates late."""
+        return min(self.number_of(microbatch) + late, self.count - 1)
 
     def follows(self, microbatch: int) -> bool:
         """Whether an update follows the backward of this microbatch."""
@@ -95,12 +101,12 @@ class Updates:
 
 def in_flight_of(microbatches: int, num_stages: int) -> int:
     """Microbatches under way on the first stage, of so many an update: all that its lag allows."""
-    return microbatches * lag_of(0, num_stages) + 1
+    return microbatches * (num_stages - 1) + 1
 
 
 def behind_of(microbatches: int, num_stages: int) -> int:
     """Microbatches of these that the last stage is done with, where it is beside the first."""
-    return microbatches * lag_of(num_stages - 1, num_stages, together=True)
+    return microbatches * late_of(0, num_stages, together=True)
 
 
 def lag_of(stage: int, num_stages: int, *, together: bool = False) -> int:
@@ -109,10 +115,14 @@ def lag_of(stage: int, num_stages: int, *, together: bool = False) -> int:
     Args:
         stage: its number.
         num_stages: of the pipeline.
-        together: whether the last stage changes its weights with the first.
+        together: whether the last stage is beside the first.
     """
-    following = num_stages - 1 - stage
-    return num_stages // 2 if together and not following else following
+    return num_stages - 1 - stage - late_of(stage, num_stages, together=together)
+
+
+def late_of(stage: int, num_stages: int, *, together: bool) -> int:
+    """Updates that do not wait for a stage's gradients of their microbatches; as `lag_of`."""
+    return num_stages // 2 if together and stage == 0 else 0
 
 
 class StashedWeights:
@@ -126,8 +136,7 @@ class StashedWeights:
         updates: of the step.
         lag: of the stage; of each parameter by name, where a whole model stands for all stages.
         kept: how many updates back weights can still be asked for.
-        gathers_ahead: whether the stage gathers gradients of an update before earlier ones are
-            made; see `gathering`.
+        late: updates that do not wait for the stage's gradients of their microbatches.
     """
 
     def __init__(
@@ -137,13 +146,13 @@ class StashedWeights:
         lag: int | Mapping[str, int],
         *,
         kept: int,
-        gathers_ahead: bool = False,
+        late: int = 0,
     ) -> None:
         self._stage, self._updates, self._lag = stage, updates, lag
-        self._gathers_ahead = gathers_ahead
+        self._late = late
         self._num_updates = 0
-        #: What was gathered ahead, by the number of its update.
-        self._ahead: dict[int, dict[nn.Parameter, Tensor | None]] = {}
+        #: What was gathered apart, by the number of the update that takes it.
+        self._apart: dict[int, dict[nn.Parameter, Tensor | None]] = {}
         self._versions: deque[dict[str, Tensor]] = deque([self._copied()], maxlen=kept + 1)
 
     def _trained(self) -> dict[str, nn.Parameter]:
@@ -159,15 +168,15 @@ class StashedWeights:
 
     @contextmanager
     def gathering(self, microbatch: int) -> Iterator[None]:
-        """Within it gradients gather apart, for the update that the microbatch belongs to.
+        """Within it gradients that come late gather apart, for the update that takes them.
 
-        That is where others are made before; else they gather in the parameters, as ever.
+        Others gather in the parameters, as ever.
         """
-        if not self._gathers_ahead:
+        if not self._late:
             yield
             return
-        number = self._updates.number_of(microbatch)
-        apart = self._ahead.setdefault(number, dict.fromkeys(self._trained().values()))
+        number = self._updates.taking(microbatch, self._late)
+        apart = self._apart.setdefault(number, dict.fromkeys(self._trained().values()))
         _swap(apart)
         try:
             yield
@@ -176,7 +185,7 @@ class StashedWeights:
 
     def complete(self) -> None:
         """Adds what was gathered apart for the update that is made next."""
-        for parameter, grad in self._ahead.pop(self._num_updates, {}).items():
+        for parameter, grad in self._apart.pop(self._num_updates, {}).items():
             if grad is not None:
                 parameter.grad = grad if parameter.grad is None else parameter.grad + grad
 

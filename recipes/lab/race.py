@@ -129,6 +129,21 @@ def _on(device: torch.device, batch: Batch) -> Batch:
     return x.to(device), y.to(device)
 
 
+def decoder_of(config: RaceConfig, scale: float = 1.0) -> nn.Sequential:
+    """The plain model of all entrants but rivals; ``scale`` as of `decoder`."""
+    size = config.size
+    return decoder(
+        num_blocks=size.num_blocks,
+        width=size.width,
+        num_heads=size.num_heads,
+        vocab=size.vocab,
+        context=size.context,
+        seed=config.seed,
+        tied=config.tied,
+        scale=scale,
+    )
+
+
 class Entrant(ABC):
     """A model in training, and the account of what its cuts carry.
 
@@ -164,15 +179,7 @@ class Piped(Entrant):
     def __init__(self, config: RaceConfig, device: torch.device) -> None:
         size = config.size
         self._clip, self._updates = config.clip, config.updates
-        model = decoder(
-            num_blocks=size.num_blocks,
-            width=size.width,
-            num_heads=size.num_heads,
-            vocab=size.vocab,
-            context=size.context,
-            seed=config.seed,
-            tied=config.tied,
-        )
+        model = decoder_of(config)
         if config.tied:
             weight = model.get_parameter("0.token.weight")
             with torch.no_grad():  # logits of about 1, and tokens that positions do not drown
@@ -294,20 +301,26 @@ class Changed(Entrant):
         return {"on": statistics.fmean(token_loss(self._model(x), y).item() for x, y in batches)}
 
 
-def race(config: RaceConfig, text: RaceText, device: torch.device) -> Line:
+def race(
+    config: RaceConfig,
+    text: RaceText,
+    device: torch.device,
+    make: Callable[[RaceConfig, torch.device], Entrant] | None = None,
+) -> Line:
     """Trains until the target is reached, or for the most steps.
 
     Args:
         config: of one entrant.
         text: of all.
         device: of all stages.
+        make: makes the entrant; None for the one that the configuration names.
 
     Returns:
         The line of a results file: ``steps`` to the target, None where it was not reached; the
         readings; and bits that an element took, each way.
     """
     start = time.perf_counter()
-    entrant = (Piped if config.rival is None else Changed)(config, device)
+    entrant = (make or (Piped if config.rival is None else Changed))(config, device)
     optimizer = _optimizer(config, entrant.module)
     rate = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1, (step + 1) / config.rise)

@@ -1,7 +1,8 @@
 """Updates within a step where both uses of a tied weight are on one rank: which versions they see.
 
-The weight moves when the gradients of both uses are complete. A plain model, by hand and in one
-process, is given weights as old as the stages' are, and has to come to the same bits.
+The weight moves by the gradient of either use as soon as that is complete. A plain model, by hand
+and in one process, is given weights as old as the stages' are, and gradients as late; it has to
+come to the same bits.
 """
 
 import copy
@@ -22,7 +23,9 @@ import mpcomp
 
 VOCABULARY, WIDTH = 23, 8
 #: Updates that the weights of each stage lack, by the number of ranks: the last is on the first.
-LAGS = {2: (2, 1, 1), 3: (3, 2, 1, 2), 4: (4, 3, 2, 1, 2), 5: (5, 4, 3, 2, 1, 3)}
+LAGS = {2: (1, 1, 0), 3: (1, 2, 1, 0), 4: (2, 3, 2, 1, 0), 5: (2, 4, 3, 2, 1, 0)}
+#: Updates that do not wait for the first stage's gradients of their microbatches.
+LATE = {2: 1, 3: 2, 4: 2, 5: 3}
 
 
 def chain(blocks: int = 5, *, bias: bool = True) -> nn.Sequential:
@@ -140,9 +143,18 @@ def train(pipe: mpcomp.Pipeline, case: Case, seeds: Any, **options: Any) -> list
 
 
 def by_hand(
-    model: nn.Module, case: Case, stages: list[list[str]], seeds: Any, lags: tuple[int, ...]
+    model: nn.Module,
+    case: Case,
+    stages: list[list[str]],
+    seeds: Any,
+    lags: tuple[int, ...],
+    late: int,
 ) -> list[Tensor]:
-    """The same in plain torch: a whole model, of which each name has the weights of its stage."""
+    """The same in plain torch: a whole model, of which each name has the weights of its stage.
+
+    The first stage's gradients go to the update that is ``late`` ones behind their own, or to the
+    last one, the others' to their own.
+    """
     lag_of = {name: lag for names, lag in zip(stages, lags, strict=True) for name in names}
     optimizer = case.optimizer(p for p in model.parameters() if p.requires_grad)
     loss_fn = case.loss or mpcomp.CausalLMLoss()
@@ -157,6 +169,7 @@ def by_hand(
         ]
         parts = list(zip(split, target.chunk(case.chunks), strict=True))
         versions, total = [copies(model)], None
+        gathered: list[dict[str, Tensor]] = [{} for _ in range(case.updates)]
         for t in range(case.updates):
             old = {
                 name: versions[max(0, t - lag_of[name])][name].clone().requires_grad_()
@@ -170,9 +183,13 @@ def by_hand(
                 loss.backward()
                 own = loss.detach() * (1 / case.updates)
                 total = own if total is None else total + own
+                for name, weight in old.items():
+                    taken = min(t + late, case.updates - 1) if name in stages[0] else t
+                    add(gathered[taken], name, weight.grad)
+                    weight.grad = None
             for name, parameter in named(model):
-                grad = old[name].grad
-                parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+                if (grad := gathered[t].get(name)) is not None:
+                    parameter.grad = grad if parameter.grad is None else parameter.grad + grad
             for names in stages if case.clip is not None else ():
                 parameters = dict(model.named_parameters())  # the tied one with the first stage
                 nn.utils.clip_grad_norm_(
@@ -183,6 +200,10 @@ def by_hand(
             versions.append(copies(model))
         found.append(total)
     return found
+
+
+def add(sums: dict[str, Tensor], name: str, grad: Tensor) -> None:
+    sums[name] = sums[name] + grad if name in sums else grad
 
 
 def named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -207,18 +228,17 @@ def test_a_plain_model_with_weights_as_old_has_the_same_bits(name):
     stages = [
         [n for n, _ in stage.named_parameters(remove_duplicate=False)] for stage in pipe.stages
     ]
-    lags = LAGS[case.ranks]
+    lags, late = LAGS[case.ranks], LATE[case.ranks]
     losses, seeds = train(pipe, case, (0, 1)), (0, 1)
-    expected = by_hand(copied := copy.deepcopy(plain), case, stages, seeds, lags)
+    expected = by_hand(copied := copy.deepcopy(plain), case, stages, seeds, lags, late)
     assert all(map(same_bits, losses, expected))
     state = pipe.state_dict()
     for key, value in copied.state_dict().items():
         assert same_bits(state[key], value), key
-    for other in (tuple(0 for _ in lags), (*lags[:-1], 0), (*lags[:-1], lags[0])):
-        losses = by_hand(copy.deepcopy(plain), case, stages, seeds, other)
-        assert case.updates <= min(max(other), max(lags)) or not all(
-            map(same_bits, losses, expected)
-        )
+    others = [(tuple(0 for _ in lags), late), ((*lags[:-1], 1), late), (lags, 0)]
+    for old, later in others:
+        losses = by_hand(copy.deepcopy(plain), case, stages, seeds, old, later)
+        assert not all(map(same_bits, losses, expected))
 
 
 @pytest.mark.parametrize("chunks", [1, 4])
@@ -306,19 +326,29 @@ def test_a_loss_of_its_own_parameters_is_as_old_as_the_last_stage():
             lag_of[name if name.startswith("loss_fn.") else f"model.{name}"] = lag
     batch, target = case.batch(0)
     versions, optimizer, total = [copies(whole)], torch.optim.SGD(whole.parameters(), lr=0.1), 0.0
+    first = {f"model.{name}" for name, _ in pipe.stages[0].named_parameters()}
+    gathered: list[dict[str, Tensor]] = [{} for _ in range(6)]
     for t, part in enumerate(zip(batch.chunk(6), target.chunk(6), strict=True)):
         old = {n: versions[max(0, t - lag_of[n])][n].clone().requires_grad_() for n in versions[0]}
         of_part = functional_call(whole, old, (part,), tie_weights=False)
         of_part.backward()
         total = total + of_part.detach() * (1 / 6)
+        for name, weight in old.items():
+            add(gathered[min(t + LATE[2], 5) if name in first else t], name, weight.grad)
         for name, parameter in named(whole):
-            grad = old[name].grad
-            parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+            if (grad := gathered[t].get(name)) is not None:
+                parameter.grad = grad if parameter.grad is None else parameter.grad + grad
         optimizer.step()
         optimizer.zero_grad()
         versions.append(copies(whole))
     assert same_bits(loss, total) and same_bits(case.loss.t, own.t)
     assert same_bits(pipe.state_dict()["head.weight"], plain.head.weight)
+
+
+def gradients_of(pipe: mpcomp.Pipeline) -> dict[str, Tensor]:
+    """Copies of the gradients that there are."""
+    named = pipe.named_parameters()
+    return {name: p.grad.clone() for name, p in named if p.grad is not None}
 
 
 def test_gradients_that_an_update_leaves_go_to_the_next_one():
@@ -333,7 +363,7 @@ def test_gradients_that_an_update_leaves_go_to_the_next_one():
             nonlocal number
             number += 1
             if number % every == 0:
-                found.append({n: p.grad.clone() for n, p in pipe.named_parameters()})
+                found.append(gradients_of(pipe))
                 pipe.zero_grad(set_to_none=False)
 
         pipe.forward_backward(*tokens(16, 0), update=update, updates=8)
@@ -342,18 +372,20 @@ def test_gradients_that_an_update_leaves_go_to_the_next_one():
     assert len(each) == 8 and len(pairs) == 4
     for i, pair in enumerate(pairs):
         for name, value in pair.items():
-            torch.testing.assert_close(value, each[2 * i][name] + each[2 * i + 1][name])
+            torch.testing.assert_close(value, each[2 * i].get(name, 0) + each[2 * i + 1][name])
+    assert each[0].keys() >= {"embedding.weight", "head.bias"}
+    assert each[0].keys() < each[1].keys()  # the first stage's own ones come an update later
 
 
 def test_what_was_gathered_before_the_call_goes_to_the_first_update():
     torch.manual_seed(0)
     pipe = mpcomp.pipeline(chain(), 4, split=2, loss_fn=token_loss)
     pipe.forward_backward(*tokens(8, 1))
-    before = {name: parameter.grad.clone() for name, parameter in pipe.named_parameters()}
+    before = gradients_of(pipe)
     found = []
 
     def update() -> None:
-        found.append({name: p.grad.clone() for name, p in pipe.named_parameters()})
+        found.append(gradients_of(pipe))
         pipe.zero_grad()
 
     pipe.forward_backward(*tokens(8, 0), update=update, updates=4)
@@ -361,7 +393,7 @@ def test_what_was_gathered_before_the_call_goes_to_the_first_update():
     found.clear()
     pipe.forward_backward(*tokens(8, 0), update=update, updates=4)
     for name, value in with_none.items():
-        torch.testing.assert_close(value, before[name] + found[0][name])
+        torch.testing.assert_close(value, before[name] + found[0].get(name, 0))
     assert all(parameter.grad is None for parameter in pipe.parameters())
 
 

@@ -11,7 +11,7 @@ from runs import KINDS, train
 
 import mpcomp
 from mpcomp.engines.schedules import ring_order
-from mpcomp.engines.updates import behind_of, in_flight_of, lag_of
+from mpcomp.engines.updates import behind_of, in_flight_of, lag_of, late_of
 
 CODED = {"act": "ef+topk:0.3", "grad": "ef21+topk:0.3"}
 
@@ -178,20 +178,23 @@ def test_the_order_of_the_first_rank(count, in_flight, num_ranks):
 @pytest.mark.parametrize("of_each", [1, 2, 3])
 @pytest.mark.parametrize("updates", [1, 2, 5, 12])
 def test_the_order_of_the_first_rank_with_updates(updates, of_each, num_ranks):
-    """Each pass of the first stage and the last one comes after as many updates as its lag says."""
+    """Each pass comes after as many updates as its lag says, or before the one that takes it."""
     stages = num_ranks + 1
-    lags = {"F": num_ranks, "L": -(-num_ranks // 2)}
+    late = (num_ranks + 1) // 2
+    lags = {"F": num_ranks - late, "L": 0, "B": -late}
     assert lags == {
         "F": lag_of(0, stages, together=True),
         "L": lag_of(num_ranks, stages, together=True),
+        "B": -late_of(0, stages, together=True),
     }
     in_flight, behind = in_flight_of(of_each, stages), behind_of(of_each, stages)
     done: Counter[str] = Counter()
     for what, i in ring_order(updates * of_each, in_flight, num_ranks, behind):
         assert done[what] == i
         if what in lags:
-            assert done["B"] // of_each == max(0, i // of_each - lags[what])
+            made = max(0, i // of_each - lags[what])
+            assert done["U"] // of_each == min(made, updates - 1)
         done[what] += 1
-        assert done["F"] >= done["L"] >= done["B"]
+        assert done["F"] >= done["L"] >= done["B"] and done["L"] >= done["U"]
         assert done["F"] - done["B"] <= in_flight and done["L"] - done["B"] <= behind + 1
-    assert done == Counter(dict.fromkeys("FLB", updates * of_each))
+    assert done == Counter(dict.fromkeys("FLBU", updates * of_each))

@@ -219,7 +219,7 @@ def under_way():
         counted(stage, "forward_one_chunk", 1)
         counted(stage, "backward_one_chunk", -1)
     pipe.forward_backward(*tokens(32, 0), update=pipe.zero_grad, updates=8)
-    return dict(most), max(len(stage.stashed._ahead) if stage.stashed else 0 for stage in stages)
+    return dict(most), max(len(stage.stashed._apart) if stage.stashed else 0 for stage in stages)
 
 
 @pytest.mark.slow

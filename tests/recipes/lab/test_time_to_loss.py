@@ -204,8 +204,8 @@ def test_table_of_runs_that_diverged_or_have_no_reference() -> None:
 
 
 def test_bad_options(capsys) -> None:
-    with pytest.raises(ValueError, match="model is 'tiny'"):
-        RaceConfig(data="python-docs", model="tiny", target=4.0, max_steps=1)
+    with pytest.raises(ValueError, match="model is 'none'"):
+        RaceConfig(data="python-docs", model="none", target=4.0, max_steps=1)
     with pytest.raises(SystemExit):
         time_to_loss.main(["--rows", "nothing"])
     assert "nothing" in capsys.readouterr().err
