@@ -1,1 +1,1 @@
-"""Studies that need more than a user repeats: of GPUs, of full size."""
+"""The laboratory: studies, rivals, audits and fuzzers, which need more than a user repeats."""
