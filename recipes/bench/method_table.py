@@ -109,7 +109,7 @@ def _said(cls: type[SpecValue], name: str) -> str:
 
 
 def _goes(cls: type[SpecValue]) -> str:
-    """Where messages of a method go."""
+    """Places that messages of a method go to."""
     at_cuts, between = _said(cls, "at_cuts"), _said(cls, "between_replicas")
     if at_cuts == between:
         return "both" if at_cuts == "yes" else at_cuts
