@@ -47,6 +47,7 @@ class Batches:
         first: tells other ranks of batches, or hears of them; None where each rank has data.
 
     Attributes:
+        chunks: as given; may be changed between steps.
         loss_check: of the loss function, if there is one.
         first: as given.
     """
@@ -61,7 +62,7 @@ class Batches:
     ) -> None:
         self._engine = engine
         self._head = cut[0]
-        self._chunks = chunks
+        self.chunks = chunks
         self._loss_fn = loss_fn
         self.loss_check = None if loss_fn is None else LossCheck(loss_fn)
         self.first = first
@@ -79,12 +80,12 @@ class Batches:
         self._head.check_batch(batch)
         if rows == 0:
             raise ValueError("the batch has no rows: expected at least one sample")
-        if train and rows < self._chunks:
+        if train and rows < self.chunks:
             raise ValueError(
-                f"chunks={self._chunks} is larger than the batch of {rows} rows: "
+                f"chunks={self.chunks} is larger than the batch of {rows} rows: "
                 "use fewer chunks, a larger batch, or drop_last=True in the loader"
             )
-        return rows_of_chunks(rows, min(self._chunks, rows))
+        return rows_of_chunks(rows, min(self.chunks, rows))
 
     def step(
         self,

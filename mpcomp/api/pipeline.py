@@ -71,8 +71,6 @@ class Pipeline(Figures, OriginalModel):
         num_replicas: number of pipelines.
         replica_sync: keeps the replicas of this rank's stages alike; None for one replica.
         first_data: tells other ranks of batches, or hears of them; None where each has data.
-        chunks: number of microbatches.
-        scaler: loss scaler, if there is one.
     """
 
     def __init__(
@@ -101,8 +99,6 @@ class Pipeline(Figures, OriginalModel):
         self.rank, self.num_ranks = self.mesh.rank, self.mesh.num_ranks
         self.replica, self.num_replicas = self.mesh.replica, self.mesh.num_replicas
         self.first_data = first_data
-        self.chunks = chunks
-        self.scaler = scaler
         #: All that a step leaves beside links, weights and generators; a pilot swaps it.
         self._steps = TrainingSteps(
             engine,
@@ -118,6 +114,24 @@ class Pipeline(Figures, OriginalModel):
         self._batches = Batches(engine, cut, chunks, loss_fn, first_data)
         self._inference = Inference(engine, cut, self._batches, loss_fn)
         self._leaf_check = LeafCheck(list(self.with_loss.parameters()))
+
+    @property
+    def chunks(self) -> int:
+        """The number of microbatches; it may be changed between steps, on all ranks alike."""
+        return self._batches.chunks
+
+    @chunks.setter
+    def chunks(self, chunks: int) -> None:
+        self._batches.chunks = chunks
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The loss scaler, if there is one; it may be changed between steps."""
+        return self._steps.scaler
+
+    @scaler.setter
+    def scaler(self, scaler: torch.amp.GradScaler | None) -> None:
+        self._steps.scaler = scaler
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Pipeline:
         self.engine.forget_shapes()  # dtypes may change

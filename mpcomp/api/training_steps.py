@@ -105,6 +105,7 @@ class TrainingSteps:
         num_steps: so far, skipped ones counted.
         skipped: whether the last step was skipped (non-finite under a loss scaler).
         adaptation: of the adaptive links.
+        scaler: as given; may be changed between steps.
         compresses: whether activations, gradients, and gradients between replicas are compressed.
         optimizer: whose rate methods follow; None for none.
         updating: whether an update within a step is under way.
@@ -136,7 +137,7 @@ class TrainingSteps:
         self._crossings = list(crossings)
         self._ties = [each for each in crossings if isinstance(each, TiedWeights)]
         self._model = model
-        self._scaler = scaler
+        self.scaler = scaler
         self._sync = replica_sync
         self.num_steps = 0
         self.skipped = False
@@ -185,7 +186,7 @@ class TrainingSteps:
 
     def bare(self, train: bool) -> Step:
         """The step to come, as far as it is known without its batch."""
-        scaler, optimizer = self._scaler, self.optimizer
+        scaler, optimizer = self.scaler, self.optimizer
         scaled = scaler is not None and scaler.is_enabled()
         lr = None if optimizer is None else optimizer.param_groups[0]["lr"]
         act, grad, dp = self.compresses
@@ -231,7 +232,7 @@ class TrainingSteps:
             None if update is None else function,
             count,
             chunks=chunks,
-            scaler=self._scaler,
+            scaler=self.scaler,
             ties=self._ties,
             stages=self._stages,
             engine=self._engine,
@@ -288,9 +289,9 @@ class TrainingSteps:
         Raises:
             FloatingPointError, RuntimeError: as of `finish`.
         """
-        if self._scaler is not None and not self._engine.computes_loss:
+        if self.scaler is not None and not self._engine.computes_loss:
             # A scaler is made by its first loss, but `unscale_` and `update` need it on all ranks.
-            self._scaler.scale(torch.zeros((), device=self._mesh.device))
+            self.scaler.scale(torch.zeros((), device=self._mesh.device))
         step = batch.step
         with ExitStack() as stack:
             stack.enter_context(hooks_once(self._model.named_parameters()))
@@ -336,10 +337,10 @@ class TrainingSteps:
         finite, total = self._decide(step, loss)
         if self._sync is not None:
             self._sync.finish_step(finite)
-        if self._scaler is not None and step.scaled and self._mesh.num_ranks > 1:
+        if self.scaler is not None and step.scaled and self._mesh.num_ranks > 1:
             if not finite:
                 overflow_gradients(self._model.parameters())
-            check_without_gradients(self._scaler, skipped=not finite)
+            check_without_gradients(self.scaler, skipped=not finite)
         self.skipped = not finite
         self.num_steps += 1
         return total
@@ -389,9 +390,9 @@ class TrainingSteps:
 
     def _overflowed(self, step: Step) -> bool:
         """Whether the scaler skips the step, or has: then it has already lowered the scale."""
-        if self._scaler is None or not step.scaled:
+        if self.scaler is None or not step.scaled:
             return False
-        lowered = self._scaler.get_scale() < step.loss_scale
+        lowered = self.scaler.get_scale() < step.loss_scale
         return lowered or gradients_overflowed(self._model.parameters())
 
     @contextmanager

@@ -593,3 +593,27 @@ def test_gradients_in_evaluation_mode():
     F.cross_entropy(pipe(x), y).backward()
     torch.testing.assert_close(x.grad, expected)
     assert pipe.num_steps == 0
+
+
+@pytest.mark.parametrize("chunks", [1, 3, 4, 8])
+def test_chunks_may_be_changed_between_steps(chunks):
+    """Steps are then those of a pipeline that was made with as many."""
+    changed, made = pipe_of(), pipe_of(chunks=chunks)
+    changed.chunks = chunks
+    calls = []
+    changed.stages[0].register_forward_hook(lambda *_: calls.append(1))
+    x, y = rows(8)
+    assert same_bits(changed.forward_backward(x, y), made.forward_backward(x, y))
+    assert (len(calls), changed.chunks) == (chunks, chunks)
+    for ours, theirs in zip(changed.parameters(), made.parameters(), strict=True):
+        assert same_bits(ours.grad, theirs.grad)
+
+
+def test_a_scaler_may_be_given_later():
+    pipe = pipe_of()
+    pipe.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    plain = pipe_of()
+    pipe.forward_backward(*rows(8))
+    plain.forward_backward(*rows(8))
+    for scaled, as_it_is in zip(pipe.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(scaled.grad, 8 * as_it_is.grad)
