@@ -212,7 +212,7 @@ class Batches:
         """Outputs, where the last stage is, and targets of the microbatches.
 
         Args:
-            steps: of training; the next one's number is that of the pass.
+            steps: of training; the pass has the number of the next one.
             batch: of this rank, which has data.
             target: of the batch, if it has one.
 

@@ -41,7 +41,7 @@ class Figures:
 
     @property
     def links(self) -> list[Link]:
-        """All links: of each cut that of activations, then that of gradients; those of ties."""
+        """All links: of each cut first activations, then gradients; then ties."""
         return self._steps.links
 
     # -- so far -------------------------------------------------------------------------------
@@ -104,7 +104,7 @@ class Figures:
         First comes all that a step sends, below bf16, and what most of it is for
         (`mpcomp.core.account`); then what crosses each cut and tie.
 
-        With several processes every rank calls it; the figures are those of all ranks together,
+        With several processes every rank calls it. The figures are of all ranks together,
         links are measured, and it says whether compression pays (`mpcomp.monitor.payoff`).
         Fidelity is that of one microbatch a step, by turns. ``replicas`` is what replicas have
         exchanged with a ``dp_comp``: bytes of all ranks, paths of one replica, seconds of the

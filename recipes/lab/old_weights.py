@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 from collections import deque
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -153,8 +152,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of the study."""
-    parser = study_parser("lab.old_weights", __doc__, ROWS, seeds=3)
-    parser.set_defaults(out=Path("runs/old_weights.jsonl"))
+    parser = study_parser("old_weights", __doc__, ROWS, seeds=3)
     add = parser.add_argument
     add("--data", default="python-docs", help="folder, text file or python-docs")
     add("--max-steps", type=int, default=200, help="(default %(default)s)")
