@@ -9,6 +9,7 @@ Slices follow from the shape alone, never from the machine, so that what is made
 from __future__ import annotations
 
 import functools
+import gc
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -84,5 +85,15 @@ def _pool(num_threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(num_threads, thread_name_prefix="mpcomp")
 
 
+def _begin_child() -> None:
+    """A forked child, such as a loader's worker, has none of its parent's threads.
+
+    It never frees what its parent has thrown away: a process group waits there for its thread,
+    without end.
+    """
+    _pool.cache_clear()
+    gc.freeze()
+
+
 if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_pool.cache_clear)  # a child has none of the threads
+    os.register_at_fork(after_in_child=_begin_child)

@@ -20,12 +20,15 @@ def holder(tmp_path):
     told, tells = os.pipe()
     child = os.fork()
     if not child:
-        lock = FolderLock(tmp_path / "a", "other")
-        lock.take()
-        lock.check()
-        os.write(tells, b"held")
-        while True:
-            signal.pause()
+        try:
+            lock = FolderLock(tmp_path / "a", "other")
+            lock.take()
+            lock.check()
+            os.write(tells, b"held")
+            while True:
+                signal.pause()
+        finally:
+            os._exit(1)
     assert os.read(told, 4) == b"held"
     yield child
     kill(child)
@@ -63,14 +66,17 @@ def test_a_folder_is_its_pipelines_as_long_as_it_lives(tmp_path):
     goes, go = os.pipe()
     child = os.fork()
     if not child:
-        other = pipe()
-        other.save(tmp_path / "a")
-        os.write(tells, b"saved")
-        os.read(goes, 1)
-        del other
-        gc.collect()
-        os.write(tells, b"freed")
-        signal.pause()
+        try:
+            other = pipe()
+            other.save(tmp_path / "a")
+            os.write(tells, b"saved")
+            os.read(goes, 1)
+            del other
+            gc.collect()
+            os.write(tells, b"freed")
+            signal.pause()
+        finally:
+            os._exit(1)
     try:
         one = pipe()
         assert os.read(told, 5) == b"saved"

@@ -1,12 +1,15 @@
 """Slices of large arrays, and threads that take them."""
 
+import gc
 import os
+import signal
 import threading
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed import HashStore, ProcessGroupGloo
 
 from mpcomp.core import threads
 from mpcomp.core.randomness import uniform
@@ -48,6 +51,26 @@ def test_a_forked_child_has_threads_of_its_own(monkeypatch):
     if not child:
         os._exit(0 if threads.each(abs, [-1, -2]) == [1, 2] else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_child_frees_nothing_that_waits_for_its_parents_threads():
+    """A pipeline that was dropped before a loader's workers began: its groups are garbage there."""
+    gc.collect()
+    gc.disable()
+    try:
+        dropped: list[object] = [ProcessGroupGloo(HashStore(), 0, 1)]
+        dropped.append(dropped)
+        del dropped
+        child = os.fork()
+        if not child:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(20)  # ends one that hangs
+            gc.collect()
+            os._exit(7)
+    finally:
+        gc.enable()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
 def test_random_numbers_are_the_same_in_slices(monkeypatch):
