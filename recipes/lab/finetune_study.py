@@ -6,8 +6,8 @@
 
 All weights, in three stages, over epochs in which the same blocks of text come again in another
 order: what methods with a memory are made for. Seeds vary the order. Published methods stand in
-their own settings beside the project's own, and the parts of a memory by themselves. Both uses of the
-tied embedding are on the first rank, so a step sends what its cuts send, and there is one cut more.
+their own settings beside the project's own, and the parts of a memory by themselves. Both uses of
+the tied embedding are on the first rank: a step sends what its cuts send, and has one more.
 
 By default an epoch has 161 steps (45 articles of WikiText-2), three of them, and each ends with
 an evaluation on 64 blocks. A memory may cost nothing over 27 steps and much over 483, as a sample's

@@ -74,7 +74,7 @@ class Aged(Entrant):
 
     def __init__(self, config: RaceConfig, row: Row, device: torch.device) -> None:
         root = config.size.width**0.5
-        self.module = model = decoder_of(config, root if row.tied else 1.0).to(device)
+        self.module = model = decoder_of(config).to(device)
         embedding = model[0]
         assert isinstance(embedding, Embedding)
         if not row.unit:
@@ -167,7 +167,12 @@ def runs(options: argparse.Namespace, num_processes: int) -> Runs[RaceConfig]:
             **{
                 **given(options, RaceConfig),
                 **{"model": "tiny", "precision": "fp32", "seed": seed, "target": 0.0},
-                **{"tied": ROWS[row].tied, "rival": row, "updates": UPDATES},
+                **{
+                    "tied": ROWS[row].tied,
+                    "unit": ROWS[row].tied,
+                    "rival": row,
+                    "updates": UPDATES,
+                },
             }
         )
         for seed in range(options.seeds)

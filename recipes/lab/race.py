@@ -64,6 +64,7 @@ class RaceConfig(RunConfig):
 
     rival: str | None = None  # a name in RIVALS and its rank ÷ the width, as in subspace:5/32
     tied: bool = False  # the head's weight is the embedding's
+    unit: bool = False  # the tied embedding's output is N(0, 1), as without a tie
     model: str = "small"  # one of SIZES
     split: str = "8"
     epochs: int = 1
@@ -129,8 +130,8 @@ def _on(device: torch.device, batch: Batch) -> Batch:
     return x.to(device), y.to(device)
 
 
-def decoder_of(config: RaceConfig, scale: float = 1.0) -> nn.Sequential:
-    """The plain model of all entrants but rivals; ``scale`` as of `decoder`."""
+def decoder_of(config: RaceConfig) -> nn.Sequential:
+    """The plain model of all entrants but rivals."""
     size = config.size
     return decoder(
         num_blocks=size.num_blocks,
@@ -140,7 +141,7 @@ def decoder_of(config: RaceConfig, scale: float = 1.0) -> nn.Sequential:
         context=size.context,
         seed=config.seed,
         tied=config.tied,
-        scale=scale,
+        scale=size.width**0.5 if config.unit else 1.0,
     )
 
 

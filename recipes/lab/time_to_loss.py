@@ -44,6 +44,7 @@ class Row(NamedTuple):
         rival: the model, and its rank ÷ the width.
         updates: steps between which the pipeline does not drain; NAdam then makes them.
         tied: the head's weight is the embedding's, and the last stage is on the first rank.
+        unit: the tied embedding's output is N(0, 1), as without a tie.
     """
 
     act: str = "none"
@@ -51,6 +52,7 @@ class Row(NamedTuple):
     rival: str | None = None
     updates: int = 1
     tied: bool = False
+    unit: bool = False
 
 
 _SYNCHRONOUS: Final[dict[str, Row]] = {
@@ -67,7 +69,10 @@ _BOTH_WAYS: Final = (
     "subspace, rank 5/32",
 )
 #: In both ways as well.
-_TIED: Final = {f"{name}, tied": _SYNCHRONOUS[name]._replace(tied=True) for name in ("bf16",)}
+_TIED: Final = {
+    "bf16, tied": _SYNCHRONOUS["bf16"]._replace(tied=True),
+    "bf16, tied, of 1": _SYNCHRONOUS["bf16"]._replace(tied=True, unit=True),
+}
 ROWS: Final[dict[str, Row]] = {
     **_SYNCHRONOUS,
     **{
@@ -123,9 +128,10 @@ def runs(options: argparse.Namespace, num_processes: int) -> Runs[RaceConfig]:
 
 def configuration(options: argparse.Namespace, row: str, seed: int) -> RaceConfig:
     """The race of one row and seed."""
-    act, grad, rival, updates, tied = ROWS[row]
-    chosen = {**given(options, RaceConfig), "precision": "fp32", "updates": updates, "tied": tied}
-    return RaceConfig(**{**chosen, "act": (act,), "grad": (grad,), "rival": rival, "seed": seed})
+    entrant = ROWS[row]._asdict()
+    methods = {name: (entrant.pop(name),) for name in ("act", "grad")}
+    chosen = {**given(options, RaceConfig), "precision": "fp32", "seed": seed}
+    return RaceConfig(**{**chosen, **methods, **entrant})
 
 
 def settings(config: RaceConfig, options: argparse.Namespace) -> Line:

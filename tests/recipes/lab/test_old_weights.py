@@ -1,6 +1,7 @@
 """`recipes.lab.old_weights`: plain models whose weights are as old as a pipeline's."""
 
 import copy
+import dataclasses
 import random
 
 import pytest
@@ -18,7 +19,7 @@ STEPS = 7
 
 def config(*, tied: bool) -> RaceConfig:
     toy = {"data": "none", "model": "tiny", "target": 0.0, "max_steps": STEPS, "clip": None}
-    return RaceConfig(**toy, tied=tied)
+    return RaceConfig(**toy, tied=tied, unit=tied)
 
 
 def aged(row: str) -> Aged:
@@ -81,8 +82,8 @@ def test_nothing_old_is_plain_training_and_all_else_is_not():
 
 def test_blocks_are_given_as_much_with_a_tie_as_without():
     tokens, _ = token_batch(batch=8, context=64, vocab=512)
-    for scale, size in ((8.0, 1.0), (1.0, 0.03)):
-        model = decoder_of(config(tied=True), scale)
+    for unit, size in ((True, 1.0), (False, 0.03)):
+        model = decoder_of(dataclasses.replace(config(tied=True), unit=unit))
         assert model[0](tokens).std().item() == pytest.approx(size, rel=0.1)
         assert model[-1].to_logits.weight is model[0].token.weight
 
