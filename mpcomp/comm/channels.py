@@ -8,6 +8,7 @@ tells that it has arrived. All receives end with their connection.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ class Channel(ABC):
     on_wire: bool
     #: Whether both ends must name one length for a message.
     equal_lengths: bool = False
+    #: Whether a receive may be started before its message is waited for.
+    posts_ahead: bool = False
     #: Where messages arrive, and whence those leave that cross the network.
     device: torch.device
     #: Seconds spent waiting for messages.
@@ -55,6 +58,26 @@ class Channel(ABC):
 
         From an accelerator's network (NCCL) this waits for the message on the host.
         """
+
+    def arrive(self, microbatch: int) -> None:
+        """Waits for a message that was posted, however long; then `receive` gives it at once.
+
+        For a thread beside the one that takes the message; only where `posts_ahead`.
+
+        Raises:
+            RuntimeError: of the transport.
+        """
+        raise NotImplementedError
+
+    def until(self, microbatch: int, arrived: Callable[[float], None]) -> None:
+        """Waits while another thread does in `arrive`, by the time limit and errors of `receive`.
+
+        Args:
+            microbatch: number of the message.
+            arrived: returns once it is there; given the seconds after which, or when `arrive`
+                fails, it raises RuntimeError.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def release(self) -> None:

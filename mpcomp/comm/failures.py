@@ -109,12 +109,12 @@ class Waits:
             self.take_back()
 
     @contextmanager
-    def leaving(self, what: str) -> Iterator[None]:
-        """Sends what all others wait for, which waits for nobody; raises as `on` does."""
+    def leaving(self, what: str, peer: int | None = None) -> Iterator[None]:
+        """Begins to send or to receive, which waits for nobody; arguments and errors as of `on`."""
         try:
             yield
         except RuntimeError as error:
-            raise PeerLost(None, what, error) from error
+            raise PeerLost(peer, what, error) from error
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import gc
 import itertools
 import json
 import os
+import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -319,7 +320,23 @@ class ProcessMesh(Mesh):
         self._groups: list[dist.ProcessGroup] = []
         self._closing: list[Callable[[], None]] = []
         self._guarded = False  # whether a `failing_together` is under way
+        self._where = Mesh.where
+        self._beside = threading.local()
         self._telling: FromFirst | None = None
+
+    @property
+    def where(self) -> str:
+        """The work of this rank; in a thread beside its stages, the work of that."""
+        where: str = getattr(self._beside, "where", self._where)
+        return where
+
+    @where.setter
+    def where(self, where: str) -> None:
+        self._where = where
+
+    def does_beside(self, where: str) -> None:
+        """Sets `where` for this thread alone."""
+        self._beside.where = where
 
     def connect(self, names: Sequence[str]) -> None:
         """Makes the groups; all ranks together, once they agree that they want the same.

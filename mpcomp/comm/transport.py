@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final
 
 import torch.distributed as dist
 from torch import Tensor
@@ -25,6 +25,10 @@ from mpcomp.comm.mesh import ProcessMesh
 from mpcomp.core.wire import CHECKED_HEADER_BYTES, says_no_tensor
 
 __all__ = ["GroupChannel", "Transport"]
+
+_DEPARTURE: Final = "departure of a message"
+#: Of waits whose time somebody else limits.
+_FOREVER: Final = timedelta(days=30)
 
 
 class Transport(ABC):
@@ -76,8 +80,7 @@ class GroupChannel(Channel):
     """
 
     on_wire = True
-    #: Whether a receive may be started before its message is waited for.
-    posts_ahead: bool = True
+    posts_ahead = True
 
     def __init__(
         self,
@@ -118,15 +121,14 @@ class GroupChannel(Channel):
         kept = self.room_for(num_bytes, room)
         # No header is of zeros: a message that is too short must not show what was there before.
         kept[:CHECKED_HEADER_BYTES] = 0
-        works = self._receiving(kept, microbatch) if self.posts_ahead else []
+        works = []
+        if self.posts_ahead:
+            with self._waits.leaving(self._named(microbatch, "message"), self.peer):
+                works = self.start_receive(kept, microbatch)
         self._posted[microbatch] = kept, num_bytes, works
 
-    def _receiving(self, room: Tensor, microbatch: int) -> list[Any]:
-        with self._waiting(microbatch, "message"):
-            return self.start_receive(room, microbatch)
-
     def send(self, microbatch: int, message: Tensor) -> None:
-        with self._waiting(microbatch, "departure of a message"):
+        with self._waits.leaving(self._named(microbatch, _DEPARTURE), self.peer):
             self._sent.append((microbatch, *self.start_send(message, microbatch)))
 
     def receive(self, microbatch: int) -> Tensor:
@@ -139,24 +141,40 @@ class GroupChannel(Channel):
     def _arrived(self, microbatch: int) -> tuple[Tensor, int]:
         """The room of a message that is there now, and the length that was due."""
         room, num_bytes, works = self._posted.pop(microbatch)
-        works = works or self._receiving(room, microbatch)
+        if self.posts_ahead and not works:  # another thread has waited for it
+            return room, num_bytes
+
+        def arrived(_: float) -> None:
+            for work in works or self.start_receive(room, microbatch):
+                work.wait(self._timeout)
+
+        self.until(microbatch, arrived)
+        return room, num_bytes
+
+    def arrive(self, microbatch: int) -> None:
+        _, _, works = self._posted[microbatch]
+        for work in works:
+            work.wait(_FOREVER)
+        works.clear()
+
+    def until(self, microbatch: int, arrived: Callable[[float], None]) -> None:
         begin = time.perf_counter()
         with self._waiting(microbatch, "message"):
-            for work in works:
-                work.wait(self._timeout)
+            arrived(self._timeout.total_seconds())
         self.waited_s += time.perf_counter() - begin
-        return room, num_bytes
 
     def release(self) -> None:
         for microbatch, _, works in self._sent:
-            with self._waiting(microbatch, "departure of a message"):
+            with self._waiting(microbatch, _DEPARTURE):
                 for work in works:
                     work.wait(self._timeout)
         self._sent.clear()
 
     def _waiting(self, microbatch: int, what: str) -> AbstractContextManager[None]:
-        where = f"{what} of {self.name}, {self._at()}, microbatch {microbatch}"
-        return self._waits.on(self.peer, where)
+        return self._waits.on(self.peer, self._named(microbatch, what))
+
+    def _named(self, microbatch: int, what: str) -> str:
+        return f"{what} of {self.name}, {self._at()}, microbatch {microbatch}"
 
     def close(self) -> None:
         self._posted.clear()

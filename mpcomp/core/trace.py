@@ -6,12 +6,13 @@ then nothing is noted and nothing asked of a clock.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, NamedTuple
 
-__all__ = ["NO_STAGE", "Span", "Trace"]
+__all__ = ["BESIDE", "NO_STAGE", "Span", "Trace"]
 
 #: In place of a stage or a microbatch, of what a rank does for all of them.
 NO_STAGE: Final = -1
@@ -30,6 +31,7 @@ class Span(NamedTuple):
         end_ns: likewise.
         link: name of the message's link; "" of what is about no message.
         num_bytes: of the message, where it is known.
+        beside: whether a thread did it that codes beside the stages.
     """
 
     kind: str
@@ -40,6 +42,17 @@ class Span(NamedTuple):
     end_ns: int
     link: str = ""
     num_bytes: int = 0
+    beside: bool = False
+
+
+class _Beside(threading.local):
+    """Whether this thread codes beside the stages."""
+
+    here = False
+
+
+#: To be told by such threads.
+BESIDE: Final = _Beside()
 
 
 class Trace:
@@ -85,4 +98,5 @@ class Trace:
     def _add(
         self, kind: str, stage: int, mb: int, begin: int, link: str = "", num_bytes: int = 0
     ) -> None:
-        self.spans.append(Span(kind, self.step, stage, mb, begin, self.now(), link, num_bytes))
+        end, beside = self.now(), BESIDE.here
+        self.spans.append(Span(kind, self.step, stage, mb, begin, end, link, num_bytes, beside))

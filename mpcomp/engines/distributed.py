@@ -30,10 +30,12 @@ from mpcomp.comm.transport import Transport
 from mpcomp.core.loss import StepLoss
 from mpcomp.core.step import Step
 from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.threads import codes_beside
 from mpcomp.data_parallel.replica_sync import ReplicaSync
+from mpcomp.engines.background import Background
 from mpcomp.engines.base import Engine, choose_finite
 from mpcomp.engines.in_flight import Depth
-from mpcomp.engines.schedules import InFlight1F1B, Schedule
+from mpcomp.engines.schedules import OWN, InFlight1F1B, Schedule
 from mpcomp.engines.shape_inference import Planner
 from mpcomp.engines.stage_runner import Autocast, StageRunner
 from mpcomp.engines.torch_stage import CutStage, run_schedule
@@ -102,6 +104,9 @@ class DistributedEngine(Engine):
         self._wiring = Wiring(boundaries, transport, self.places)
         mesh.close_first(self._close)
         connected = self._wiring.boundaries
+        # The order in which torch's schedules take messages is theirs.
+        beside = schedule is OWN and codes_beside(self.device, mesh.num_ranks)
+        self._background = Background(mesh) if beside else None
         self._planner = Planner(plain or cut, self.device)
         for i, place in enumerate(self.places):
             if place != mesh.place:
@@ -113,6 +118,7 @@ class DistributedEngine(Engine):
                 mesh,
                 before=connected[i - 1] if i > 0 else None,
                 after=connected[i] if i < len(boundaries) else None,
+                background=self._background,
             )
             self._stages.append(stage)
         self._all_ties = list(ties)
@@ -246,8 +252,9 @@ class DistributedEngine(Engine):
                     self.schedule.updates = (
                         None if updates is None else updates.completed(stashed, added_up)
                     )
-                self._post(trained)
-                run_schedule(self.schedule, parts, targets)
+                with self._background.under_way() if self._background else nullcontext():
+                    self._post(trained)
+                    run_schedule(self.schedule, parts, targets)
                 self._finish(train=True)
                 self.mesh.where = f"step {step.index}, adding up tied gradients"
             if sync is not None:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -29,11 +30,12 @@ from mpcomp.comm.mesh import ProcessMesh
 from mpcomp.core.microbatch import map_tensors
 from mpcomp.core.step import Step
 from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.engines.background import Background
 from mpcomp.engines.graph import depends
 from mpcomp.engines.saved_bytes import SavedBytes
 from mpcomp.engines.stage_runner import Autocast, StageRunner
 from mpcomp.engines.updates import StashedWeights, Updates, lag_of, late_of
-from mpcomp.links.boundary import ConnectedBoundary, Encoded
+from mpcomp.links.boundary import ConnectedBoundary, Crossing, Encoded
 
 __all__ = ["CutStage", "run_schedule"]
 
@@ -44,7 +46,7 @@ class _Forward(NamedTuple):
     Attributes:
         output: of the stage, or the error of a microbatch that ran ahead.
         received: the stage's input, of all but the first.
-        encoded: the message of the output; None of the last stage's.
+        encoded: the message of the output; None if there is none yet, or of the last stage.
     """
 
     output: Tensor | Exception
@@ -61,6 +63,7 @@ class CutStage(PipelineStage):
         mesh: the connected ranks; told where this one is.
         before: the cut before this stage, None for the first.
         after: the cut after it, None for the last.
+        background: codes messages of training steps beside the stage; None to code in turn.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class CutStage(PipelineStage):
         *,
         before: ConnectedBoundary | None,
         after: ConnectedBoundary | None,
+        background: Background | None = None,
     ) -> None:
         assert isinstance(runner.stage, nn.Module)
         super().__init__(
@@ -80,6 +84,10 @@ class CutStage(PipelineStage):
         self._before = before
         self._after = after
         self._mesh = mesh
+        # A receive that waits for its turn would have to be begun in the order of all others.
+        ways = [way for cut in (before, after) if cut is not None for way in (cut.act, cut.grad)]
+        ahead = all(way.channel.posts_ahead for way in ways)
+        self._background = background if ahead else None
         #: Counts what a microbatch keeps for backward, while somebody wants to know.
         self.saved: SavedBytes | None = None
         self._runtime_validate = False  # with torch's debug level; it knows of no messages
@@ -117,6 +125,9 @@ class CutStage(PipelineStage):
             updates: of weights within the step, if there are any.
         """
         self._step = step
+        # With one microbatch nothing runs meanwhile; outside of training a stage may write again
+        # to what it gave (CUDA graphs do).
+        self._beside = self._background if step.train and len(metas) > 1 else None
         #: Microbatches whose backward has left nothing for later.
         self._ended: set[int] = set()
         self._ahead: _Forward | None = None
@@ -146,8 +157,10 @@ class CutStage(PipelineStage):
         if self._before is not None:
             self._before.grad.channel.release()
             cut = self.stage_index - 1
+            act = self._before.act
             for i, at_cuts in enumerate(self._metas):
-                self._before.act.post(at_cuts[cut], self._step, i)
+                act.post(at_cuts[cut], self._step, i)
+                self._expect(act, act.receive, at_cuts[cut], i, "forward")
 
     def finish(self) -> None:
         """Lets go of what the step left behind, but for messages: they may be on their way yet."""
@@ -167,7 +180,7 @@ class CutStage(PipelineStage):
         self._at(microbatch, "forward")
         value, beside = self._inputs(microbatch, batch)
         output = self._run(value, beside, microbatch)
-        self._hand_over(microbatch, output, self._encoded(microbatch, output))
+        self._hand_over(microbatch, output)
         return output
 
     def run_ahead(self, batch: Any) -> Callable[[], None]:
@@ -185,7 +198,8 @@ class CutStage(PipelineStage):
         if self._after is not None:
             ways.append(self._after.boundary.act.way_back())
         try:
-            self._ahead = self._forward(0, batch)
+            output, received = self._forward(0, batch)
+            self._ahead = _Forward(output, received, self._encoded(0, output))
         except Exception as error:  # is raised once ranks agree, as they may not
             self._ahead = _Forward(error, [], None)
 
@@ -206,15 +220,17 @@ class CutStage(PipelineStage):
         """Runs a microbatch forward; sends what follows from it. Called by the schedule."""
         self._at(fwd_chunk_id, "forward")
         ahead, self._ahead = self._ahead, None
-        output, received, encoded = ahead or self._forward(fwd_chunk_id, args[0][self.stage_index])
+        if ahead is None:
+            ahead = _Forward(*self._forward(fwd_chunk_id, args[0][self.stage_index]), None)
+        output, received, encoded = ahead
         if isinstance(output, Exception):
             raise output
         self.fwd_cache[fwd_chunk_id] = ((output,), received)
         self._hand_over(fwd_chunk_id, output, encoded)
         return output
 
-    def _forward(self, microbatch: int, batch: Any) -> _Forward:
-        """Runs a microbatch forward; ``batch`` is what this stage takes of it."""
+    def _forward(self, microbatch: int, batch: Any) -> tuple[Tensor, list[Tensor]]:
+        """Output and input of a microbatch; ``batch`` is what this stage takes of it."""
         value, beside = self._inputs(microbatch, batch)
         received: list[Tensor] = []
         if self._before is not None:
@@ -230,7 +246,7 @@ class CutStage(PipelineStage):
         if saved is not None:
             for kept in (*received, output):
                 saved.add(kept)
-        return _Forward(output, received, self._encoded(microbatch, output))
+        return output, received
 
     def backward_one_chunk(
         self,
@@ -254,7 +270,9 @@ class CutStage(PipelineStage):
             grad = self._backward(bwd_chunk_id, loss, full_backward)
         if self._before is not None and self._trained < self.stage_index:
             meta = self._metas[bwd_chunk_id][self.stage_index - 1]
-            self._before.grad.send(grad, meta, self._step, bwd_chunk_id)
+            way, step = self._before.grad, self._step
+            send = partial(way.send, grad, meta, step, bwd_chunk_id)
+            self._code(way, bwd_chunk_id, "backward", send, grad)
 
     def _backward(self, microbatch: int, loss: Tensor | None, full: bool) -> Tensor | None:
         """Runs backward; the gradient of the stage's input, if there is one."""
@@ -311,19 +329,28 @@ class CutStage(PipelineStage):
     def _receive(self, microbatch: int) -> Tensor:
         assert self._before is not None
         meta = self._metas[microbatch][self.stage_index - 1]
-        value, constant = self._before.act.receive(meta, self._step, microbatch)
+        act = self._before.act
+        value: Tensor
+        value, constant = self._taken(act, act.receive, meta, microbatch)
         trains = self._step.train and self._trained < self.stage_index
         return value.requires_grad_(trains and not constant)
 
     def _receive_gradient(self, microbatch: int) -> Tensor | None:
         assert self._after is not None
         meta = self._metas[microbatch][self.stage_index]
-        return self._after.grad.receive_any(meta, self._step, microbatch)
+        grad = self._after.grad
+        value: Tensor | None = self._taken(grad, grad.receive_any, meta, microbatch)
+        return value
 
     def _encoded(self, microbatch: int, output: Tensor) -> Encoded | None:
         """The message of an output; None of the last stage's."""
         if self._after is None:
             return None
+        meta = self._meta_of(output, microbatch)
+        return self._after.act.encode(output.detach(), meta, self._step, microbatch)
+
+    def _meta_of(self, output: Tensor, microbatch: int) -> TensorMeta:
+        """The shape and dtype of an output, as both ends know them without data; checked."""
         meta = self._metas[microbatch][self.stage_index]
         if tuple(output.shape) != meta.shape or output.dtype != meta.dtype:
             raise ValueError(
@@ -331,26 +358,68 @@ class CutStage(PipelineStage):
                 f"data {list(meta.shape)} {meta.dtype}: its output's shape must not depend on the "
                 "values of tensors"
             )
-        return self._after.act.encode(output.detach(), meta, self._step, microbatch)
+        return meta
 
-    def _hand_over(self, microbatch: int, output: Tensor, encoded: Encoded | None) -> None:
+    def _hand_over(self, microbatch: int, output: Tensor, encoded: Encoded | None = None) -> None:
         """Sends the message of an output, and posts the receive of what will come back."""
         if self._after is None:
             return
-        assert encoded is not None
-        trains = self._step.train and self._trained <= self.stage_index
+        act, grad, step = self._after.act, self._after.grad, self._step
+        meta, x = self._meta_of(output, microbatch), output.detach()
+        trains = step.train and self._trained <= self.stage_index
         constant = trains and not output.requires_grad
-        self._after.act.hand_over(encoded, constant=constant)
-        if trains:
-            meta = self._metas[microbatch][self.stage_index]
-            self._after.grad.post(meta, self._step, microbatch)
+
+        def send() -> None:
+            message = encoded or act.encode(x, meta, step, microbatch)
+            act.hand_over(message, constant=constant)
+            if trains:
+                grad.post(meta, step, microbatch)
+                self._expect(grad, grad.receive_any, meta, microbatch, "backward")
+
+        self._code(act, microbatch, "forward", send, x)
+
+    # -- in the background, or in turn ----------------------------------------------------------
+
+    def _code(
+        self, way: Crossing, microbatch: int, what: str, send: Callable[[], None], x: Tensor | None
+    ) -> None:
+        """Encodes and sends a message of ``x``, by calling ``send``."""
+        if self._beside is not None:
+            self._beside.give(way, self._doing(microbatch, what), send, x)
+        else:
+            send()
+
+    def _expect(
+        self,
+        way: Crossing,
+        receive: Callable[..., Any],
+        meta: TensorMeta,
+        microbatch: int,
+        what: str,
+    ) -> None:
+        """Begins to wait for a message that was posted, to be decoded by ``receive``."""
+        if self._beside is not None:
+            decode = partial(receive, meta, self._step, microbatch, arrived=True)
+            self._beside.expect(way, microbatch, self._doing(microbatch, what), decode)
+
+    def _taken(
+        self, way: Crossing, receive: Callable[..., Any], meta: TensorMeta, microbatch: int
+    ) -> Any:
+        """The result of ``receive``, or of a thread that has called it beside this one."""
+        if self._beside is None:
+            return receive(meta, self._step, microbatch)
+        with way.waits(self._step, microbatch):
+            return self._beside.take(way, microbatch)
+
+    def _doing(self, microbatch: int, what: str) -> str:
+        return f"stage {self.stage_index}, microbatch {microbatch}, {what}"
 
     def _number(self, microbatch: int) -> int:
         """Among those of all replicas, as one process would count them: each its own dropout."""
         return self._mesh.replica * len(self._metas) + microbatch
 
     def _at(self, microbatch: int, what: str) -> None:
-        self._mesh.where = f"stage {self.stage_index}, microbatch {microbatch}, {what}"
+        self._mesh.where = self._doing(microbatch, what)
 
     # -- what torch must not do -----------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 What is read ahead is a copy of rows as they were stored when it was asked for. A row that is
 stored anew in the meantime is forgotten here and read again where it lies, so reading ahead never
 changes a number, only when a file is read. Everything but the reading itself happens in the
-thread that calls, so there is nothing to lock::
+threads that call, of which several may take rows at once::
 
     caller   prefetch(b) ── step a ─────────── commit: forgets rows of a ── step b: takes rows of b
     worker        └─ reads the files ──┘
@@ -11,6 +11,7 @@ thread that calls, so there is nothing to lock::
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
@@ -57,6 +58,7 @@ class ReadAhead:
         self._places: dict[Key, tuple[_Part, int]] = {}
         self._running: list[_Part] = []
         self._batches = 0
+        self._taking = threading.Lock()
 
     def __bool__(self) -> bool:
         return bool(self._running)
@@ -107,6 +109,10 @@ class ReadAhead:
         Raises:
             OSError: a file cannot be read; also where that was found out ahead.
         """
+        with self._taking:
+            return self._taken(keys, slots)
+
+    def _taken(self, keys: Sequence[Key], slots: Sequence[int]) -> _Rows:
         places = [self._places.pop(key, None) for key in keys]
         wanted: dict[_Part, tuple[list[int], list[int]]] = {}  # of a part: rows, and where they go
         late: list[int] = []

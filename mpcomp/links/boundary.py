@@ -158,26 +158,40 @@ class Crossing(NamedTuple):
         size = self.link.message_bytes(meta, step, microbatch, self.channel.device)
         self.channel.post(microbatch, size, self.link.room(meta))
 
-    def receive(self, meta: TensorMeta, step: Step, microbatch: int) -> tuple[Tensor, bool]:
+    def receive(
+        self, meta: TensorMeta, step: Step, microbatch: int, *, arrived: bool = False
+    ) -> tuple[Tensor, bool]:
         """Waits for a tensor that was posted.
+
+        Args:
+            meta: of the tensor.
+            step: that it belongs to.
+            microbatch: likewise.
+            arrived: whether its message is known to be there, so that nothing is waited for.
 
         Returns:
             The tensor, and whether it wants no gradient. An accelerator is not waited for to find
             out; then a gradient is sent that nobody uses.
         """
-        with step.during("receive", self.link.receiver_stage, microbatch, self.link.name):
+        with _NOTHING if arrived else self.waits(step, microbatch):
             message = self.channel.receive(microbatch)
         constant = message.device.type == "cpu" and Header.of(message).constant
         return self._decoded(message, meta, step, microbatch), constant
 
-    def receive_any(self, meta: TensorMeta, step: Step, microbatch: int) -> Tensor | None:
+    def receive_any(
+        self, meta: TensorMeta, step: Step, microbatch: int, *, arrived: bool = False
+    ) -> Tensor | None:
         """As `receive`, where the sender may have nothing to send, which gives None."""
-        with step.during("receive", self.link.receiver_stage, microbatch, self.link.name):
+        with _NOTHING if arrived else self.waits(step, microbatch):
             message = self.channel.receive_any(microbatch)
         if message is None:
             self.link.forget(Side.RECEIVER, microbatch)
             return None
         return self._decoded(message, meta, step, microbatch)
+
+    def waits(self, step: Step, microbatch: int) -> AbstractContextManager[None]:
+        """A context in which a message is waited for, which a trace shows."""
+        return step.during("receive", self.link.receiver_stage, microbatch, self.link.name)
 
     def _decoded(self, message: Tensor, meta: TensorMeta, step: Step, microbatch: int) -> Tensor:
         with (

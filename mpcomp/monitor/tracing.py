@@ -5,8 +5,8 @@
             pipe.forward_backward(x, y)
 
 Each rank is a process of the picture and each of its stages a thread, with one more for what the
-rank does for all of them. An arrow goes from each message's departure to its arrival. Clocks are
-those of the first rank (`mpcomp.comm.clocks`).
+rank does for all of them, and one for each link that is coded in the background. An arrow goes from
+each message's departure to its arrival. Clocks are those of the first rank (`mpcomp.comm.clocks`).
 """
 
 from __future__ import annotations
@@ -146,29 +146,32 @@ def chrome_events(ranks: Sequence[Sequence[Span]], num_in_pipeline: int) -> list
     start = min((span.begin_ns for spans in ranks for span in spans), default=0)
     events: list[dict[str, Any]] = []
     for rank, spans in enumerate(ranks):
-        events += _names(rank, sorted({span.stage for span in spans}))
+        threads = {row: number for number, row in enumerate(sorted({*map(_row, spans)}))}
+        events += _names(rank, threads)
         for span in spans:
-            events.append(_complete(rank, span, start))
-            events += _arrow(rank, span, start, rank // num_in_pipeline)
+            thread = threads[_row(span)]
+            events.append(_complete(rank, thread, span, start))
+            events += _arrow(rank, thread, span, start, rank // num_in_pipeline)
     return events
 
 
-def _names(rank: int, stages: Iterable[int]) -> list[dict[str, Any]]:
+def _row(span: Span) -> tuple[int, str]:
+    """The thread of a span: its stage, and the link that is coded beside it."""
+    return span.stage, span.link if span.beside else ""
+
+
+def _names(rank: int, threads: Mapping[tuple[int, str], int]) -> list[dict[str, Any]]:
     named = [("process_name", 0, f"rank {rank}")]
-    for stage in stages:
+    for (stage, link), thread in threads.items():
         words = "step" if stage == NO_STAGE else f"stage {stage}"
-        named.append(("thread_name", _thread(stage), words))
+        named.append(("thread_name", thread, f"{words}, {link}" if link else words))
     return [
         {"ph": "M", "name": name, "pid": rank, "tid": thread, "args": {"name": words}}
         for name, thread, words in named
     ]
 
 
-def _thread(stage: int) -> int:
-    return 0 if stage == NO_STAGE else stage + 1
-
-
-def _complete(rank: int, span: Span, start: int) -> dict[str, Any]:
+def _complete(rank: int, thread: int, span: Span, start: int) -> dict[str, Any]:
     args: dict[str, Any] = {"step": span.step}
     if span.stage != NO_STAGE:
         args |= {"stage": span.stage, "microbatch": span.microbatch}
@@ -176,20 +179,22 @@ def _complete(rank: int, span: Span, start: int) -> dict[str, Any]:
         args["link"] = span.link
     if span.num_bytes:
         args["bytes"] = span.num_bytes
+    if span.beside:
+        args["beside"] = True
     number = span.step if span.stage == NO_STAGE else span.microbatch
     return {
         "ph": "X",
         "name": f"{span.kind} {number}",
         "cat": "compute" if span.kind in _COMPUTE else span.kind,
         "pid": rank,
-        "tid": _thread(span.stage),
+        "tid": thread,
         "ts": (span.begin_ns - start) / 1e3,
         "dur": (span.end_ns - span.begin_ns) / 1e3,
         "args": {"kind": span.kind, **args},
     }
 
 
-def _arrow(rank: int, span: Span, start: int, replica: int) -> list[dict[str, Any]]:
+def _arrow(rank: int, thread: int, span: Span, start: int, replica: int) -> list[dict[str, Any]]:
     """One end of the arrow of a message: from where it is sent, to where it has been received."""
     if span.kind not in ("send", "receive"):
         return []
@@ -203,7 +208,7 @@ def _arrow(rank: int, span: Span, start: int, replica: int) -> list[dict[str, An
             "cat": "message",
             "id": f"{replica}/{span.link}/{span.step}/{span.microbatch}",
             "pid": rank,
-            "tid": _thread(span.stage),
+            "tid": thread,
             "ts": moment / 1e3,
         }
     ]

@@ -182,7 +182,8 @@ def _epochs(run: Run) -> list[dict[str, Any]]:
 def _timeline(trace: Mapping[str, Any] | None, num_in_pipeline: int) -> dict[str, Any] | None:
     """The last step of a trace.
 
-    Its spans are [rank, stage, kind, microbatch, start, end, link, replica].
+    Its spans are [rank, stage, kind, microbatch, start, end, link, replica, whether it is beside
+    the stage].
 
     Args:
         trace: the file's content, if there is one.
@@ -207,6 +208,7 @@ def _timeline(trace: Mapping[str, Any] | None, num_in_pipeline: int) -> dict[str
                 (event["ts"] + event["dur"] - start) / 1e6,
                 event["args"].get("link", ""),
                 event["pid"] // num_in_pipeline,
+                event["args"].get("beside", False),
             ]
             for event in own
         ],

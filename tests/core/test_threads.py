@@ -113,6 +113,41 @@ def test_the_coder_has_threads_of_its_own(monkeypatch, machine):
     assert (seen[0] == threading.current_thread().name) == (expected == 1)
 
 
+#: Environment, threads of torch, cores, device, ranks; whether messages are coded beside stages.
+SPARE = {
+    "a core each": ({}, 1, 2, "cpu", 2, False),
+    "two cores each": ({}, 1, 4, "cpu", 2, True),
+    "one more than torch has": ({}, 3, 8, "cpu", 2, True),
+    "as many as torch has": ({}, 4, 8, "cpu", 2, False),
+    "machines of their own": ({"LOCAL_WORLD_SIZE": "1"}, 1, 2, "cpu", 8, True),
+    "all on a machine": ({"LOCAL_WORLD_SIZE": "8"}, 1, 8, "cpu", 8, False),
+    "more ranks than cores": ({"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, 1, 2, "cpu", 4, False),
+    "a GPU": ({"LOCAL_WORLD_SIZE": "1"}, 1, 16, "cuda", 2, False),
+    "a GPU, as somebody says": ({"MPCOMP_BACKGROUND": "1"}, 1, 16, "cuda", 2, True),
+    "as somebody says": ({"MPCOMP_BACKGROUND": "1"}, 8, 1, "cpu", 2, True),
+    "not, as somebody says": ({"MPCOMP_BACKGROUND": "0"}, 1, 64, "cpu", 2, False),
+}
+
+
+@pytest.mark.parametrize("machine", SPARE)
+def test_messages_are_coded_beside_stages_where_a_core_is_to_spare(monkeypatch, machine):
+    environment, of_torch, cores, device, num_ranks, expected = SPARE[machine]
+    for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPCOMP_BACKGROUND"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: of_torch)
+    monkeypatch.setattr(threads, "num_cores", lambda: cores)
+    assert threads.codes_beside(torch.device(device), num_ranks) is expected
+
+
+@pytest.mark.parametrize("text", ["", "2", "-1", "yes", "true", "01"])
+def test_neither_in_the_background_nor_in_turn(monkeypatch, text):
+    monkeypatch.setenv("MPCOMP_BACKGROUND", text)
+    with pytest.raises(ValueError, match=f"MPCOMP_BACKGROUND='{text}': expected 1, to code"):
+        threads.codes_beside(torch.device("cpu"), 2)
+
+
 @pytest.mark.parametrize("text", ["0", "", "-1", "two", "1.5", "²"])
 def test_a_number_of_threads_that_is_none(monkeypatch, text):
     monkeypatch.setenv("MPCOMP_THREADS", text)
