@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from stages.chain import Chain, expand, has_hooks, is_compiled, is_plain
+from stages.encoders import Encoder, is_encoder
 from stages.graph import Trace
 from stages.language_models import Decoder, is_causal_lm, is_pretrained
 from stages.stage import Origin, Piece, Stage
@@ -26,7 +27,10 @@ class Block:
 
 
 class Line(Protocol):
-    """A model as a line of units that can be cut at places: `Chain`, `Decoder` or `Trace`."""
+    """A model as a line of units that can be cut at places.
+
+    It is a `Chain`, `Decoder`, `Encoder` or `Trace`.
+    """
 
     units: list[str]
     places: list[int]
@@ -57,21 +61,14 @@ def line_of(model: nn.Module, names: Sequence[str] = ()) -> Line:
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise ValueError(
             f"{type(model).__name__} has an encoder, whose output all its decoder needs; "
-            "language models of decoders alone can be cut"
+            "encoders alone and decoders alone can be cut. Train it whole in replicas with "
+            "mpcomp.compress_gradients"
         )
     if is_plain(model):
         return Chain(model)
-    try:
-        return Trace(model, names)
-    except ValueError as error:
-        if is_pretrained(model):
-            raise ValueError(
-                f"{type(model).__name__} cannot be cut: of transformers' models, causal language "
-                "models (AutoModelForCausalLM) can, but encoders, classifiers and image models "
-                "cannot; write an nn.Sequential of its embeddings, layers and head, or train it "
-                "whole in replicas with mpcomp.compress_gradients"
-            ) from error
-        raise
+    if is_pretrained(model) and is_encoder(model):
+        return Encoder(model)
+    return Trace(model, names)
 
 
 def blocks(model: nn.Module, sample: object = None) -> list[Block]:

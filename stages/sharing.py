@@ -58,7 +58,7 @@ def with_tied_copies(model: nn.Module, pieces: Sequence[Piece]) -> list[Piece]:
     where = Homes(pieces)
     copied = [piece.copied for piece in pieces]
     for names in same_parameters(model):
-        homes = [(i, name) for name in names for i in where.calling(name)]
+        homes = sorted((i, name) for name in names for i in where.calling(name))
         owners = {id(model.get_submodule(name.rpartition(".")[0])) for _, name in homes}
         if len(owners) < len(homes):
             continue

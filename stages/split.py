@@ -8,8 +8,10 @@ from torch import nn
 
 from stages.balance import check_num_stages, num_parameters, partition
 from stages.blocks import Line, blocks, line_of
+from stages.encoders import Encoder
 from stages.graph import Trace
-from stages.language_models import Decoder, is_causal_lm
+from stages.hints import listing
+from stages.language_models import BlockLine, Decoder, is_causal_lm
 from stages.sharing import check_not_shared, same_parameters, with_tied_copies
 from stages.stage import Homes, Origin, Piece, Stage, Tie
 from stages.together import last_place, parameters_together, second_use, why_apart
@@ -47,11 +49,12 @@ def split(
     if isinstance(where, int):
         check_num_stages(where, len(line.units))
         counts = partition(num_parameters(blocks(model)), where)
-    if isinstance(line, Decoder):
+    if isinstance(line, BlockLine):
         line.fill_buffers()
     places = _places_of_counts(line, counts) if counts else _places_of_names(line, names)
     pieces = with_tied_copies(model, line.pieces(places))
     same = tuple(same_parameters(model))
+    read_by_all = line.read_by_all if isinstance(line, BlockLine) else []
     again, apart = None, ""
     tied = any(_ties(same, pieces))
     if places and (ends_first or (together and tied)):
@@ -62,20 +65,27 @@ def split(
             places = _places_of_counts(line, counts)
         if not (apart := why_apart(model, line, places, again)):
             pieces = with_tied_copies(model, line.pieces([*places, again]))
+    if read_by_all and len(pieces) > 2:
+        raise ValueError(
+            f"all blocks of {type(model).__name__} read {listing(read_by_all)}, and two stages can "
+            f"train one weight, {len(pieces)} cannot; cut the model into two, or freeze "
+            f"{'it' if len(read_by_all) == 1 else 'them'}: requires_grad_(False)"
+        )
     check_not_shared(model, pieces)
     pieces = _with_unused(model, pieces)
-    own_loss = line.own_loss if isinstance(line, Trace) else None
+    same = _first_stage_first(same, pieces)
+    own_loss = line.own_loss if isinstance(line, Encoder | Trace) else None
     origin = Origin(
         model,
         len(pieces),
         same,
-        tuple(_ties(same, pieces)),
+        tuple(_ties((*same, *((name,) for name in read_by_all)), pieces)),
         together=again is not None and not apart,
         why_apart=apart,
         own_loss=own_loss,
     )
     stages = [Stage(origin, index, piece) for index, piece in enumerate(pieces)]
-    if isinstance(line, Decoder):
+    if isinstance(line, BlockLine):
         line.check(stages)
     return stages
 
@@ -150,13 +160,27 @@ def _places_of_names(line: Line, names: Sequence[str]) -> list[int]:
     return places
 
 
+def _first_stage_first(
+    shared: Sequence[Sequence[str]], pieces: Sequence[Piece]
+) -> tuple[tuple[str, ...], ...]:
+    """Names of one parameter, that of the first stage with it first: a class may name heads first.
+
+    The parameter of that name is the one that all of them are when stages are merged.
+    """
+    where = Homes(pieces)
+    return tuple(
+        tuple(sorted(names, key=lambda n: min(where.holding(n), default=len(pieces))))
+        for names in shared
+    )
+
+
 def _ties(shared: Sequence[Sequence[str]], pieces: Sequence[Piece]) -> Iterator[Tie]:
     """Yield the shared parameters that several stages have, each once a stage."""
     where = Homes(pieces)
     for names in shared:
         copies: dict[int, str] = {}
         for name in names:
-            for i in where.holding(name):
+            for i in {*where.holding(name), *where.copying(name)}:
                 copies.setdefault(i, name)
         if len(copies) > 1:
             yield tuple(sorted(copies.items()))

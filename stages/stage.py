@@ -175,7 +175,12 @@ class Stage(nn.Module):
     @property
     def is_causal_lm(self) -> bool:
         """Whether the model is a language model: tokens [b, s] to logits [b, s, vocabulary]."""
-        return hasattr(self._run, "check_batch")
+        return getattr(self._run, "is_causal_lm", False)
+
+    @property
+    def of_transformers(self) -> bool:
+        """Whether the model is one of transformers, with its names of inputs and labels."""
+        return getattr(self._run, "of_transformers", False)
 
     @property
     def own_loss(self) -> Callable[..., Any] | None:

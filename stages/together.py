@@ -15,6 +15,8 @@ from torch import nn
 
 from stages.balance import seconds
 from stages.blocks import Line, line_of, units_of
+from stages.hints import listing
+from stages.language_models import BlockLine
 from stages.sharing import same_parameters
 from stages.stage import Homes
 
@@ -52,6 +54,8 @@ def why_apart(model: nn.Module, line: Line, places: Sequence[int], again: int) -
             "no block is left between the last cut and what is to be beside the first stage; cut "
             "earlier"
         )
+    if isinstance(line, BlockLine) and (read := line.read_by_all):
+        return f"all blocks read {listing(read)}, so that each stage has a copy"
     where = Homes(line.pieces([*places, again]))
     for names in same_parameters(model):
         homes = sorted({i for name in names for i in where.calling(name)})

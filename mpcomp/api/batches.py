@@ -109,7 +109,7 @@ class Batches:
             TypeError, ValueError: bad sample ids, or links that cannot take the step.
         """
         # Of this name and meaning in transformers; a model of one's own may mean the opposite.
-        marks = self._head.is_causal_lm and isinstance(batch, Mapping)
+        marks = self._head.of_transformers and isinstance(batch, Mapping)
         mask = batch.get("attention_mask") if marks else None
         step = replace(
             steps.bare(train),

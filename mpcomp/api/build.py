@@ -233,7 +233,7 @@ def build(model: nn.Module, config: PipelineConfig) -> Pipeline:
         advise_on_ties(cut)
         if launch.device_of(0).type == "cpu":
             advise_on_threads(launch.local_ranks)
-        if not cut[0].is_causal_lm:
+        if not cut[0].of_transformers:
             advise_on_sequences(model)
     for i, stage in enumerate(cut):
         if i not in own:

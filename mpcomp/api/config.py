@@ -20,6 +20,7 @@ from mpcomp.data_parallel.methods import replica_method_of
 from mpcomp.data_parallel.network import ReplicaNetwork
 from mpcomp.engines.schedules import schedule_named
 from mpcomp.links.build import MethodLike, Methods
+from stages.encoders import check_head_loss
 from stages.language_models import check_own_loss
 from stages.split import Where
 
@@ -218,11 +219,13 @@ class PipelineConfig:
         """The loss function that is given, else the language models' or the model's own.
 
         Raises:
-            ValueError: a language model's own is another than that.
+            ValueError: the own loss of a model of transformers is another than that.
         """
         if self.loss_fn is not None:
             return self.loss_fn
         if not cut[0].is_causal_lm:
+            if cut[0].of_transformers and cut[0].own_loss is not None:
+                check_head_loss(cut[0].original)
             return cut[0].own_loss
         check_own_loss(cut[0].original)
         return CausalLMLoss()

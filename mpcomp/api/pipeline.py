@@ -24,7 +24,7 @@ from mpcomp.api.porting import (
     refuses_unpacked,
 )
 from mpcomp.api.training_steps import TrainingSteps
-from mpcomp.core.loss import LossFn, StepLoss
+from mpcomp.core.loss import TARGETS, LossFn, StepLoss
 from mpcomp.core.microbatch import gather, map_tensors
 from mpcomp.core.sample_ids import ids_of_batch
 from mpcomp.data_parallel.exchange import Exchange
@@ -212,8 +212,8 @@ class Pipeline(Figures, OriginalModel):
         return output, self._loss_fn(output, map_tensors(target, lambda t: t.to(output.device)))
 
     def _output(self, batch: Any, sample_ids: Any, everywhere: bool) -> Any:
-        if self.cut_stages[0].is_causal_lm and isinstance(batch, Mapping):
-            batch = {name: value for name, value in batch.items() if name != "labels"}
+        if self.cut_stages[0].of_transformers and isinstance(batch, Mapping):
+            batch = {name: value for name, value in batch.items() if name not in TARGETS}
         if self.training and torch.is_grad_enabled():
             check_differentiable(self.mesh.num_ranks, [*self.ties, *self.shared_weights])
             self._steps.finish()

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 __all__ = [
+    "TARGETS",
     "CausalLMLoss",
     "LossFn",
     "StepLoss",
@@ -21,6 +22,9 @@ __all__ = [
     "pair_of",
     "with_target",
 ]
+
+#: Names in a batch of transformers of what a loss is computed from.
+TARGETS = ("labels", "start_positions", "end_positions")
 
 LossFn = Callable[[Tensor, Any], Tensor]
 
@@ -164,10 +168,13 @@ def with_target(batch: Any, target: Any) -> tuple[Any, Any]:
     """
     if target is not None:
         return batch, target
-    if not isinstance(batch, Mapping) or "labels" not in batch:
+    found = [name for name in TARGETS if name in batch] if isinstance(batch, Mapping) else []
+    if not found:
         raise ValueError("there is no target: pass one, or a mapping with 'labels' as the batch")
-    rest = {name: value for name, value in batch.items() if name != "labels"}
-    return rest, batch["labels"]
+    rest = {name: value for name, value in batch.items() if name not in found}
+    if found == ["labels"]:
+        return rest, batch["labels"]
+    return rest, {name: batch[name] for name in found}  # of an answer
 
 
 class StepLoss:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import stages as staging
+from mpcomp.core.loss import TARGETS
 from mpcomp.core.microbatch import num_rows, rows_of_chunks, scatter
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.engines.shape_inference import Planner
@@ -63,7 +64,7 @@ def state_bytes(
         TypeError, RuntimeError: the model's stages cannot be planned for this batch.
     """
     if isinstance(batch, Mapping):
-        batch = {name: value for name, value in batch.items() if name != "labels"}
+        batch = {name: value for name, value in batch.items() if name not in TARGETS}
     rows = num_rows(batch)
     if rows < chunks:
         raise ValueError(

@@ -40,9 +40,10 @@ class Layout:
     lm: str  # the model with the head
     holder: str  # the module that holds the list of blocks
     blocks: tuple[str, ...]
-    before: tuple[str, ...]  # children of the holder that only the first stage runs
+    before: tuple[str, ...]  # what only the first stage runs
     after: tuple[str, ...]  # those of the last, and what stands between the holder and the logits
-    everywhere: tuple[str, ...]  # children without weights: each stage has a copy
+    everywhere: tuple[str, ...]  # modules without weights: each stage has a copy
+    read_by_all: tuple[str, ...] = ()  # those with weights that all blocks read, tied copies
 
 
 def unwrapped(model: nn.Module) -> tuple[str, nn.Module]:
@@ -67,26 +68,25 @@ def layout_of(model: nn.Module) -> Layout:
 
     list_name = _block_list(lm)
     holder_name = list_name.rpartition(".")[0]
-    holder = lm.get_submodule(holder_name)
     before: list[str] = []
     after: list[str] = []
     everywhere: list[str] = []
-    passed = False
-    for name, child in holder.named_children():
-        path = qualified(holder_name, name)
-        if child is lm.get_submodule(list_name):
-            passed = True
-        elif isinstance(child, nn.Dropout) or (not passed and _has_parameters(child)):
-            before.append(path)  # dropout is the embeddings', also where it is named after all
-        elif _has_parameters(child) or (passed and "Norm" in type(child).__name__):
-            after.append(path)  # a norm may have no weights, as OLMo's
-        else:
-            everywhere.append(path)
-    inside = holder_name
-    while inside:  # what the modules round the holder have beside it: the head
+    inside = list_name
+    while inside:  # the modules beside the list, then those beside what holds it, and so on
         parent, _, leaf = inside.rpartition(".")
-        around = lm.get_submodule(parent).named_children()
-        after += [qualified(parent, name) for name, _ in around if name != leaf]
+        passed = False
+        for name, child in lm.get_submodule(parent).named_children():
+            path = qualified(parent, name)
+            if name == leaf:
+                passed = True
+            elif parent != holder_name and passed:
+                after.append(path)  # a head
+            elif isinstance(child, nn.Dropout) or (not passed and _has_parameters(child)):
+                before.append(path)  # dropout is the embeddings', also where it is named after all
+            elif _has_parameters(child) or (passed and "Norm" in type(child).__name__):
+                after.append(path)  # a norm may have no weights, as OLMo's
+            else:
+                everywhere.append(path)
         inside = parent
     num_blocks = len(_list(lm, list_name))
     blocks = tuple(qualified(list_name, str(i)) for i in range(num_blocks))
@@ -111,7 +111,7 @@ def _block_list(lm: nn.Module) -> str:
             )
         return str(named)
     config: Any = lm.config
-    wanted = config.get_text_config(decoder=True).num_hidden_layers
+    wanted = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
     fitting = [name for name, length in lists.items() if length == wanted]
     # Lists inside the blocks of another, such as experts, are not what is looked for.
     found = [name for name in fitting if set(fitting).isdisjoint(ancestors(name)[:-1])]

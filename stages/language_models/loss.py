@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stages.language_models.decoder import FAMILIES, evaluation
+from stages.language_models.decoder import FAMILIES
 from stages.language_models.layout import unwrapped
+from stages.language_models.line import evaluation
 
 _IGNORED = -100
 

@@ -31,6 +31,9 @@ class DecoderRun:
             return ("logits_to_keep",)
         return ("attention_mask", "position_ids", "past_key_values", "logits_to_keep")
 
+    of_transformers = True
+    is_causal_lm = True
+
     def __call__(
         self,
         stage: Stage,
@@ -75,13 +78,8 @@ class DecoderRun:
 
     def _config(self, stage: Stage) -> Any:
         """The configuration of a model with these blocks alone."""
-        config: Any = copy.copy(stage.original.get_submodule(self.layout.holder).config)
-        if vars(config).get("layer_types") is not None:  # elsewhere it follows from the number
-            config.layer_types = list(config.layer_types)[self.start : self.stop]
-        config.num_hidden_layers = self.stop - self.start
-        if hasattr(config, "output_router_logits"):  # of these blocks alone, or of none
-            config.output_router_logits = False
-        return config
+        config = stage.original.get_submodule(self.layout.holder).config
+        return config_of_blocks(config, self.start, self.stop)
 
     def _holder(self, stage: Stage, *, first: bool, last: bool) -> nn.Module:
         """A shallow copy of what holds the blocks, with this stage's."""
@@ -99,7 +97,7 @@ class DecoderRun:
                 modules[name] = None
             else:
                 modules[name] = _Nothing() if isinstance(child, nn.Embedding) else nn.Identity()
-        return _shallow(theirs, stage, modules, self._config(stage))
+        return shallow(theirs, stage, modules, self._config(stage))
 
     def _above(self, stage: Stage, holder: nn.Module) -> nn.Module:
         """Shallow copies of the modules round the holder, up to the model with the head."""
@@ -113,7 +111,7 @@ class DecoderRun:
                 if qualified in stage.block_names:
                     modules[other] = stage.get_submodule(qualified)
             modules[leaf] = inner
-            inner, name = _shallow(theirs, stage, modules, self._config(stage)), parent
+            inner, name = shallow(theirs, stage, modules, self._config(stage)), parent
         return inner
 
 
@@ -124,9 +122,21 @@ class _Nothing(nn.Module):
         return torch.zeros(())
 
 
-def _shallow(
+def config_of_blocks(config: Any, start: int, stop: int) -> Any:
+    """A configuration of a model with blocks ``start`` to ``stop`` - 1 alone."""
+    own = copy.copy(config)
+    if vars(own).get("layer_types") is not None:  # elsewhere it follows from the number
+        own.layer_types = list(own.layer_types)[start:stop]
+    own.num_hidden_layers = stop - start
+    if hasattr(own, "output_router_logits"):  # of these blocks alone, or of none
+        own.output_router_logits = False
+    return own
+
+
+def shallow(
     theirs: nn.Module, stage: Stage, modules: dict[str, nn.Module | None], config: Any
 ) -> nn.Module:
+    """A copy of a module with other children, in the mode of a stage."""
     shell = copy.copy(theirs)
     # Not by assignment to attributes: `_modules` is still that of the original.
     vars(shell).update(_modules=modules, training=stage.training, config=config)
