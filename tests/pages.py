@@ -5,9 +5,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+SKILLS = sorted(ROOT.glob(".agents/skills/*/SKILL.md"))
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *SKILLS])
 #: Those that say what to type.
-GUIDES = [p for p in PAGES if p.name == "README.md" or p.parent.name in ("start", "guide")]
+GUIDES = [
+    p for p in PAGES if p.name == "README.md" or p.parent.name in ("start", "guide") or p in SKILLS
+]
 BASH = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 

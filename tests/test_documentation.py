@@ -54,7 +54,7 @@ class _Parsed(Exception):
     "line",
     [
         pytest.param(line, id=f"{page.stem}: {line[:50]}")
-        for page in GUIDES
+        for page in [*GUIDES, ROOT / "AGENTS.md"]
         for line in commands_of(page)
     ],
 )

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from typing import Any
 
 from mpcomp.api.pipeline import Pipeline
 from mpcomp.command.models import function_named
+from mpcomp.command.output import print_json
 
 __all__ = ["add_to"]
 
@@ -52,7 +52,6 @@ def add_to(commands: Any) -> None:
         help="the most that the loss may rise by (default %(default)s)",
     )
     add("--seconds", type=float, default=60.0, help="that it may take (default %(default)s)")
-    add("--json", action="store_true", help="print all figures as JSON")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -82,5 +81,5 @@ def run(options: argparse.Namespace) -> None:
         seconds=options.seconds,
         show=not options.json,
     )
-    if options.json and pipe.rank == 0:
-        print(json.dumps(found.to_dict(), indent=1))
+    if pipe.rank == 0:
+        print_json(options, found.to_dict())

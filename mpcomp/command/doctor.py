@@ -30,6 +30,7 @@ from mpcomp.comm.handshake import exchange, show_secret
 from mpcomp.comm.joining import Ranks, join
 from mpcomp.comm.mesh import ProcessMesh, launched, meet
 from mpcomp.comm.probe import measure_chain
+from mpcomp.command.output import print_json
 from mpcomp.version import __version__
 
 __all__ = ["add_to"]
@@ -40,6 +41,7 @@ SHOWN = ("python", "torchgpipe", "transformers", "numpy")
 EPILOG = """\
 examples:
   mpcomp doctor
+  mpcomp doctor --json
   mpcomp doctor --listen 29500                on the first machine, and on the others
   mpcomp doctor --connect 10.0.0.1:29500
   torchrun --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 --master-port 29500 -m mpcomp doctor
@@ -81,19 +83,25 @@ def run(options: argparse.Namespace) -> None:
         seconds, words = reach.connect(host, port, options.timeout)
         at = f"{options.connect}: answers, connected in {1e3 * seconds:.1f} ms"
         print(f"{at}; mpcomp {words} listens there" if words else at)
+        found = {"endpoint": options.connect, "seconds": seconds, "mpcomp": words or None}
+        print_json(options, found)
     elif options.listen is not None:
         if not 0 < options.listen < 1 << 16:
             raise ValueError(f"--listen {options.listen}: pass a port between 1 and 65535")
         print(f"waiting at port {options.listen} for mpcomp doctor --connect", flush=True)
         other = reach.listen_once(options.listen, __version__, options.timeout)
         print(f"{other} came: this port can be reached from there")
+        print_json(options, {"port": options.listen, "from": other})
     elif launched():
-        _examine_together(options.timeout)
+        _examine_together(options)
     else:
         facts = Facts.of_this_process()
         _print([facts])
-        _print_advice(1)
-        _end(facts.problems)
+        notes = _advice(1)
+        _print_problems(facts.problems)
+        print_json(options, _report([facts], notes, [], facts.problems))
+        if facts.problems:
+            sys.exit(1)
 
 
 @dataclass(frozen=True)
@@ -175,8 +183,9 @@ def _towards_first() -> str | None:
 # -- several machines --------------------------------------------------------------------------
 
 
-def _examine_together(timeout_s: float) -> None:
+def _examine_together(options: argparse.Namespace) -> None:
     """Examines all ranks, in the order in which things fail; each machine prints what was found."""
+    timeout_s = options.timeout
     try:
         store, rank, num_ranks = meet(timeout_s)
     except RuntimeError as error:
@@ -189,13 +198,13 @@ def _examine_together(timeout_s: float) -> None:
         if prints:
             _print(everyone)
             # Counted here, as not all machines have as many.
-            _print_advice(sum(facts.machine == everyone[rank].machine for facts in everyone))
-        if not problems:
-            links = _measure(timeout_s)
-            if prints:
-                _print_links(links)
+            notes = _advice(sum(facts.machine == everyone[rank].machine for facts in everyone))
+        links = [] if problems else _measure(timeout_s)
         if prints:
+            if links:
+                _print_links(links)
             _print_problems(problems)
+            print_json(options, _report(everyone, notes, links, problems))
         # Torchrun ends a machine's other processes when one fails: the words are out by then.
         exchange(ranks, "printed", True)
     except PeerError as error:
@@ -366,12 +375,15 @@ def _print(everyone: Sequence[Facts]) -> None:
             print(f"note: ranks have {name} {' and '.join(found)}, which no run refuses")
 
 
-def _print_advice(local_ranks: int) -> None:
+def _advice(local_ranks: int) -> list[str]:
+    """Prints advice on this machine's threads, and gives it."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         advise_on_threads(local_ranks)
-    for warning in caught:
-        print(f"note: {warning.message}")
+    notes = [str(warning.message) for warning in caught]
+    for note in notes:
+        print(f"note: {note}")
+    return notes
 
 
 def _print_links(links: Sequence[tuple[float, float]]) -> None:
@@ -393,7 +405,19 @@ def _print_problems(problems: Sequence[str]) -> None:
     sys.stdout.flush()
 
 
-def _end(problems: Sequence[str]) -> None:
-    _print_problems(problems)
-    if problems:
-        sys.exit(1)
+def _report(
+    everyone: Sequence[Facts],
+    notes: Sequence[str],
+    links: Sequence[tuple[float, float]],
+    problems: Sequence[str],
+) -> dict[str, Any]:
+    """All that was found, as JSON can hold it."""
+    return {
+        "ranks": [asdict(facts) for facts in everyone],
+        "notes": notes,
+        "links": [
+            {"from": rank, "to": rank + 1, "mbps": mbps, "round_trip_ms": 1e3 * seconds}
+            for rank, (mbps, seconds) in enumerate(links)
+        ],
+        "problems": problems,
+    }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import pickle
 from collections.abc import Callable, Mapping
@@ -19,6 +18,7 @@ from tabulate import tabulate
 from torch import Tensor
 from tqdm import tqdm
 
+from mpcomp.command.output import print_json
 from mpcomp.core.spec import closest
 from mpcomp.plan.catalogue import KINDS, SELECTION, Entry, Figures, entries, entry_of, figures_of
 from mpcomp.plan.planner import CHANGES
@@ -66,7 +66,6 @@ def add_to(commands: Any) -> None:
     add("--tensor", type=Path, metavar="FILE", help="a saved one: .pt, .safetensors or .npy")
     add("--key", metavar="NAME", help="of the tensor, where the file has several")
     add("--repeats", type=int, default=5, help="that speeds are medians of (default %(default)s)")
-    add("--json", action="store_true", help="print all figures as JSON")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -94,7 +93,7 @@ def run(options: argparse.Namespace) -> None:
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
         }
-        print(json.dumps({**about, "methods": [_row(*item) for item in found.items()]}, indent=1))
+        print_json(options, {**about, "methods": [_row(*item) for item in found.items()]})
         return
     for kind in KINDS:
         of_kind = {entry: figures for entry, figures in found.items() if entry.kind == kind}

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
 import os
-import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +20,7 @@ from mpcomp.comm.joining import join
 from mpcomp.comm.mesh import ProcessMesh
 from mpcomp.comm.probe import measure_chain
 from mpcomp.command.models import Candidate, candidate
+from mpcomp.command.output import print_json
 from mpcomp.core.account import NOTHING
 from mpcomp.core.precision import PRECISIONS, compute_dtype
 from mpcomp.core.sent import Sent
@@ -113,7 +112,6 @@ def add_to(commands: Any) -> None:
         f"(default {TIE_COMP})",
     )
     add("--samples", type=int, metavar="N", help="of the training set, for methods with a memory")
-    add("--json", action="store_true", help="print all figures as JSON")
     add("--html", type=Path, metavar="FILE", help="write a page with a slider for the rate")
     _add_cluster(parser.add_argument_group("machines and links"))
 
@@ -228,9 +226,7 @@ def run(options: argparse.Namespace) -> None:
     outcome = plan(planner, pairs, task=task, floor=options.floor, replicas=replicas)
     about = _about(model, profile, options, chunks)
     if options.json:
-        print(
-            json.dumps({"about": about, "timing": timing.to_dict(), **outcome.to_dict()}, indent=1)
-        )
+        print_json(options, {"about": about, "timing": timing.to_dict(), **outcome.to_dict()})
     else:
         _print(outcome, f"{about}\n{timing.sentence()}", options)
     if options.html:
@@ -238,9 +234,7 @@ def run(options: argparse.Namespace) -> None:
         write_page(
             options.html, "mpcomp.plan", {"about": about, "mbps": rates, **outcome.to_dict()}
         )
-        # Beside JSON, which a program reads.
-        out = sys.stderr if options.json else sys.stdout
-        print(f"\npage: {options.html.resolve()}", file=out)
+        print(f"\npage: {options.html.resolve()}")
 
 
 class _Group:

@@ -7,7 +7,8 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from mpcomp.view.report import table, write_report
+from mpcomp.command.output import print_json
+from mpcomp.view.report import figures_of, table, write_report
 from mpcomp.view.run import Run
 
 __all__ = ["add_to"]
@@ -16,6 +17,7 @@ EPILOG = """\
 examples:
   mpcomp report runs/*
   mpcomp report runs/topk runs/uncompressed --html compare.html
+  mpcomp report runs/* --json
 """
 
 
@@ -41,7 +43,10 @@ def run(options: argparse.Namespace) -> None:
     """
     if options.html and not options.html.absolute().parent.is_dir():
         raise ValueError(f"--html {options.html}: there is no folder {options.html.parent}")
-    print(table([Run.read(folder) for folder in options.runs]))
+    runs = [Run.read(folder) for folder in options.runs]
+    print(table(runs))
     if options.html:
         write_report(options.runs, options.html)
         print(f"\npage: {options.html.resolve()}")
+    page = str(options.html.resolve()) if options.html else None
+    print_json(options, {"runs": [figures_of(run) for run in runs], "page": page})

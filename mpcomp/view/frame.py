@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from typing import Any, Final
 
 from rich.console import Group, RenderableType
@@ -63,7 +62,7 @@ def _state(run: Run) -> str:
         return "finished"
     if not run.steps:
         return "has begun"
-    silent = time.time() - run.files.steps.stat().st_mtime
+    silent = run.seconds_since_step or 0.0
     usual = 3 * (run.step_seconds(LAST) or 0.0)
     if silent > max(SILENT_S, usual):
         return f"no step for {_clock(silent)}: it evaluates, or has stopped"

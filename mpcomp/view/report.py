@@ -15,7 +15,7 @@ from mpcomp.page import write_page
 from mpcomp.view.json_files import read_json
 from mpcomp.view.run import OFF, ON, Run, sent_by_link
 
-__all__ = ["table", "write_report"]
+__all__ = ["figures_of", "table", "write_report"]
 
 #: Points of a curve.
 POINTS: Final = 600
@@ -77,6 +77,40 @@ def write_report(folders: Sequence[Path], path: Path) -> None:
     )
 
 
+def figures_of(run: Run, last: int | None = None) -> dict[str, Any]:
+    """The figures of a run, as JSON can hold them.
+
+    Args:
+        run: with steps or before the first.
+        last: windows of steps that figures of links and ranks are means of; None for all.
+    """
+    windows = [window for _, window in run.windows[-(last or 0) :]]
+    sent, account = run.sent(), run.account()
+    whole = sent[-1] if sent else Sent()
+    at_end = run.epochs[-1] if run.epochs else {}
+    return {
+        "folder": str(run.files.path),
+        "label": run.label,
+        "finished": run.finished,
+        "about": run.about,
+        "config": run.config,
+        "steps": len(run.steps),
+        "seconds": run.steps[-1]["time"] if run.steps else 0.0,
+        "samples_per_second": run.samples_per_second(),
+        "last_loss": last_loss(run),
+        "metric": run.metric,
+        "metric_on": at_end.get(f"{run.metric}{ON}"),
+        "metric_off": at_end.get(f"{run.metric}{OFF}"),
+        "wire_bytes": whole.wire_bytes,
+        "below_bf16": whole.below_bf16,
+        "cuts_below_bf16": account.cuts.below_bf16,
+        "says": account.sentences(),
+        "link_names": [run.link_name(i) for i in range(len(run.about["links"]))],
+        "links": run.link_figures(windows),
+        "ranks": run.rank_times(windows),
+    }
+
+
 def last_loss(run: Run) -> float | None:
     """Mean loss of the last steps; None where none of them is finite."""
     count = max(1, round(TAIL * len(run.steps)))
@@ -97,31 +131,12 @@ def _of_run(run: Run, name: str) -> dict[str, Any]:
         for row, place in zip(run.steps, places, strict=True)
         if "figures" in row
     ]
-    figures = [window for _, window in run.windows]
-    whole = sent[-1] if sent else Sent()
-    account = run.account()
     return {
+        **figures_of(run),
         "name": name,
-        "folder": str(run.files.path),
-        "label": run.label,
-        "finished": run.finished,
-        "about": run.about,
-        "config": run.config,
-        "samples_per_second": run.samples_per_second(),
-        "last_loss": last_loss(run),
-        "wire_bytes": whole.wire_bytes,
-        "below_bf16": whole.below_bf16,
-        "cuts_below_bf16": account.cuts.below_bf16,
-        "says": account.sentences(),
-        "seconds": run.steps[-1]["time"] if run.steps else 0.0,
-        "steps": len(run.steps),
         "losses": _thinned(losses),
-        "metric": run.metric,
         "epochs": _epochs(run),
-        "link_names": [run.link_name(i) for i in range(len(run.about["links"]))],
         "fidelity": _thinned(fidelity),
-        "links": run.link_figures(figures),
-        "ranks": run.rank_times(figures),
         "timeline": _timeline(
             read_json(run.files.trace), run.about["ranks"] // run.about["replicas"]
         ),

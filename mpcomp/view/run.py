@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -200,6 +201,11 @@ class Run:
         if not between:
             return float(self.steps[0]["time"]) if self.steps else None
         return float(statistics.median(between))
+
+    @property
+    def seconds_since_step(self) -> float | None:
+        """Seconds since the last step was written; None before the first."""
+        return time.time() - self.files.steps.stat().st_mtime if self.steps else None
 
     def samples_per_second(self, last: int | None = None) -> float | None:
         """Rate of samples, at the pace of a median step."""
