@@ -13,6 +13,7 @@ to one tensor; it shares its parameters with the model and keeps the model's nam
 from stages.balance import balance, partition, seconds
 from stages.blocks import Block, blocks
 from stages.lstm import LSTMLM, lstm_lm
+from stages.relu import is_behind_relu
 from stages.resnet import ResNet, resnet18, resnet34, resnet50, resnet101
 from stages.sharing import shared_parameters
 from stages.split import split
@@ -32,6 +33,7 @@ __all__ = [
     "WideResNet",
     "balance",
     "blocks",
+    "is_behind_relu",
     "lstm_lm",
     "merge",
     "partition",

@@ -165,7 +165,7 @@ class Program:
     """
 
     def __init__(self, graph: fx.Graph) -> None:
-        self._graph = graph
+        self.graph = graph
         code = graph.python_code("self")
         namespace: dict[str, Any] = dict(code.globals)
         exec(compile(code.src, "<stage>", "exec"), namespace)
@@ -175,7 +175,7 @@ class Program:
         return self._forward(stage, *args, **kwargs)
 
     def __reduce__(self) -> tuple[type["Program"], tuple[fx.Graph]]:
-        return Program, (self._graph,)  # the compiled function cannot be pickled
+        return Program, (self.graph,)  # the compiled function cannot be pickled
 
 
 class _Tracer(fx.Tracer):
@@ -224,6 +224,15 @@ def _is_assert(frame: FrameType) -> bool:
     if jump is None or following is None:
         return False
     return jump.opname.endswith("IF_TRUE") and following.opname == "LOAD_ASSERTION_ERROR"
+
+
+def traced(model: nn.Module) -> fx.Graph:
+    """Trace the forward of `model`, whose modules are leaves.
+
+    Raises:
+        ValueError: It cannot be traced.
+    """
+    return _trace(model, ())
 
 
 def _trace(model: nn.Module, names: Sequence[str], given: str = "") -> fx.Graph:

@@ -21,6 +21,7 @@ from mpcomp.api.advice import (
     advise_on_ties,
 )
 from mpcomp.api.config import PipelineConfig
+from mpcomp.api.dial import Dial
 from mpcomp.api.launch import DistributedLaunch, Launch, LocalLaunch
 from mpcomp.api.learned_loss import check_loss, place_loss
 from mpcomp.api.pipeline import Pipeline
@@ -50,6 +51,7 @@ def pipeline(
     *,
     act_comp: Methods = None,
     grad_comp: Methods = None,
+    budget: str | float | None = None,
     dp_comp: Any = None,
     tie_comp: MethodLike = None,
     ties: str | None = None,
@@ -88,12 +90,15 @@ def pipeline(
             transformers, or any module that `stages.split` can cut by the names of its blocks.
         chunks: microbatches per batch, at least 1.
         act_comp: method for activations: an object, a spec string (`mpcomp.parse`), "auto" for
-            the one that suits most models, "auto:scratch" for a language model that begins with
-            random weights, "auto:relu" for cuts behind a ReLU, "auto:memory" for samples that come
-            again (see `mpcomp.links.auto`), None for none; a list with one for each boundary; or a
-            mapping from a boundary's number, or the name of the block it comes after, to one
-            (others: none).
+            one that is found out and said (`mpcomp.api.dial`), "auto:scratch" for a language model
+            that begins with random weights, "auto:relu" for cuts behind a ReLU, "auto:memory" for
+            samples that come again (see `mpcomp.links.auto`), None for none; a list with one for
+            each boundary; or a mapping from a boundary's number, or the name of the block it comes
+            after, to one (others: none).
         grad_comp: method for gradients, likewise.
+        budget: quality that the words' methods may cost, as means of the project's studies: "0.1 %"
+            to "5 %", or 0.001 to 0.05, of perplexity, and points of accuracy behind a ReLU. Their
+            steps follow (`mpcomp.links.budget`). None for the steps that words have by themselves.
         dp_comp: what compresses gradients between replicas: `GraVAC`, `DGC`, `PowerSGD` ..., a
             compressor, `ErrorFeedback`, `EF21` or `ConEF` round one, or a spec string; or
             `LocalSGD`, which exchanges what parameters have moved by, once a period.
@@ -203,12 +208,15 @@ def build(model: nn.Module, config: PipelineConfig) -> Pipeline:
         cut = launch.cut(model)
         config.check_data(cut)
         loss_fn = config.loss_for(cut)
+        dial = Dial(cut, config)
         boundaries = boundaries_of(
             config.act_comp,
             config.grad_comp,
             [stage.block_names[-1] for stage in cut[:-1]],
+            words=dial.words,
             **of_run,
         )
+        dial.mark(boundaries)
         of_ties = tie_method_of(
             config.tie_comp, config.act_comp, config.grad_comp, tied=bool(staging.ties(cut))
         )
@@ -223,8 +231,10 @@ def build(model: nn.Module, config: PipelineConfig) -> Pipeline:
         plan: dict[str, Any] = {
             "methods": [[str(link.method) for link in each.links] for each in crossings],
             "formats": [[link.format for link in each.links] for each in crossings],
+            "auto": dial.sentence(boundaries),
         }
-        if any(_must_round_alike(link) for each in crossings for link in each.links):
+        alike = any(_must_round_alike(link) for each in crossings for link in each.links)
+        if alike or dial.is_open:  # as it may come to a memory
             plan["GPU"] = model_of(launch.device_of(own[0]))
     launch.connect(cut, plan)
     if 0 in own and launch.replica == 0:  # one rank speaks for all
@@ -235,6 +245,7 @@ def build(model: nn.Module, config: PipelineConfig) -> Pipeline:
             advise_on_threads(launch.local_ranks)
         if not cut[0].of_transformers:
             advise_on_sequences(model)
+        dial.tell(boundaries, tells=not dial.is_open)
     for i, stage in enumerate(cut):
         if i not in own:
             to_meta(stage)
@@ -267,6 +278,7 @@ def build(model: nn.Module, config: PipelineConfig) -> Pipeline:
         plain_model=plain.model,
         compares_copies=config.checks != "none",
         first_data=first_data,
+        dial=dial,
     )
 
 

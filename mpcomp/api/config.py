@@ -19,6 +19,7 @@ from mpcomp.core.loss import CausalLMLoss, LossFn
 from mpcomp.data_parallel.methods import replica_method_of
 from mpcomp.data_parallel.network import ReplicaNetwork
 from mpcomp.engines.schedules import schedule_named
+from mpcomp.links.budget import percent_of
 from mpcomp.links.build import MethodLike, Methods
 from stages.encoders import check_head_loss
 from stages.language_models import check_own_loss
@@ -63,6 +64,7 @@ class PipelineConfig:
     chunks: int = field(metadata=_same())
     act_comp: Methods = field(metadata=_of_rank("links compare the methods that it comes to"))
     grad_comp: Methods = field(metadata=_of_rank("links compare the methods that it comes to"))
+    budget: str | float | None = field(metadata=_same(str))
     dp_comp: Any = field(metadata=_same(_method_name))
     tie_comp: MethodLike = field(metadata=_of_rank("links compare the methods that it comes to"))
     ties: str | None = field(metadata=_of_rank("ranks compare the stages that it comes to"))
@@ -100,6 +102,8 @@ class PipelineConfig:
             raise ValueError(
                 f"chunks={self.chunks!r}: expected a whole number of microbatches, 1 or more"
             )
+        if self.budget is not None:
+            percent_of(self.budget)
         check_function("loss_fn", self.loss_fn)
         if self.split == "time" and self.sample is None:
             raise ValueError(

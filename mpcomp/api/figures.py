@@ -127,6 +127,7 @@ class Figures:
             num_steps=self.num_steps,
             account=account,
             of_step=self._steps.of_step(account),
+            chosen=self._steps.chosen,
         )
         if show and self.mesh.rank == 0:
             print_report(report)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import stages as staging
 from mpcomp import checkpoint
 from mpcomp.api.batches import Batches
+from mpcomp.api.dial import Dial
 from mpcomp.api.figures import Figures
 from mpcomp.api.inference import Inference, Metric, evaluating
 from mpcomp.api.learned_loss import LeafCheck
@@ -89,6 +90,7 @@ class Pipeline(Figures, OriginalModel):
         plain_model: nn.Module | None = None,
         compares_copies: bool = True,
         first_data: FirstData | None = None,
+        dial: Dial | None = None,
     ) -> None:
         super().__init__(stages, cut, engine, replica_sync, plain_model)
         self._given_loss = (loss_fn,)  # in a tuple, so that torch does not register it
@@ -110,6 +112,7 @@ class Pipeline(Figures, OriginalModel):
             replica_sync=replica_sync,
             warmup_steps=warmup_steps,
             compares_copies=compares_copies,
+            dial=dial,
         )
         self._batches = Batches(engine, cut, chunks, loss_fn, first_data)
         self._inference = Inference(engine, cut, self._batches, loss_fn)
@@ -612,8 +615,10 @@ class Pipeline(Figures, OriginalModel):
         See `mpcomp.checkpoint.load`.
         """
         run = self._run_state()
+        before = [str(link.method) for each in self.boundaries for link in each.links]
         extra = checkpoint.load(run, Path(folder), optimizer=optimizer, scheduler=scheduler)
-        self._steps.go_on(run.num_steps)  # only now: a load that fails leaves an open step open
+        # Only now: a load that fails leaves an open step open.
+        self._steps.go_on(run.num_steps, before)
         return extra
 
     # -- inside -------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 import stages as staging
+from mpcomp.api.dial import Dial
 from mpcomp.api.gradients import (
     check_without_gradients,
     gradients_overflowed,
@@ -100,6 +101,7 @@ class TrainingSteps:
         replica_sync: keeps replicas of the stages alike; None for one replica.
         warmup_steps: steps between whose replicas nothing is compressed at first.
         compares_copies: whether copies that must stay equal are compared.
+        dial: has chosen what ``auto`` is, or will by the first step.
 
     Attributes:
         num_steps: so far, skipped ones counted.
@@ -129,6 +131,7 @@ class TrainingSteps:
         replica_sync: ReplicaSync | None,
         warmup_steps: int,
         compares_copies: bool,
+        dial: Dial | None = None,
     ) -> None:
         self._engine = engine
         self._mesh = engine.mesh
@@ -136,6 +139,8 @@ class TrainingSteps:
         self._cut = list(cut)
         self._crossings = list(crossings)
         self._ties = [each for each in crossings if isinstance(each, TiedWeights)]
+        self._boundaries = [each for each in crossings if isinstance(each, Boundary)]
+        self._dial = dial
         self._model = model
         self.scaler = scaler
         self._sync = replica_sync
@@ -174,6 +179,7 @@ class TrainingSteps:
         Nothing is warmed up, compared, traced or logged in them.
         """
         steps = copy.copy(self)
+        steps._dial = None
         steps._start(warmup_steps=0, compares_copies=False)
         return steps
 
@@ -211,6 +217,8 @@ class TrainingSteps:
         Raises:
             ValueError: a link cannot take it.
         """
+        if self._dial is not None:
+            self._dial.settle(self._boundaries, step)
         for link in self.links:
             link.check_step(step, sizes)
         return step
@@ -343,6 +351,8 @@ class TrainingSteps:
             check_without_gradients(self.scaler, skipped=not finite)
         self.skipped = not finite
         self.num_steps += 1
+        if self._dial is not None:
+            self._dial.close(self._boundaries, tells=self._mesh.rank == 0)
         return total
 
     def _decide(self, step: Step, loss: StepLoss | None) -> tuple[bool, Tensor | None]:
@@ -441,9 +451,16 @@ class TrainingSteps:
         finally:
             self.tracing = None
 
-    def go_on(self, num_steps: int) -> None:
-        """Goes on from a checkpoint that has been loaded, of so many steps; drops an open one."""
+    def go_on(self, num_steps: int, methods: Sequence[str]) -> None:
+        """Goes on from a checkpoint that has been loaded; drops an open step.
+
+        Args:
+            num_steps: of the checkpoint.
+            methods: of each link of a cut before.
+        """
         self.num_steps = num_steps
+        if self._dial is not None:
+            self._dial.go_on(self._boundaries, methods)
         self._open = None
         for each in self._crossings:
             each.finish_step(finite=False)
@@ -451,6 +468,11 @@ class TrainingSteps:
         self._sent_by_all = Sent.of(self._mesh.all_reduce_sum([*self._sent_here()]))
         self.told = Sent()
         self._loaded = num_steps, Sent() if self._sync is None else self._sync.sent
+
+    @property
+    def chosen(self) -> str:
+        """A sentence on what ``auto`` is; empty where nothing was asked."""
+        return "" if self._dial is None else self._dial.sentence(self._boundaries)
 
     def _clear_nonfinite(self, train: bool) -> None:
         for link in self.links:

@@ -52,6 +52,7 @@ OF_PART = {
     "links": {
         str: {
             "method": str,
+            "chosen?": str,
             "sample": (None, {"shape?": [COUNT], "channels_last?": bool}),
             "traffic": _PHASES,
         }
@@ -74,7 +75,7 @@ OF_SEVERAL = {
     "cut": _CUT,
     "placement": [[COUNT]],
     "num_replicas": Whole(1),
-    "links": {str: {"method": str, "held": bool, "traffic": _PHASES}},
+    "links": {str: {"method": str, "chosen?": str, "held": bool, "traffic": _PHASES}},
     "replicas": (None, _REPLICAS),
 }
 

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from mpcomp.checkpoint.files import Part, Saved
 from mpcomp.checkpoint.run_state import RunState
+from mpcomp.core.spec import SpecValue, parse
 from mpcomp.core.traffic import Meter, Traffic
+from mpcomp.links.auto import AUTO
 from mpcomp.links.link import Link
 
 __all__ = [
@@ -36,6 +38,7 @@ def links_entries(run: RunState, tensors: dict[str, Tensor]) -> dict[str, Any]:
         tensors.update({f"{_key(link)}.{k}": value for k, value in held.items()})
         entries[_key(link)] = {
             "method": str(link.method),
+            "chosen": link.chosen,
             "sample": state.get("sample"),
             "adaptive": state.get("adaptive"),
             "traffic": {phase: t.to_state() for phase, t in link.meter.phases.items()},
@@ -47,14 +50,15 @@ def sum_of_links(entries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """The links of all ranks together, from the `links_entries` of each.
 
     Returns:
-        By link: its method, whether an end of it has state, whether it is adaptive, and the traffic
-        of all ranks.
+        By link: its method, the word that it was chosen by, whether an end of it has state, whether
+        it is adaptive, and the traffic of all ranks.
     """
     total: dict[str, Any] = {}
     for of_rank in entries:
         for key, entry in of_rank.items():
             if key not in total:
                 total[key] = {"method": entry["method"], "held": False, "traffic": {}}
+                total[key]["chosen"] = entry.get("chosen", "")
                 total[key]["adaptive"] = entry.get("adaptive") is not None
             total[key]["held"] |= entry["sample"] is not None
             for phase, traffic in entry["traffic"].items():
@@ -89,7 +93,11 @@ def check_links(run: RunState, saved: Saved, links: Mapping[str, Any]) -> None:
             f"{saved.folder} holds state of links for the cut {saved.cut}, this pipeline has "
             f"{run.cut_entry()}: use the same split and ties"
         )
-    own = {_key(link): str(link.method) for link in run.links}
+    kept = methods_that_go_on(run, links)
+    own = {
+        _key(link): str(going_on[0] if (going_on := kept.get(_key(link))) else link.method)
+        for link in run.links
+    }
     for key in held:
         if key not in own:
             raise ValueError(f"{saved.folder} is damaged: it has state of {key}, and no such cut")
@@ -106,18 +114,41 @@ def check_links(run: RunState, saved: Saved, links: Mapping[str, Any]) -> None:
         )
 
 
+def methods_that_go_on(run: RunState, links: Mapping[str, Any]) -> dict[str, tuple[SpecValue, str]]:
+    """Of links where ``auto`` chooses, what the checkpoint's run had chosen: method and word.
+
+    Args:
+        run: to be loaded.
+        links: of the checkpoint, as `sum_of_links` gives them.
+
+    Raises:
+        ValueError: a method that is none.
+    """
+    entries = {_key(link): links.get(_key(link), {}) for link in run.links if link.chosen}
+    return {
+        key: (parse(entry["method"]), entry["chosen"])
+        for key, entry in entries.items()
+        if entry.get("chosen", "") in AUTO
+    }
+
+
 def restored_links(
-    run: RunState, parts: Sequence[Part], total: Mapping[str, Any] | None
+    run: RunState,
+    parts: Sequence[Part],
+    links: Mapping[str, Any],
+    total: Mapping[str, Any] | None,
 ) -> Callable[[], None]:
     """Reads the links' states and traffic into new ends; gives what puts them in place.
 
     Args:
         run: to be loaded.
         parts: those that have the state of ends that live here.
+        links: all of the checkpoint, as `sum_of_links` gives them.
         total: links with the traffic of all ranks: they go on where they are sent from, in the
             first replica. None to go on with the traffic of the parts.
     """
     restored: list[Callable[[], None]] = []
+    kept = methods_that_go_on(run, links)
     fresh = {phase: traffic.to_state() for phase, traffic in Meter().phases.items()}
     for link in run.links:
         key, roles = _key(link), _roles_here(run, link)
@@ -139,7 +170,7 @@ def restored_links(
             traffic = total[key]["traffic"] if counts_here and key in total else {}
         ends = (("sender", link.sender_stage), ("receiver", link.receiver_stage))
         devices = {role: run.device_of(stage) for role, stage in ends}
-        restored.append(link.restored(state, devices))
+        restored.append(link.restored(state, devices, kept.get(key)))
         restored.append(partial(_count_on, link, {**fresh, **traffic}))
 
     def put() -> None:

@@ -183,7 +183,7 @@ def _prepared(
         if each is not None and plain[what] is not None:
             state = check_like(each.state_dict(), plain[what], f"{folder}: the {what}")
             puts.append(partial(each.load_state_dict, state))
-    puts.append(restored_links(run, parts, None if unchanged else links))
+    puts.append(restored_links(run, parts, links, None if unchanged else links))
     puts.append(restored_replicas(run, saved, _by_replica(run, saved, parts), unchanged))
     meters = [traffic for link in run.links for traffic in link.meter.phases.values()]
     rebound = [optimizer, run.exchange, *run.links, *meters]

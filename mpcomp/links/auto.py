@@ -13,6 +13,9 @@ The gradient of a weight that two stages have copies of is sent once a step: of 
 is many times as large as what crosses compressed cuts. So each word stands for a method with error
 feedback there, too, wherever ``tie_comp`` is not given.
 
+Given to `mpcomp.pipeline`, ``auto`` becomes one of the four at each cut, by what is known of the
+model and its batches (`mpcomp.api.dial`); it is itself where nothing is.
+
 They were chosen by what they cost and send on the models of docs/results; a later version of mpcomp
 may have better ones, so a run that is to be repeated names its method.
 """
@@ -22,11 +25,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-__all__ = ["AUTO", "TIE_COMP"]
+__all__ = ["AUTO", "GENERAL", "INFERENCE", "TIE_COMP", "Words"]
+
+#: What words stand for: by word, then by argument of `mpcomp.pipeline`, a spec.
+Words = Mapping[str, Mapping[str, str]]
+#: Not a word: what ``auto`` is for a released language model that nobody has trained yet.
+INFERENCE: Final = "inference"
 
 #: Method of tied weights' gradients beside any of the words.
 TIE_COMP: Final = "ef+quant:4:scale=128"
-AUTO: Final[Mapping[str, Mapping[str, str]]] = {
+AUTO: Final[Words] = {
     # Gradients with a step for each token: from scratch, one for all loses those of most tokens.
     "auto": {"act_comp": "step:0.3:centre=true:spikes=16", "grad_comp": "step:0.5"},
     # Activations of such a model lie along few directions, and it learns in the weak ones. There
@@ -49,3 +57,5 @@ AUTO: Final[Mapping[str, Mapping[str, str]]] = {
         "grad_comp": "aqsgd:first=step/1.2/scale=tensor/rounding=dither+step:1:scale=tensor",
     },
 }
+#: Plain ``auto``: activations, gradients.
+GENERAL: Final = (AUTO["auto"]["act_comp"], AUTO["auto"]["grad_comp"])

@@ -7,11 +7,11 @@ from typing import Any
 
 from mpcomp.compressors import Identity
 from mpcomp.core.spec import SpecValue, closest, parse
-from mpcomp.links.auto import AUTO, TIE_COMP
+from mpcomp.links.auto import AUTO, TIE_COMP, Words
 from mpcomp.links.boundary import Boundary
 from mpcomp.links.link import ACT, GRAD, Link
 
-__all__ = ["MethodLike", "Methods", "boundaries_of", "method_of", "tie_method_of"]
+__all__ = ["MethodLike", "Methods", "boundaries_of", "given_at", "method_of", "tie_method_of"]
 
 #: What may be given for one boundary.
 MethodLike = SpecValue | str | None
@@ -28,6 +28,7 @@ def boundaries_of(
     replica: int,
     warmup_steps: int,
     checked: bool = False,
+    words: Sequence[Words] | None = None,
 ) -> list[Boundary]:
     """The cuts with their links.
 
@@ -39,13 +40,20 @@ def boundaries_of(
         replica: number of this pipeline.
         warmup_steps: training steps that go uncompressed at first.
         checked: whether each message has a sum over its bits.
+        words: what words stand for at each cut; `AUTO` by default.
 
     Raises:
         ValueError: no such cut or method, or two that do not go together.
         TypeError: a compressor that is none.
     """
-    acts = _methods("act_comp", act_comp, names)
-    grads = _methods("grad_comp", grad_comp, names)
+    at_cuts = [AUTO] * len(names) if words is None else words
+    acts, grads = (
+        [
+            method_of(argument, value, at_cut)
+            for value, at_cut in zip(given_at(argument, given, names), at_cuts, strict=True)
+        ]
+        for argument, given in (("act_comp", act_comp), ("grad_comp", grad_comp))
+    )
     boundaries = []
     for i, (act, grad) in enumerate(zip(acts, grads, strict=True)):
         act.check_beside(grad, i)
@@ -66,8 +74,17 @@ def boundaries_of(
     return boundaries
 
 
-def _methods(argument: str, given: Methods, names: Sequence[str]) -> list[SpecValue]:
-    """One method for each boundary; ``names`` are the blocks before the cuts."""
+def given_at(argument: str, given: Methods, names: Sequence[str]) -> list[MethodLike]:
+    """The entry of each boundary.
+
+    Args:
+        argument: of `mpcomp.pipeline`.
+        given: for it.
+        names: of the blocks before the cuts.
+
+    Raises:
+        ValueError: there is no such boundary, or a list of another length.
+    """
     if isinstance(given, Mapping):
         chosen: list[MethodLike] = [None] * len(names)
         for key, value in given.items():
@@ -81,7 +98,7 @@ def _methods(argument: str, given: Methods, names: Sequence[str]) -> list[SpecVa
         chosen = list(given)
     else:
         chosen = [given] * len(names)
-    return [method_of(argument, value) for value in chosen]
+    return chosen
 
 
 def _boundary_of(argument: str, key: Any, names: Sequence[str]) -> int:
@@ -124,8 +141,13 @@ def _has_word(methods: Methods) -> bool:
     return isinstance(methods, str) and methods in AUTO
 
 
-def method_of(argument: str, value: MethodLike) -> SpecValue:
+def method_of(argument: str, value: MethodLike, words: Words = AUTO) -> SpecValue:
     """One method from what the user gave for ``argument``.
+
+    Args:
+        argument: of `mpcomp.pipeline`.
+        value: given for it.
+        words: what words in place of a spec stand for.
 
     Raises:
         ValueError: a spec that is none, or a method that has no place there.
@@ -134,7 +156,7 @@ def method_of(argument: str, value: MethodLike) -> SpecValue:
     if value is None:
         return Identity()
     if isinstance(value, str):
-        value = parse(_spelt_out(argument, value))
+        value = parse(_spelt_out(argument, value, words))
     if not (isinstance(value, SpecValue) and value.at_cuts):
         raise TypeError(
             f"{argument}={value!r}: expected a compressor such as TopK(0.1), a feedback method "
@@ -144,11 +166,11 @@ def method_of(argument: str, value: MethodLike) -> SpecValue:
     return value
 
 
-def _spelt_out(argument: str, spec: str) -> str:
+def _spelt_out(argument: str, spec: str, words: Words) -> str:
     """The spec itself, or the one that its word stands for."""
-    if spec not in AUTO:
+    if spec not in words:
         return spec
-    chosen = AUTO[spec]
+    chosen = words[spec]
     if argument not in chosen:
         raise ValueError(
             f"{argument}={spec!r}: only {' and '.join(chosen)} can be {spec!r}; name a method"

@@ -48,7 +48,7 @@ from mpcomp.core.wire import (
 )
 from mpcomp.feedback.memory import Side
 from mpcomp.feedback.state import EndState
-from mpcomp.links.endpoints import Plan, endpoint_of
+from mpcomp.links.endpoints import Endpoint, Plan, endpoint_of
 from mpcomp.links.nonfinite import NonfiniteNotes
 from mpcomp.links.warnings import LinkWarnings
 
@@ -116,6 +116,8 @@ class Link:
         self.defers_nonfinite = False
         self._seed = (seed, replica, boundary, direction)
         self.endpoint = endpoint_of(method)
+        #: The word that ``auto`` became here; empty where it was not asked.
+        self.chosen = ""
         #: The link of the cut's other direction.
         self._other: Link | None = None
         self._nonfinite = NonfiniteNotes()
@@ -135,6 +137,23 @@ class Link:
         if self._other is not None:
             self.endpoint.partner = self._other.endpoint
             self._other.endpoint.partner = self.endpoint
+
+    def become(self, method: SpecValue, chosen: str) -> None:
+        """Takes another method, before this one has trained anything.
+
+        Args:
+            method: to be taken.
+            chosen: the word that stands for it.
+        """
+        self._take(method, endpoint_of(method), chosen)
+
+    def _take(self, method: SpecValue, endpoint: Endpoint, chosen: str) -> None:
+        assert endpoint.varies == self.endpoint.varies, "channels are open for the other"
+        if method != self.method:
+            self.method, self._warnings = method, LinkWarnings(self.name, method)
+        self.endpoint, self.chosen = endpoint, chosen
+        self._forget_plans()
+        self._introduce()
 
     def stand_where(self, other: Link) -> None:
         """Takes the place of another link between two stages."""
@@ -566,7 +585,10 @@ class Link:
         self.restored(state, device)()
 
     def restored(
-        self, state: dict[str, Any], device: dict[str, torch.device]
+        self,
+        state: dict[str, Any],
+        device: dict[str, torch.device],
+        going_on: tuple[SpecValue, str] | None = None,
     ) -> Callable[[], None]:
         """Makes a new endpoint from a `state_dict`; gives what puts it in the present one's place.
 
@@ -575,19 +597,15 @@ class Link:
         Args:
             state: to be restored.
             device: where each role's end lives.
+            going_on: the method, and its word, that take the place of the present ones.
 
         Raises:
             ValueError, KeyError: it is the state of another method or of other tensors.
         """
-        endpoint = endpoint_of(self.method)
+        method, chosen = going_on or (self.method, self.chosen)
+        endpoint = endpoint_of(method)
         endpoint.load_state_dict(state, device)
-
-        def put() -> None:
-            self._forget_plans()
-            self.endpoint = endpoint
-            self._introduce()
-
-        return put
+        return partial(self._take, method, endpoint, chosen)
 
 
 def _arrived(plan: Plan, payload: Payload, status: Tensor | None) -> Tensor:

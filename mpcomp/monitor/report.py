@@ -55,6 +55,7 @@ def report_of(
     num_steps: int,
     account: Account,
     of_step: Account,
+    chosen: str,
 ) -> dict[str, Any]:
     """All figures under their names; training and evaluation apart. Every rank calls it.
 
@@ -68,6 +69,7 @@ def report_of(
         num_steps: training steps so far.
         account: of all training so far, of all ranks.
         of_step: the mean of a step.
+        chosen: what ``auto`` is, in a sentence.
     """
     mesh = engine.mesh
     own = {
@@ -102,6 +104,7 @@ def report_of(
         "wire_ratio": sent.wire_ratio if sent.dense_bytes else None,
         "below_bf16": sent.below_bf16,
         "step": {**of_step.to_dict(), "says": of_step.sentences()},
+        "auto": chosen,
         "boundaries": boundaries,
         "replicas": _replicas([rank["replicas"] for rank in found]),
         "payoff": _payoff(engine, boundaries, found, num_steps),
@@ -254,6 +257,8 @@ def print_report(report: dict[str, Any]) -> None:
                 )
     for sentence in report["step"]["says"]:
         print(sentence)
+    if report["auto"]:
+        print(report["auto"])
     if report["boundaries"]:
         print(tabulate(rows, headers, disable_numparse=True))
     if report["wire_ratio"] is not None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from mpcomp.links.auto import GENERAL
+
 __all__ = ["KNOWN", "TASKS", "UNITS", "Known", "known_of", "methods_of"]
 
 #: Task -> in words.
@@ -63,7 +65,7 @@ _TOP_10 = ("topk:0.1+fp16", "topk:0.1+fp16")
 KNOWN: Final = (
     Known("scratch", "auto:scratch", "auto:scratch", 1.31, 0.71, 6, _GPT2, _SCRATCH),
     Known("scratch", *_KLT_02, 3.21, 1.54, 6, _GPT2, "klt, step 0.2 / 0.7, dithered"),
-    Known("scratch", "auto", "auto", 7.29, 5.84, 3, _GPT2, "step 0.3 / 0.5"),
+    Known("scratch", *GENERAL, 7.29, 5.84, 3, _GPT2, "step 0.3 / 0.5"),
     Known("scratch", "quant:4", "quant:8", 15.32, 1.34, 3, _GPT2, "fw4-bw8"),
     Known("scratch", *_TOP_10, 1193.99, 2295.58, 3, _GPT2, "top 10 %"),
     # Of 27 steps, and of what the word stood for then; see docs/results/smollm2_finetune.md.

@@ -16,6 +16,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import mpcomp
 from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.links.auto import GENERAL
 from mpcomp.plan import Coding, measure_coding
 from mpcomp.plan.planner import tie_cost
 from recipes.bench import workers
@@ -56,7 +57,7 @@ _ONE_CONNECTION: Final[dict[str, Setting]] = {
         "topk:0.1+fp16", "topk:0.1+fp16", lambda num_stages, chunks: chunks
     ),
     "mpcomp ef21+topk:0.1+fp16": Setting("ef21+topk:0.1+fp16", "ef21+topk:0.1+fp16"),
-    "mpcomp auto": Setting("auto", "auto"),
+    "mpcomp auto": Setting(*GENERAL),
     "mpcomp auto:scratch": Setting("auto:scratch", "auto:scratch"),
     "mpcomp auto:memory": Setting("auto:memory", "auto:memory"),
 }

@@ -33,6 +33,7 @@ from typing import Final
 from tabulate import tabulate
 
 from mpcomp.core.traffic import LAGS
+from mpcomp.links.auto import GENERAL
 from recipes.lab.account import REFERENCE
 from recipes.lab.cut_grid import (
     Row,
@@ -65,7 +66,7 @@ _DITHERED: Final = "step:1:scale=tensor:rounding=dither"
 ROWS: Final[dict[str, Row]] = {
     REFERENCE: Row(REFERENCE, REFERENCE),
     "auto:memory": Row("auto:memory", "auto:memory"),
-    "auto": Row("auto", "auto"),
+    "auto": Row(*GENERAL),
     # What auto:memory was, and its parts: dead zones, `along=`, and the memories by themselves.
     "dead zones": Row(*WITH_DEAD_ZONES),
     "dead zones, no along": Row(_STILL, WITH_DEAD_ZONES[1]),

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from mpcomp.links.auto import GENERAL
 from recipes.image_config import ImageConfig
 from recipes.lab import cifar10_study, conef_study, replica_study
 from recipes.lab.cut_grid import Row
@@ -163,7 +164,7 @@ STUDIES: Final[Mapping[str, Study]] = {
         rows={
             "bf16": Row("bf16", "bf16"),
             "auto:memory": Row("auto:memory", "auto:memory"),
-            "auto": Row("auto", "auto"),
+            "auto": Row(*GENERAL),
         },
         settings={
             **{"model": _RELEASED, "split": "10,10,10", "seq_len": 256, "epochs": 3},

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from tabulate import tabulate
 
+from mpcomp.links.auto import GENERAL
 from recipes.config import seeded
 from recipes.lab.account import REFERENCE, account_of
 from recipes.lab.cut_grid import Row, chosen_options, grid_parser, run_grid, shared_settings
@@ -48,7 +49,7 @@ EXACT: Final = Metric(
 
 ROWS: Final[dict[str, Row]] = {
     REFERENCE: Row(REFERENCE, REFERENCE),
-    "auto": Row("auto", "auto"),
+    "auto": Row(*GENERAL),
     "auto:scratch": Row("auto:scratch", "auto:scratch"),
     "auto:memory": Row("auto:memory", "auto:memory"),
     "fw4-bw8": Row("quant:4", "quant:8"),

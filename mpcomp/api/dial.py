@@ -1,0 +1,213 @@
+"""The dial: what ``auto`` becomes at each cut, and why.
+
+Ranks must come to the same without a word between them, so only what all of them hold counts: the
+modules before a cut, the model's weights, and whether a step's batch has sample ids.
+
+* Behind a ReLU: ``auto:relu``. The modules say so (`stages.is_behind_relu`).
+* A language model from random weights: ``auto:scratch``. Initialization gives every norm one number
+  for all of its scales, and the first step of an optimizer moves them apart. A name, as models of
+  `from_pretrained` have, shows less: `from_config` gives the same one to random weights. Without
+  any such scales nothing shows that the model was trained, and ``auto:scratch`` has finer steps.
+* A trained one below `RELEASED` parameters: ``auto:scratch`` too.
+* A trained one from there on: ``auto:memory`` if its first batch has sample ids, else plain
+  ``auto``. Until it is trained it sends what was measured at inference.
+* Anything else: plain ``auto``.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Final
+
+from torch import nn
+
+import stages as staging
+from mpcomp.api.config import PipelineConfig
+from mpcomp.core.step import Step
+from mpcomp.links.auto import AUTO, INFERENCE, Words
+from mpcomp.links.boundary import Boundary
+from mpcomp.links.budget import percent_of, spelt
+from mpcomp.links.build import given_at, method_of
+
+__all__ = ["RELEASED", "Dial"]
+
+#: Parameters from which on a trained language model is taken for a released one. `auto:memory` was
+#: measured with 135 million (docs/results/smollm2_finetune.md), and costs a small model of one's
+#: own 18 % of perplexity (docs/results/wikitext.md). What lies between was not measured.
+RELEASED: Final = 100_000_000
+
+_ARGUMENTS: Final = ("act_comp", "grad_comp")
+
+
+class Dial:
+    """The choices of ``auto`` at the cuts of one pipeline.
+
+    Args:
+        cut: all stages, on every rank, with their weights if the model has them.
+        config: of the pipeline.
+
+    Attributes:
+        words: what each word stands for, at each cut.
+        is_open: whether the first training step has still to show something.
+
+    Raises:
+        ValueError: a budget without a word, or one that was not measured.
+    """
+
+    def __init__(self, cut: Sequence[staging.Stage], config: PipelineConfig) -> None:
+        names = [stage.block_names[-1] for stage in cut[:-1]]
+        given = {"act_comp": config.act_comp, "grad_comp": config.grad_comp}
+        at_cuts = zip(*(given_at(name, each, names) for name, each in given.items()), strict=True)
+        self._given = [tuple(each) for each in at_cuts]
+        self._budget = None if config.budget is None else percent_of(config.budget)
+        self._reasons: dict[str, str] = {}
+        self._choices = self._chosen(cut, config)
+        self.is_open = INFERENCE in self._choices
+        self.words = [self._words(i) for i in range(len(names))]
+        if self._budget is not None and not any(self.words):
+            raise ValueError(
+                f"budget={config.budget!r} with act_comp={config.act_comp!r} and "
+                f"grad_comp={config.grad_comp!r}: a budget moves the steps of a word; pass 'auto' "
+                "for both, or leave budget out"
+            )
+
+    def _chosen(self, cut: Sequence[staging.Stage], config: PipelineConfig) -> list[str]:
+        """The word of each cut; empty where nothing was asked."""
+        asked = ["auto" in each for each in self._given]
+        if not any(asked):
+            return [""] * len(asked)
+        otherwise = _word_of_model(cut, config)
+        found = []
+        for stage, wanted in zip(cut, asked, strict=False):
+            word = ""
+            if wanted:
+                behind = staging.is_behind_relu(stage)
+                word, why = ("auto:relu", "behind a ReLU") if behind else otherwise
+                self._reasons[word] = why
+            found.append(word)
+        return found
+
+    def _words(self, cut: int) -> Words:
+        """The methods of all words that are used at a cut."""
+        words = {each for each in self._given[cut] if isinstance(each, str) and each in AUTO}
+        return {
+            each: spelt(self._choices[cut] if each == "auto" else each, self._budget)
+            for each in words
+        }
+
+    def mark(self, boundaries: Sequence[Boundary]) -> None:
+        """Notes in the links what was chosen for them."""
+        for boundary, given, word in zip(boundaries, self._given, self._choices, strict=True):
+            for link, each in zip(boundary.links, given, strict=True):
+                link.chosen = word if each == "auto" else ""
+
+    def settle(self, boundaries: Sequence[Boundary], step: Step) -> None:
+        """Before a training step, chooses what is open by whether its batch has sample ids.
+
+        Raises:
+            ValueError: the budget was not measured for that.
+        """
+        if not (self.is_open and step.train):
+            return
+        again = bool(step.sample_ids)
+        word, ids = ("auto:memory", "with") if again else ("auto", "without")
+        self._reasons[word] = f"{self._reasons[INFERENCE]}, {ids} sample_ids"
+        words = {"auto": spelt(word, self._budget)}
+        for i, (boundary, given) in enumerate(zip(boundaries, self._given, strict=True)):
+            if self._choices[i] != INFERENCE:
+                continue
+            for argument, link, each in zip(_ARGUMENTS, boundary.links, given, strict=True):
+                if each == "auto" and link.chosen != word:
+                    link.become(method_of(argument, each, words), word)
+            for link, other in (boundary.links, boundary.links[::-1]):
+                link.method.check_beside(other.method, i)
+
+    def close(self, boundaries: Sequence[Boundary], *, tells: bool) -> None:
+        """Ends the choice, once a step has been trained by it.
+
+        Args:
+            boundaries: the cuts.
+            tells: whether this rank tells the user.
+        """
+        if self.is_open:
+            self.is_open = False
+            self.tell(boundaries, tells=tells)
+
+    def go_on(self, boundaries: Sequence[Boundary], before: Sequence[str]) -> None:
+        """Takes note of what a checkpoint's run had chosen.
+
+        Args:
+            boundaries: the cuts.
+            before: of each link, its method before the checkpoint was loaded.
+        """
+        links = [link for boundary in boundaries for link in boundary.links]
+        for link, old in zip(links, before, strict=True):
+            if str(link.method) != old:
+                self._reasons[link.chosen] = "as in the checkpoint"
+                self._budget = None  # whatever it was there
+        self.is_open = any(link.chosen == INFERENCE for link in links)
+
+    def tell(self, boundaries: Sequence[Boundary], *, tells: bool) -> None:
+        """Says once what was chosen."""
+        if tells and (said := self.sentence(boundaries)):
+            warnings.warn(said, stacklevel=4)
+
+    def sentence(self, boundaries: Sequence[Boundary]) -> str:
+        """A sentence on what was chosen, where and why; empty where nothing was asked."""
+        cuts: dict[str, dict[int, None]] = {}
+        for i, boundary in enumerate(boundaries):
+            for link in boundary.links:
+                if link.chosen:
+                    cuts.setdefault(link.chosen, {})[i] = None
+        if not cuts:
+            return ""
+        parts = [
+            f"{_name(word)}{_at(list(where), len(boundaries))} ({self._reasons[word]})"
+            for word, where in cuts.items()
+        ]
+        budget = "" if self._budget is None else f", with steps for a loss of {self._budget:g} %"
+        return f"'auto' is {' and '.join(parts)}{budget}"
+
+
+def _word_of_model(cut: Sequence[staging.Stage], config: PipelineConfig) -> tuple[str, str]:
+    """The word that goes with a model at cuts that are not behind a ReLU, and the reason."""
+    if not (cut[0].is_causal_lm or cut[0].own_loss):
+        return "auto", "not behind a ReLU, and the model is not known for a language model"
+    model = cut[0].original
+    if not _is_trained(model, config):
+        return "auto:scratch", "a language model, and no norm's scales show that it was trained"
+    count = sum(parameter.numel() for parameter in model.parameters())
+    what = f"a trained language model of {count / 1e6:.3g} million parameters"
+    if count < RELEASED:
+        limit = f"{RELEASED / 1e6:g} million"
+        return "auto:scratch", f"{what}, and coarser methods were measured above {limit} alone"
+    return INFERENCE, what
+
+
+def _is_trained(model: nn.Module, config: PipelineConfig) -> bool:
+    """Whether the scales of a norm differ from each other, as training leaves them."""
+    scales = [
+        weight.detach()
+        for module in model.modules()
+        if "norm" in type(module).__name__.lower()
+        and isinstance(weight := getattr(module, "weight", None), nn.Parameter)
+        and weight.dim() == 1
+    ]
+    if any(weight.is_meta for weight in scales):
+        return config.weights is not None  # they are read from a file
+    return any(bool((weight != weight[0]).any()) for weight in scales)
+
+
+def _name(word: str) -> str:
+    if word == "auto":
+        return "itself"
+    if word == INFERENCE:
+        return f"{spelt(INFERENCE, None)['act_comp']} until it is trained"
+    return repr(word)
+
+
+def _at(cuts: Sequence[int], count: int) -> str:
+    if len(cuts) == count:
+        return ""
+    return f" at cut{'s' * (len(cuts) > 1)} {', '.join(map(str, cuts))}"

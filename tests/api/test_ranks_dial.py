@@ -1,0 +1,104 @@
+"""What ``auto`` becomes on several ranks: the same on all, and what one process comes to."""
+
+import warnings
+
+import lms
+import torch
+from methods import same_bits
+from ranks import preload
+from torch import nn
+
+import mpcomp
+from mpcomp.api import dial
+
+preload("test_ranks_dial", "lms")
+
+BOTH = {"act_comp": "auto", "grad_comp": "auto"}
+IDS = torch.arange(4)
+#: By case: whether the model is trained, options of the pipeline, and whether batches have ids.
+CASES = {
+    "samples that come again": (True, {}, True),
+    "one rank has the data": (True, {"data": "first"}, True),
+    "batches that are new": (True, {}, False),
+    "one direction": (True, {"act_comp": None}, True),
+    "one cut": (True, {"act_comp": ["quant:8", "auto"], "grad_comp": "none"}, True),
+}
+
+
+def model_of(is_trained: bool) -> nn.Module:
+    torch.manual_seed(0)
+    model = lms.gpt2()
+    for module in model.modules():
+        if is_trained and isinstance(module, nn.LayerNorm):
+            module.weight.data[::2] *= 1.1
+    return model
+
+
+def built(is_trained, options):
+    dial.RELEASED = 1000  # tiny models stand for released ones
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return mpcomp.pipeline(model_of(is_trained), 2, split=2, timeout=60.0, **BOTH | options)
+
+
+def train(case, *, alone=False):
+    """Losses, methods, the sentence and the bytes of three steps."""
+    is_trained, options, ids = CASES[case]
+    if alone:
+        options = {k: v for k, v in options.items() if k != "data"} | {"engine": "local"}
+    pipe = built(is_trained, options)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.05)
+    losses = []
+    for step in range(3):
+        given = (lms.text(4, seed=step % 2), None) if pipe.has_data else (None, None)
+        some = IDS + 4 * (step % 2) if ids and pipe.has_data else None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            losses.append(pipe.forward_backward(*given, sample_ids=some))
+        optimizer.step()
+        optimizer.zero_grad()
+    methods = [str(link.method) for link in pipe.links]
+    said = pipe.report(show=False)["auto"]
+    return torch.stack(losses), methods, said, pipe.wire_bytes
+
+
+def on_ranks(cases):
+    return [train(case) for case in cases]
+
+
+def raised(call):
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def disagreeing():
+    """What each rank hears where evidence differs between them; and what comes after."""
+    rank = torch.distributed.get_rank()
+    built_so = raised(lambda: built(rank == 0, {}))
+    pipe = built(True, {})
+    batch = lms.text(4)
+    stepped = raised(lambda: pipe.forward_backward(batch, sample_ids=IDS if rank == 0 else None))
+    pipe.zero_grad()
+    after = [float(pipe.forward_backward(batch, sample_ids=IDS)) for _ in range(2)]
+    return built_so, stepped, after, [str(link.method) for link in pipe.links]
+
+
+def test_all_ranks_come_to_what_one_process_comes_to(ranks):
+    by_rank = ranks(on_ranks, 2, list(CASES))
+    for case, *found in zip(CASES, *by_rank, strict=True):
+        losses, methods, said, num_bytes = train(case, alone=True)
+        for ours in found:
+            assert same_bits(ours[0], losses), case
+            assert ours[1:] == (methods, said, num_bytes), case
+        again = CASES[case][0] and CASES[case][2]
+        assert any(method.startswith("aqsgd") for method in methods) == again, case
+
+
+def test_ranks_that_know_different_things_do_not_begin(ranks):
+    for built_so, stepped, after, methods in ranks(disagreeing, 2):
+        assert "auto" in built_so and "different" in built_so
+        assert stepped
+        assert len(after) == 2 and all(method.startswith("aqsgd") for method in methods)
