@@ -21,19 +21,22 @@ ELEMENTS: Final = "/* the parts of all pages */"
 DATA: Final = '"the data"'
 
 
-def write_page(path: Path, room: str, data: Mapping[str, Any]) -> None:
+def write_page(
+    path: Path, room: str, data: Mapping[str, Any], *, template: str = "page.html"
+) -> None:
     """Writes a page.
 
     Args:
         path: of the file.
-        room: package whose ``page.html`` is the template.
+        room: package that has the template.
         data: to be shown.
+        template: name of its file.
 
     Raises:
         ValueError: numbers that JSON cannot hold.
         OSError: the file cannot be written.
     """
-    text = _text(room, "page.html")
+    text = _text(room, template)
     # The data last: they may hold anything, and the other places as well.
     for place, part in (
         (HEAD, _text(__package__, "head.html")),

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from mpcomp.core.microbatch import map_tensors
@@ -389,7 +390,9 @@ def count_profile(
                 state = {name: _fake(tensor) for name, tensor in tensors}
                 call = functools.partial(torch.func.functional_call, unit.module, state)
                 kept = attributes_kept(unit.module, torch.device("cpu"))
-                with kept, FlopCounterMode(display=False) as counter:
+                # The counter knows no fused attention of CPUs, but the products that it stands for.
+                fused = sdpa_kernel(SDPBackend.MATH)
+                with kept, fused, FlopCounterMode(display=False) as counter:
                     out = one_tensor(unit, call(args, kwargs))
                 seconds = counter.get_total_flops() / flops_per_s
                 seen[kind] = Compute(seconds, BACKWARD_OVER_FORWARD * seconds), out

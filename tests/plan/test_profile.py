@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import stages
@@ -120,6 +121,38 @@ def test_counted_operations_are_those_of_matrix_products() -> None:
     assert found.blocks[0].compute.backward_s == pytest.approx(
         BACKWARD_OVER_FORWARD * found.blocks[0].compute.forward_s
     )
+
+
+class Attention(nn.Module):
+    """Attention of four heads, some of them with keys and values that they share."""
+
+    def __init__(self, keys: int, *, causal: bool, mask: bool) -> None:
+        super().__init__()
+        self._keys, self._causal, self._mask = keys, causal, mask
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = x.unflatten(-1, (4, -1)).transpose(1, 2)
+        keys = heads[:, : self._keys]
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool) if self._mask else None
+        out = F.scaled_dot_product_attention(
+            heads, keys, keys, attn_mask=mask, is_causal=self._causal, enable_gqa=self._keys < 4
+        )
+        return out.transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("keys", [4, 2, 1])
+@pytest.mark.parametrize(
+    ("causal", "mask"),
+    [(True, False), (False, False), (False, True)],
+    ids=["causal", "all", "mask"],
+)
+def test_fused_attention_is_counted(keys: int, causal: bool, mask: bool) -> None:
+    rows, tokens, width = 2, 16, 32
+    net = nn.Sequential(Attention(keys, causal=causal, mask=mask), nn.Linear(width, width))
+    found = count_profile(net, torch.randn(rows, tokens, width), flops_per_s=1.0)
+    # Two products of all tokens with all, in each head.
+    assert found.blocks[0].compute.forward_s == 2 * rows * 2 * tokens**2 * width
+    assert found.blocks[1].compute.forward_s == 2 * rows * tokens * width**2
 
 
 def test_autocast_is_what_crosses() -> None:
