@@ -31,6 +31,17 @@ from recipes.training import Trainer
 
 AnyData = TypeVar("AnyData")
 
+# Groups of options in --help, in its order.
+MODEL: Final = "model"
+DATA: Final = "data"
+CUTS: Final = "cuts and compression"
+TRAINING: Final = "training"
+OPTIMIZER: Final = "optimizer and learning rate"
+OUTPUT: Final = "output, checkpoints and resumption"
+RANKS: Final = "ranks and links, under torchrun"
+REPLICAS: Final = "replicas, under torchrun"
+GROUPS: Final = (MODEL, DATA, CUTS, TRAINING, OPTIMIZER, OUTPUT, RANKS, REPLICAS)
+
 # Not part of a run's configuration.
 OWN_OPTIONS: Final = ("out", "resume", "compare", "stop_after", "heal", "trace", "tensorboard")
 # May be given with --resume.
@@ -40,21 +51,27 @@ MACHINE_OPTIONS: Final = ("data", "device", "threads")
 
 
 class Parser(argparse.ArgumentParser):
-    """Options that were not given are absent; a mistake is an error in one line, like any other."""
+    """Options in groups; those not given are absent; a mistake is an error in one line."""
 
     def __init__(self, recipe: str, description: str) -> None:
         super().__init__(
             prog=f"python -m recipes.{recipe}",
+            usage="%(prog)s [options]",  # all of them stand below, in their groups
             description=description,
             argument_default=argparse.SUPPRESS,
         )
+        self._by_title = {title: self.add_argument_group(title) for title in GROUPS}
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message}; see {self.prog} --help")
 
+    def group(self, title: str) -> Callable[..., argparse.Action]:
+        """The ``add_argument`` of one of `GROUPS`."""
+        return self._by_title[title].add_argument
+
     def add_common(self) -> None:
         """The options that every recipe has."""
-        add = self.add_argument
+        add = self.group(CUTS)
         add("--split", help="paper, a number of stages, block counts 3,2,2,3, or names a,b,c")
         add("--chunks", type=int, help="microbatches of a batch")
         for name, what in (("--act", "activations"), ("--grad", "gradients")):
@@ -67,6 +84,8 @@ class Parser(argparse.ArgumentParser):
             )
         add("--warmup-steps", type=int, help="steps without compression")
         add("--warmup-epochs", type=int, help="epochs without compression")
+        add("--compare", action="store_true", help="train without compression first, to compare")
+        add = self.group(TRAINING)
         add("--epochs", type=int)
         add("--eval-every", type=int, help="epochs between evaluations")
         add("--batch-size", type=int, help="of all replicas together")
@@ -76,6 +95,12 @@ class Parser(argparse.ArgumentParser):
             metavar="N",
             help="steps in a call, between which the pipeline does not drain (asynchronous)",
         )
+        add("--seed", type=int)
+        add("--precision", choices=PRECISIONS, help="auto: bf16 where the device computes in it")
+        add("--recompute", action=argparse.BooleanOptionalAction, help="activations, for memory")
+        add("--device", help="auto, cpu, cuda, or one for each stage (or process): cuda:0,cuda:1")
+        add("--threads", type=int, help="of torch on the CPU")
+        add = self.group(OPTIMIZER)
         add(
             "--optimizer",
             choices=OPTIMIZERS,
@@ -102,11 +127,7 @@ class Parser(argparse.ArgumentParser):
             metavar="NORM",
             help="largest global gradient norm; with --updates, of a stage",
         )
-        add("--precision", choices=PRECISIONS, help="auto: bf16 where the device computes in it")
-        add("--recompute", action=argparse.BooleanOptionalAction, help="activations, for memory")
-        add("--device", help="auto, cpu, cuda, or one for each stage (or process): cuda:0,cuda:1")
-        add("--threads", type=int, help="of torch on the CPU")
-        add("--seed", type=int)
+        add = self.group(OUTPUT)
         add("--out", type=Path, metavar="FOLDER", help="run folder (default runs/<time>-<data>)")
         add("--resume", type=Path, metavar="FOLDER",
             help="go on with the run in this folder; with --epochs for longer")  # fmt: skip
@@ -117,26 +138,26 @@ class Parser(argparse.ArgumentParser):
         add("--stop-after", type=int, metavar="EPOCHS", help="stop early, to be resumed later")
         add("--trace", type=int, metavar="STEPS", help="time what each rank does in so many steps")
         add("--tensorboard", action="store_true", help="figures of each step, in the run folder")
-        add("--compare", action="store_true", help="train without compression first, to compare")
-        several = self.add_argument_group("several processes, under torchrun").add_argument
-        several("--replicas", type=int, help="copies of the pipeline, each with part of a batch")
-        several("--dp-comp", metavar="SPEC", help="what compresses gradients between replicas")
-        several("--dp-path", choices=PATHS, help="of these gradients (default: the cheapest)")
-        several("--dp-small", choices=SMALL, help="round those too small to compress to 16 bits")
-        several("--per-machine", type=int, metavar="N", help="replicas on a machine: two levels")
-        several("--shard", action="store_true",
-            help="replicas share parameters and the optimizer's state (ZeRO)")  # fmt: skip
-        several("--param-comp", metavar="SPEC", help="of parameters that sharing replicas gather")
-        several("--schedule", help="GPipe, 1F1B, Interleaved1F1B, ... (default: the engine's own)")
-        several(
+        add = self.group(RANKS)
+        add("--schedule", help="GPipe, 1F1B, Interleaved1F1B, ... (default: the engine's own)")
+        add(
             "--in-flight",
             type=lambda text: int(text) if text.isdecimal() else text,
             metavar="N",
             help="microbatches that the first stage has under way, or auto",
         )
-        several("--connections", type=int, metavar="N",
+        add("--connections", type=int, metavar="N",
             help="of each cut, each way; several are faster where the latency is long")  # fmt: skip
-        several("--timeout", type=float, metavar="S", help="seconds to wait for another process")
+        add("--timeout", type=float, metavar="S", help="seconds to wait for another process")
+        add = self.group(REPLICAS)
+        add("--replicas", type=int, help="copies of the pipeline, each with part of a batch")
+        add("--dp-comp", metavar="SPEC", help="what compresses gradients between replicas")
+        add("--dp-path", choices=PATHS, help="of these gradients (default: the cheapest)")
+        add("--dp-small", choices=SMALL, help="round those too small to compress to 16 bits")
+        add("--per-machine", type=int, metavar="N", help="replicas on a machine: two levels")
+        add("--shard", action="store_true",
+            help="replicas share parameters and the optimizer's state (ZeRO)")  # fmt: skip
+        add("--param-comp", metavar="SPEC", help="of parameters that sharing replicas gather")
 
 
 @dataclass(frozen=True, kw_only=True)
