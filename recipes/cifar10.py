@@ -28,7 +28,7 @@ from torch import Tensor
 
 import stages
 from recipes import data
-from recipes.command import Parser, Recipe, run_recipe
+from recipes.command import DATA, MODEL, OPTIMIZER, Parser, Recipe, run_recipe
 from recipes.data import Dataset, loaders_of
 from recipes.image_config import MODELS, WIDE_SIZES, ImageConfig
 from recipes.metric import ACCURACY
@@ -56,24 +56,26 @@ def _parser() -> Parser:
         "cifar10",
         "Train a ResNet or VGG cut into compressed stages; evaluate with and without them.",
     )
-    add = parser.add_argument
-    add("--data", help="hub name (default uoft-cs/cifar10), folder of parquet files, or digits")
+    add = parser.group(MODEL)
     add("--model", choices=MODELS)
     add("--width", type=int, help="channels of the first layers (64 is the papers', wide 16)")
     add("--depth", type=int, help="of a wide_resnet: 10, 16, 22, 28 (default), ...")
     add("--widen", type=int, help="of a wide_resnet, its factor (default 10)")
-    add("--schedule-epochs", type=int, help="half a period of the cosine schedule")
-    add("--drop-last", action=argparse.BooleanOptionalAction, help="in training only")
     add(
         "--channels-last",
         action=argparse.BooleanOptionalAction,
         help="order in memory (default: last, of widths from 8 on)",
     )
+    add = parser.group(DATA)
+    add("--data", help="hub name (default uoft-cs/cifar10), folder of parquet files, or digits")
+    add("--drop-last", action=argparse.BooleanOptionalAction, help="in training only")
     add("--crop-padding", type=int, help="pixels of the random crop; 0 crops nothing")
     add("--flip", action=argparse.BooleanOptionalAction, help="random horizontal flip")
     add("--aug-seeds", type=int, help="fixed augmentations of each image; 0: always a fresh one")
     add("--train-limit", type=int, metavar="IMAGES")
     add("--test-limit", type=int, metavar="IMAGES")
+    add = parser.group(OPTIMIZER)
+    add("--schedule-epochs", type=int, help="half a period of the cosine schedule")
     parser.add_common()
     return parser
 

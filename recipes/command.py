@@ -11,8 +11,9 @@ from __future__ import annotations
 import argparse
 import re
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Generic, NoReturn, TypeVar
@@ -26,10 +27,21 @@ from recipes.config import LISTS, OPTIMIZERS, PRECISIONS, SMALL, AnyConfig, chec
 from recipes.launcher import may_restart, num_restarts
 from recipes.ranks import RENDEZVOUS_S, Ranks, joined
 from recipes.run_folder import RunFolder, write_json
-from recipes.summary import Summary, table
+from recipes.summary import Summary, seconds_a_step, speeds, table
 from recipes.training import Trainer
 
 AnyData = TypeVar("AnyData")
+
+# Groups of options in --help, in its order.
+MODEL: Final = "model"
+DATA: Final = "data"
+CUTS: Final = "cuts and compression"
+TRAINING: Final = "training"
+OPTIMIZER: Final = "optimizer and learning rate"
+OUTPUT: Final = "output, checkpoints and resumption"
+RANKS: Final = "ranks and links, under torchrun"
+REPLICAS: Final = "replicas, under torchrun"
+GROUPS: Final = (MODEL, DATA, CUTS, TRAINING, OPTIMIZER, OUTPUT, RANKS, REPLICAS)
 
 # Not part of a run's configuration.
 OWN_OPTIONS: Final = ("out", "resume", "compare", "stop_after", "heal", "trace", "tensorboard")
@@ -40,21 +52,27 @@ MACHINE_OPTIONS: Final = ("data", "device", "threads")
 
 
 class Parser(argparse.ArgumentParser):
-    """Options that were not given are absent; a mistake is an error in one line, like any other."""
+    """Options in groups; those not given are absent; a mistake is an error in one line."""
 
     def __init__(self, recipe: str, description: str) -> None:
         super().__init__(
             prog=f"python -m recipes.{recipe}",
+            usage="%(prog)s [options]",  # all of them stand below, in their groups
             description=description,
             argument_default=argparse.SUPPRESS,
         )
+        self._by_title = {title: self.add_argument_group(title) for title in GROUPS}
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message}; see {self.prog} --help")
 
+    def group(self, title: str) -> Callable[..., argparse.Action]:
+        """The ``add_argument`` of one of `GROUPS`."""
+        return self._by_title[title].add_argument
+
     def add_common(self) -> None:
         """The options that every recipe has."""
-        add = self.add_argument
+        add = self.group(CUTS)
         add("--split", help="paper, a number of stages, block counts 3,2,2,3, or names a,b,c")
         add("--chunks", type=int, help="microbatches of a batch")
         for name, what in (("--act", "activations"), ("--grad", "gradients")):
@@ -67,6 +85,14 @@ class Parser(argparse.ArgumentParser):
             )
         add("--warmup-steps", type=int, help="steps without compression")
         add("--warmup-epochs", type=int, help="epochs without compression")
+        add(
+            "--compare",
+            nargs="?",
+            const="none",
+            metavar="SPEC",
+            help="train with this at the cuts first, to compare (as bf16; without one: none)",
+        )
+        add = self.group(TRAINING)
         add("--epochs", type=int)
         add("--eval-every", type=int, help="epochs between evaluations")
         add("--batch-size", type=int, help="of all replicas together")
@@ -76,6 +102,12 @@ class Parser(argparse.ArgumentParser):
             metavar="N",
             help="steps in a call, between which the pipeline does not drain (asynchronous)",
         )
+        add("--seed", type=int)
+        add("--precision", choices=PRECISIONS, help="auto: bf16 where the device computes in it")
+        add("--recompute", action=argparse.BooleanOptionalAction, help="activations, for memory")
+        add("--device", help="auto, cpu, cuda, or one for each stage (or process): cuda:0,cuda:1")
+        add("--threads", type=int, help="of torch on the CPU")
+        add = self.group(OPTIMIZER)
         add(
             "--optimizer",
             choices=OPTIMIZERS,
@@ -102,11 +134,7 @@ class Parser(argparse.ArgumentParser):
             metavar="NORM",
             help="largest global gradient norm; with --updates, of a stage",
         )
-        add("--precision", choices=PRECISIONS, help="auto: bf16 where the device computes in it")
-        add("--recompute", action=argparse.BooleanOptionalAction, help="activations, for memory")
-        add("--device", help="auto, cpu, cuda, or one for each stage (or process): cuda:0,cuda:1")
-        add("--threads", type=int, help="of torch on the CPU")
-        add("--seed", type=int)
+        add = self.group(OUTPUT)
         add("--out", type=Path, metavar="FOLDER", help="run folder (default runs/<time>-<data>)")
         add("--resume", type=Path, metavar="FOLDER",
             help="go on with the run in this folder; with --epochs for longer")  # fmt: skip
@@ -117,26 +145,28 @@ class Parser(argparse.ArgumentParser):
         add("--stop-after", type=int, metavar="EPOCHS", help="stop early, to be resumed later")
         add("--trace", type=int, metavar="STEPS", help="time what each rank does in so many steps")
         add("--tensorboard", action="store_true", help="figures of each step, in the run folder")
-        add("--compare", action="store_true", help="train without compression first, to compare")
-        several = self.add_argument_group("several processes, under torchrun").add_argument
-        several("--replicas", type=int, help="copies of the pipeline, each with part of a batch")
-        several("--dp-comp", metavar="SPEC", help="what compresses gradients between replicas")
-        several("--dp-path", choices=PATHS, help="of these gradients (default: the cheapest)")
-        several("--dp-small", choices=SMALL, help="round those too small to compress to 16 bits")
-        several("--per-machine", type=int, metavar="N", help="replicas on a machine: two levels")
-        several("--shard", action="store_true",
-            help="replicas share parameters and the optimizer's state (ZeRO)")  # fmt: skip
-        several("--param-comp", metavar="SPEC", help="of parameters that sharing replicas gather")
-        several("--schedule", help="GPipe, 1F1B, Interleaved1F1B, ... (default: the engine's own)")
-        several(
+        add = self.group(RANKS)
+        add("--schedule", help="GPipe, 1F1B, Interleaved1F1B, ... (default: the engine's own)")
+        add(
             "--in-flight",
             type=lambda text: int(text) if text.isdecimal() else text,
             metavar="N",
             help="microbatches that the first stage has under way, or auto",
         )
-        several("--connections", type=int, metavar="N",
+        add("--connections", type=int, metavar="N",
             help="of each cut, each way; several are faster where the latency is long")  # fmt: skip
-        several("--timeout", type=float, metavar="S", help="seconds to wait for another process")
+        add("--timeout", type=float, metavar="S", help="seconds to wait for another process")
+        add("--mbps", type=float, metavar="RATE",
+            help="simulate links of so many Mbit/s each way, on one machine")  # fmt: skip
+        add = self.group(REPLICAS)
+        add("--replicas", type=int, help="copies of the pipeline, each with part of a batch")
+        add("--dp-comp", metavar="SPEC", help="what compresses gradients between replicas")
+        add("--dp-path", choices=PATHS, help="of these gradients (default: the cheapest)")
+        add("--dp-small", choices=SMALL, help="round those too small to compress to 16 bits")
+        add("--per-machine", type=int, metavar="N", help="replicas on a machine: two levels")
+        add("--shard", action="store_true",
+            help="replicas share parameters and the optimizer's state (ZeRO)")  # fmt: skip
+        add("--param-comp", metavar="SPEC", help="of parameters that sharing replicas gather")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +213,12 @@ def _run(recipe: Recipe[AnyConfig, AnyData], argv: Sequence[str] | None) -> None
         check_at_least("trace", how["trace"], 1)
         _check_same(ranks, {**config.to_json(), "compare": compare, **how})
         runs = _train(recipe, config, folder, ranks, compare=compare, **how)
-        print(f"\n{table(runs, per_step=recipe.per_step)}\n\nrun folder: {folder.path}")
+        print(f"\n{table(runs, per_step=recipe.per_step)}")
+        if config.mbps is not None and ranks.speaks:
+            of_runs = (folder,) if compare is None else (folder.baseline, folder)
+            seconds = [seconds_a_step(one, config.updates) for one in of_runs]
+            print(f"\n{speeds(runs, seconds, config.mbps)}")
+        print(f"\nrun folder: {folder.path}")
         print(f"page: {folder.page}")
 
 
@@ -205,18 +240,17 @@ def _timeout(argv: Sequence[str] | None) -> float:
 
 def _started(
     recipe: Recipe[AnyConfig, AnyData], options: Mapping[str, Any], now: str
-) -> tuple[RunFolder, AnyConfig, bool]:
-    """A new run: its folder, its configuration, and whether to compare."""
+) -> tuple[RunFolder, AnyConfig, str | None]:
+    """A new run: its folder, its configuration, and what is at the cuts of one to compare with."""
     chosen = {key: value for key, value in options.items() if key not in OWN_OPTIONS}
     chosen |= {key: tuple(chosen[key]) for key in LISTS if key in chosen}
     if chosen.get("split") == "1":  # replicas alone: no cut to compress at
         chosen = {"act": ("none",), "grad": ("none",), **chosen}
     config = recipe.configure(chosen)
-    compare = options.get("compare", False)
-    if compare and config == config.uncompressed():
+    compare = options.get("compare")
+    if compare is not None and config == config.compared_to(compare):
         raise ValueError(
-            "--compare with nothing compressed compares a run with itself; pass --act, --grad or "
-            "--dp-comp"
+            f"--compare {compare} compares a run with itself; pass --act, --grad or --dp-comp"
         )
     name = re.sub(r"[^\w.]+", "-", Path(config.data).name)  # of a glob, or with a configuration
     folder = RunFolder(options.get("out", Path("runs") / f"{now}-{name}"))
@@ -235,8 +269,8 @@ def _started(
 
 def _resumed(
     recipe: Recipe[AnyConfig, AnyData], options: Mapping[str, Any]
-) -> tuple[RunFolder, AnyConfig, bool]:
-    """The run to go on with, which keeps its configuration."""
+) -> tuple[RunFolder, AnyConfig, str | None]:
+    """The run to go on with, which keeps its configuration, as does the one to compare with."""
     if extra := sorted(set(options) - RESUMED_OPTIONS):
         given = ", ".join("--" + name.replace("_", "-") for name in extra)
         raise ValueError(
@@ -247,7 +281,9 @@ def _resumed(
     config = recipe.config.from_json(folder.read_config())
     if "epochs" in options:
         config = config.extended(options["epochs"])
-    return folder, config, folder.baseline.config.exists()
+    if not folder.baseline.config.exists():
+        return folder, config, None
+    return folder, config, recipe.config.from_json(folder.baseline.read_config()).act[0]
 
 
 def _check_same(ranks: Ranks, options: Mapping[str, Any]) -> None:
@@ -280,14 +316,14 @@ def _train(
     folder: RunFolder,
     ranks: Ranks,
     *,
-    compare: bool,
+    compare: str | None,
     stop_after: int | None,
     trace: int | None,
     tensorboard: bool | None,
 ) -> dict[str, Summary]:
-    """The compressed run, after the uncompressed one where both are to be compared."""
+    """The compressed run, after the one to compare it with, where there is one."""
     loaded = ranks.together(lambda: recipe.load(config))
-    jobs = [(config.uncompressed(), folder.baseline)] if compare else []
+    jobs = [] if compare is None else [(config.compared_to(compare), folder.baseline)]
     jobs.append((config, folder))
     # All pipelines stand before a folder is made: a mistake in the last leaves nothing behind.
     trainers = [recipe.trainer(job, loaded, ranks) for job, _ in jobs]
@@ -301,23 +337,29 @@ def _train(
     print(f"{recipe.describe(loaded)}; {trainers[-1].placement()}")
     for note in trainers[-1].notes():
         print(note)
+    trainers[-1].prepare()
     runs: dict[str, Summary] = {}
     for trainer, (job, job_folder) in zip(trainers, jobs, strict=True):
         print(f"training with {job.label} -> {job_folder.path}", flush=True)
-        with _tensorboard(trainer.pipe, job_folder, ranks) if tensorboard else nullcontext():
+        with ExitStack() as stack:
+            if tensorboard:
+                stack.enter_context(_tensorboard(trainer.pipe, job_folder, ranks))
+            if trainer is not trainers[-1]:  # what it is compared with need not shrink anything
+                stack.enter_context(warnings.catch_warnings())
+                warnings.filterwarnings("ignore", ".* would not shrink")
             runs[job.label] = trainer.fit(
                 job_folder, resume=True, stop_after=stop_after, trace=trace
             )
     print()
     trainers[-1].pipe.report(show=True)
-    if compare and ranks.speaks:
+    if compare is not None and ranks.speaks:
         histories = {name: one.history for name, one in runs.items()}
         losses = {
             job.label: plots.losses_of_steps(job_folder, trainer.iterations_per_epoch)
             for trainer, (job, job_folder) in zip(trainers, jobs, strict=True)
         }
         plots.plot_curves(histories, folder.curves, trainers[-1].metric, losses=losses)
-    if compare and ranks.writes and folder.summary.exists():
+    if compare is not None and ranks.writes and folder.summary.exists():
         baseline, own = (one.to_json() for one in runs.values())
         write_json(folder.summary, {**own, "uncompressed_run": baseline})
     if ranks.speaks:

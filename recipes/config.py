@@ -98,6 +98,7 @@ class RunConfig:
     schedule: str | None = None  # one of torch's; None is the engine's own
     in_flight: int | str | None = None  # depth of the engine's own, or "auto"
     connections: int = 1  # between the ranks of a cut, each way
+    mbps: float | None = None  # Mbit/s of simulated links between ranks; None leaves links alone
     timeout: float = 300.0  # seconds that a rank waits for another
 
     def __post_init__(self) -> None:
@@ -106,7 +107,7 @@ class RunConfig:
             check_at_least(name, getattr(self, name), 1)
         for name in self.at_least_0:
             check_at_least(name, getattr(self, name), 0)
-        for name in ("lr", "clip", "timeout", "save_every_minutes"):
+        for name in ("lr", "clip", "timeout", "save_every_minutes", "mbps"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name} is {value}; pass a number above 0")
@@ -133,6 +134,11 @@ class RunConfig:
                 method_of(argument, spec)  # fails here, before any work, with the nearest name
         self._check_replicas()
         self._check_updates()
+        if self.mbps is not None and self.replicas > 1:
+            raise ValueError(
+                f"mbps is {self.mbps:g}, replicas is {self.replicas}; links are simulated between "
+                "stages, and those of replicas would stay fast, so drop one of the two"
+            )
 
     def _check_updates(self) -> None:
         """Raises ValueError for what cannot be where weights change within a call."""
@@ -293,6 +299,10 @@ class RunConfig:
         nothing |= {"dp_small": "none", "param_comp": "none"}
         nothing |= {"warmup_steps": 0, "warmup_epochs": 0}
         return dataclasses.replace(self, **nothing)
+
+    def compared_to(self: AnyConfig, spec: str) -> AnyConfig:
+        """The same training with this at all cuts, and nothing else compressed."""
+        return dataclasses.replace(self.uncompressed(), act=(spec,), grad=(spec,))
 
     def check_fills_call(self, num_samples: int) -> None:
         """Raises ValueError if the training data have too few samples for one call."""

@@ -34,12 +34,17 @@ def parse_split(text: str) -> Split:
 
 
 def check_ranks(config: RunConfig, model: nn.Module, num_ranks: int) -> None:
-    """Whether the stages fit the processes; one process takes any number.
+    """Whether the stages fit the processes; one process takes any number, without links.
 
     Raises:
         ValueError: they do not, or the model cannot be cut like this.
     """
     if num_ranks == 1:
+        if config.mbps is not None:
+            raise ValueError(
+                f"mbps is {config.mbps:g}, and one process sends nothing over links; start one for "
+                "each stage, as with torchrun --nproc-per-node 2 -m ... --split 2"
+            )
         return
     ranks, rest = divmod(num_ranks, config.replicas)
     if rest:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
 from typing import Any
 
 from tabulate import tabulate
@@ -13,6 +15,7 @@ from mpcomp.core.account import Account
 from mpcomp.core.sent import Sent, below_bf16_text
 from recipes.config import RunConfig
 from recipes.metric import Metric
+from recipes.run_folder import RunFolder, read_json_lines
 
 History = list[dict[str, Any]]
 
@@ -113,3 +116,48 @@ def table(runs: Mapping[str, Summary], *, per_step: bool = False) -> str:
     )
     formats = ("", ".2f", ".2f", ".1f", ".1f", ".1f", *((".3f",) if per_step else ()), "d", ".0f")
     return tabulate(rows, headers, floatfmt=formats)
+
+
+def seconds_a_step(folder: RunFolder, updates: int) -> float:
+    """The median over a run's steps, which leaves out the first one, evaluations and checkpoints.
+
+    Args:
+        folder: of a run of at least two calls of the pipeline.
+        updates: steps of the optimizer in a call.
+
+    Raises:
+        ValueError: there was one call.
+    """
+    ends = [row["time"] for row in read_json_lines(folder.steps)]
+    if len(ends) < 2:
+        raise ValueError(f"{folder.path} has one step, which says no speed; train for more")
+    return float(median(end - begin for begin, end in pairwise(ends))) / updates
+
+
+def speeds(runs: Mapping[str, Summary], seconds: Sequence[float], mbps: float) -> str:
+    """Steps over simulated links: a row for each run, and how much the last one is faster.
+
+    Args:
+        runs: by what the table calls them, the one to compare with first.
+        seconds: of a step of each.
+        mbps: Mbit/s of the links.
+    """
+    base = seconds[0]
+    rows = [
+        (name, own, base / own, one.wire_bytes / 1e6 / one.steps, one.below_bf16, one.loss)
+        for (name, one), own in zip(runs.items(), seconds, strict=True)
+    ]
+    lines = [
+        f"over simulated links of {mbps:g} Mbit/s each way (s a step: median)",
+        tabulate(
+            rows,
+            ("compression", "s a step", "times faster", "MB a step", "below bf16", "loss"),
+            floatfmt=("", ".3f", ".2f", ".3f", ".1f", ".3f"),
+        ),
+    ]
+    if len(runs) > 1:
+        first, last = runs
+        times = base / seconds[-1]
+        won = f"{times:.1f} times faster" if times > 1 else f"{1 / times:.1f} times slower"
+        lines.append(f"{last} is {won} than {first} here")
+    return "\n".join(lines)

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 import mpcomp
+from mpcomp.comm.paced import slow_links
+from mpcomp.compressors.compiling import compile_coder
 from mpcomp.core.account import Account
 from mpcomp.core.sent import Sent
 from recipes import adaptive_log, plots, replica_log
@@ -87,25 +89,26 @@ class Trainer(ABC, Generic[AnyConfig]):
             config.warmup_steps * self.accumulate // config.updates
             or config.warmup_epochs * num_batches
         )
-        self.pipe = mpcomp.pipeline(
-            model,
-            chunks=config.call_chunks,
-            split=parse_split(config.split),
-            act_comp=self.methods("act_comp", config.act),
-            grad_comp=self.methods("grad_comp", config.grad),
-            warmup_steps=warmup_batches,
-            recompute=config.recompute,
-            seed=config.seed,
-            devices=self.devices if len(self.devices) > 1 else self.device,
-            replicas=config.replicas,
-            **self._between_replicas(),
-            schedule=config.schedule,
-            in_flight=config.in_flight,
-            connections=config.connections,
-            timeout=config.timeout,
-            scaler=self.scaler,
-            **choices,
-        )
+        with slow_links(config.mbps):
+            self.pipe = mpcomp.pipeline(
+                model,
+                chunks=config.call_chunks,
+                split=parse_split(config.split),
+                act_comp=self.methods("act_comp", config.act),
+                grad_comp=self.methods("grad_comp", config.grad),
+                warmup_steps=warmup_batches,
+                recompute=config.recompute,
+                seed=config.seed,
+                devices=self.devices if len(self.devices) > 1 else self.device,
+                replicas=config.replicas,
+                **self._between_replicas(),
+                schedule=config.schedule,
+                in_flight=config.in_flight,
+                connections=config.connections,
+                timeout=config.timeout,
+                scaler=self.scaler,
+                **choices,
+            )
         if config.updates > 1:
             self.ranks.together(lambda: self.pipe.check_updates(config.updates))
         self.replica_log = ReplicaLog(self.pipe)
@@ -170,12 +173,19 @@ class Trainer(ABC, Generic[AnyConfig]):
     def notes(self) -> list[str]:
         """Sentences worth reading before the run, a line each."""
         config, lag = self.config, len(self.pipe.cut_stages) - 1
+        notes = []
+        if config.mbps is not None:
+            notes.append(
+                f"links are simulated, {config.mbps:g} Mbit/s each way: a message waits in its "
+                "process until its last byte would have arrived, then goes over loopback"
+            )
         if config.updates == 1:
-            return []
+            return notes
         suits = "" if config.optimizer == "nadam" else "; --optimizer nadam suits that"
         return [
+            *notes,
             f"{config.updates} steps in a call, between which the pipeline does not drain: weights "
-            f"of the first stage lack up to {lag} updates{suits}"
+            f"of the first stage lack up to {lag} updates{suits}",
         ]
 
     def finish(self, folder: RunFolder) -> None:
@@ -185,6 +195,15 @@ class Trainer(ABC, Generic[AnyConfig]):
         """Lets go of what the trainer holds beside memory: nothing, if it says no more."""
 
     # -- the run ------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Compiles what codes this run's messages: the first step would wait for it."""
+        if not any(link.varies for link in self.pipe.links):
+            return
+        print("compiling what codes messages, once an installation:", end=" ", flush=True)
+        begin = time.perf_counter()
+        compile_coder()
+        print(f"{time.perf_counter() - begin:.1f} s", flush=True)
 
     def placement(self) -> str:
         """Number and places of stages, in words."""

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 import mpcomp
-from recipes.command import Parser, Recipe, run_recipe
+from recipes.command import CUTS, DATA, MODEL, OPTIMIZER, TRAINING, Parser, Recipe, run_recipe
 from recipes.metric import PERPLEXITY
 from recipes.optimizers import make_optimizer, milestone_rate, warm_up
 from recipes.ranks import Ranks
@@ -60,12 +60,16 @@ def _parser() -> Parser:
         "wikitext",
         "Train a causal language model cut into compressed stages; evaluate with and without them.",
     )
-    add = parser.add_argument
+    add = parser.group(MODEL)
     add(
         "--model",
         help=f"hub name (default {TextConfig.model}) or folder, to fine-tune; or "
         f"{', '.join(SIZES)}, with random weights",
     )
+    add("--hidden", type=int, metavar="UNITS", help="of a layer of an lstm (default 1500)")
+    add("--untie", action="store_true", help="give the output layer weights of its own")
+    add("--lora", type=int, metavar="RANK", help="train adapters of this rank only (needs peft)")
+    add = parser.group(DATA)
     add(
         "--data",
         help=f"hub name (default {TextConfig.data}), folder, text file or glob, or python-docs",
@@ -73,20 +77,19 @@ def _parser() -> Parser:
     add("--part", metavar="K/N", help="the k-th of n parts of the training articles")
     add("--tokenizer", help="hub name or folder (default: the model's own), or bpe: a new one")
     add("--vocab-size", type=int, metavar="TOKENS", help="of a new tokenizer (default 4096)")
-    add("--hidden", type=int, metavar="UNITS", help="of a layer of an lstm (default 1500)")
     add("--seq-len", type=int, metavar="TOKENS", help="of a block")
-    add("--accumulate", type=int, metavar="BATCHES", help="of one step of the optimizer")
-    add("--lr-warmup-steps", type=int, help="in which the learning rate rises")
-    add(
+    add("--eval-split", choices=EVAL_SPLITS)
+    add("--train-limit", type=int, metavar="ARTICLES")
+    add("--eval-limit", type=int, metavar="BLOCKS")
+    parser.group(CUTS)(
         "--tie",
         metavar="SPEC",
         help="parts a tied embedding, and compresses what its copies exchange",
     )
-    add("--untie", action="store_true", help="give the output layer weights of its own")
-    add("--lora", type=int, metavar="RANK", help="train adapters of this rank only (needs peft)")
-    add("--eval-split", choices=EVAL_SPLITS)
-    add("--train-limit", type=int, metavar="ARTICLES")
-    add("--eval-limit", type=int, metavar="BLOCKS")
+    parser.group(TRAINING)(
+        "--accumulate", type=int, metavar="BATCHES", help="of one step of the optimizer"
+    )
+    parser.group(OPTIMIZER)("--lr-warmup-steps", type=int, help="in which the learning rate rises")
     parser.add_common()
     return parser
 

@@ -113,7 +113,7 @@ def _no_walk_through_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def _coder_is_compiled() -> None:
     """The entropy coder's machine code, which the processes of a test then only load."""
-    from coder import compile_coder
+    from mpcomp.compressors.compiling import compile_coder
 
     compile_coder()
 

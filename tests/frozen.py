@@ -8,7 +8,7 @@ second to load, and the shapes of `runs`, if a test has it preloaded.
 import gc
 import sys
 
-from coder import compile_coder
+from mpcomp.compressors.compiling import compile_coder
 
 compile_coder()
 if "runs" in sys.modules:

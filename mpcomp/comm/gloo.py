@@ -31,6 +31,11 @@ class Gloo(Transport):
         super().__init__(mesh)
         self.connections = connections
 
+    @property
+    def channel(self) -> type[GlooChannel]:
+        """The kind of its channels."""
+        return GlooChannel
+
     def open(
         self, a: int, b: int, name: str, *, varies: bool = True, at: Callable[[], str] | None = None
     ) -> Channel | None:
@@ -38,7 +43,7 @@ class Gloo(Transport):
             group = self.mesh.pair(a, b, "gloo")
         if group is None:
             return None
-        return GlooChannel(group, self.peer_of(a, b), name, self.mesh, at, self.connections)
+        return self.channel(group, self.peer_of(a, b), name, self.mesh, at, self.connections)
 
 
 class GlooChannel(GroupChannel):

@@ -15,6 +15,7 @@ from mpcomp.comm.connections import CONNECTIONS
 from mpcomp.comm.gloo import Gloo
 from mpcomp.comm.mesh import Mesh, ProcessMesh
 from mpcomp.comm.nccl import NCCL
+from mpcomp.comm.paced import Paced, slow_link
 from mpcomp.comm.reach import INTERFACES, gloo_address
 from mpcomp.comm.transport import Transport
 
@@ -95,11 +96,14 @@ def transport_for(mesh: ProcessMesh, connections: int | str) -> Transport:
         connections: of gloo between two of them; "auto" has the ranks choose.
 
     Raises:
+        ValueError: slow links between accelerators.
         PeerError: a rank failed, or did not come.
     """
-    if mesh.backend == "nccl":
+    slow = slow_link()
+    if slow is None and mesh.backend == "nccl":
         return NCCL(mesh)  # which has connections of its own
-    return Gloo(mesh, choose_connections(mesh) if isinstance(connections, str) else connections)
+    number = choose_connections(mesh) if isinstance(connections, str) else connections
+    return Gloo(mesh, number) if slow is None else Paced(mesh, number, *slow)
 
 
 def measure_chain(mesh: ProcessMesh) -> list[tuple[float, float]]:
