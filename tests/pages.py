@@ -8,9 +8,8 @@ ROOT = Path(__file__).parent.parent
 SKILLS = sorted(ROOT.glob(".agents/skills/*/SKILL.md"))
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *SKILLS])
 #: Those that say what to type.
-GUIDES = [
-    p for p in PAGES if p.name == "README.md" or p.parent.name in ("start", "guide") or p in SKILLS
-]
+GUIDES = [p for p in PAGES if p.name == "README.md" or p.parent.name in ("start", "guide")]
+GUIDES += SKILLS
 BASH = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 

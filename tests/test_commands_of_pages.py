@@ -26,6 +26,7 @@ OWN = "train.py"
 LITTLE = {
     "-m recipes.cifar10 --data": " --train-limit 256 --test-limit 128",
     "-m recipes.wikitext --model": " --epochs 1 --train-limit 24 --eval-limit 16",
+    "mpcomp train --json cifar10": " --train-limit 256 --test-limit 128",
     "mpcomp methods": " --repeats 1",
 }
 TIMEOUT_S = 600
