@@ -83,6 +83,7 @@ class Parser(argparse.ArgumentParser):
                 help=f"{what}: auto, auto:scratch, auto:relu, auto:memory or a spec; one for all, "
                 "or one a boundary",
             )
+        add("--budget", help='quality that auto may cost, "0.1 %%" to "5 %%"')
         add("--warmup-steps", type=int, help="steps without compression")
         add("--warmup-epochs", type=int, help="epochs without compression")
         add(

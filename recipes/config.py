@@ -62,6 +62,7 @@ class RunConfig:
     chunks: int = 4  # microbatches of one batch
     act: tuple[str, ...] = ("topk:0.1",)  # one spec for all boundaries, or one for each
     grad: tuple[str, ...] = ("topk:0.1",)
+    budget: str | None = None  # of quality, which steps of words in act and grad follow
     warmup_steps: int = 0  # steps without compression; excludes warmup_epochs
     warmup_epochs: int = 0
     epochs: int
@@ -297,7 +298,7 @@ class RunConfig:
         """The same training without compression, to compare with."""
         nothing: dict[str, Any] = {"act": ("none",), "grad": ("none",), "dp_comp": "none"}
         nothing |= {"dp_small": "none", "param_comp": "none"}
-        nothing |= {"warmup_steps": 0, "warmup_epochs": 0}
+        nothing |= {"budget": None, "warmup_steps": 0, "warmup_epochs": 0}
         return dataclasses.replace(self, **nothing)
 
     def compared_to(self: AnyConfig, spec: str) -> AnyConfig:

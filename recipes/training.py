@@ -96,6 +96,7 @@ class Trainer(ABC, Generic[AnyConfig]):
                 split=parse_split(config.split),
                 act_comp=self.methods("act_comp", config.act),
                 grad_comp=self.methods("grad_comp", config.grad),
+                budget=config.budget,
                 warmup_steps=warmup_batches,
                 recompute=config.recompute,
                 seed=config.seed,

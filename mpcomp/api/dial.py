@@ -132,7 +132,7 @@ class Dial:
         """
         if self.is_open:
             self.is_open = False
-            self.tell(boundaries, tells=tells)
+            self.tell(boundaries, tells=tells, stacklevel=8)  # up to who calls forward_backward
 
     def go_on(self, boundaries: Sequence[Boundary], before: Sequence[str]) -> None:
         """Takes note of what a checkpoint's run had chosen.
@@ -148,10 +148,10 @@ class Dial:
                 self._budget = None  # whatever it was there
         self.is_open = any(link.chosen == INFERENCE for link in links)
 
-    def tell(self, boundaries: Sequence[Boundary], *, tells: bool) -> None:
+    def tell(self, boundaries: Sequence[Boundary], *, tells: bool, stacklevel: int = 4) -> None:
         """Says once what was chosen."""
         if tells and (said := self.sentence(boundaries)):
-            warnings.warn(said, stacklevel=4)
+            warnings.warn(said, stacklevel=stacklevel)
 
     def sentence(self, boundaries: Sequence[Boundary]) -> str:
         """A sentence on what was chosen, where and why; empty where nothing was asked."""

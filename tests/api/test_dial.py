@@ -223,6 +223,7 @@ def test_it_says_so_once(small_is_released):
             step_of(pipe, seed, ids=torch.arange(4))
     said = [str(each.message) for each in caught if "'auto' is" in str(each.message)]
     assert said == [pipe.report(show=False)["auto"]]
+    assert {each.filename for each in caught if str(each.message) in said} == {__file__}
 
 
 def test_the_report_prints_it(capsys):

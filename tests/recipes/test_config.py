@@ -76,6 +76,7 @@ def test_wide_networks_are_as_wide_as_in_the_paper():
 def test_json_round_trip():
     config = ImageConfig(
         act=("topk:0.1", "none", "quant:4"),
+        budget="1 %",
         clip=1.0,
         replicas=2,
         in_flight="auto",
@@ -90,7 +91,7 @@ def test_configuration_of_another_version():
 
 
 def test_uncompressed_changes_nothing_else():
-    config = ImageConfig(act=("topk:0.1",), grad=("quant:4",), warmup_steps=3, seed=5)
+    config = ImageConfig(act=("auto",), grad=("quant:4",), budget="1 %", warmup_steps=3, seed=5)
     assert config.uncompressed() == ImageConfig(act=("none",), grad=("none",), seed=5)
 
 
