@@ -214,7 +214,7 @@ def test_the_arithmetic_is_that_of_the_command(tmp_path: Path, planned: Planned)
         for own, row in zip(answer["steps"], expected["steps"], strict=True):
             assert (own["act"], own["grad"]) == (row["act"], row["grad"]), given
             for name in ("step_s", "step_bytes", "below_bf16", "cuts_below_bf16"):
-                assert own[name] == pytest.approx(row[name], rel=0.01), (name, given)
+                assert own[name] == pytest.approx(row[name], rel=1e-6), (name, given)
         recommended = expected["recommended"]
         assert answer["compress"] == recommended["compress"], given
         best = answer["best"]
