@@ -188,17 +188,17 @@ def _bits_in_study(known: Known) -> float:
     return next(point.bits for point in points if point.method == known.row)
 
 
-def _profile(command: str, seq_len: int) -> Profile:
-    """The profile of one row, of a machine of one operation a second."""
+def _profile(command: str, seq_len: int) -> tuple[Profile, Any]:
+    """The profile of one row, on a machine of one operation a second, and the model."""
     name, *rest = command.split()
     config = dict(entry.split("=", 1) for entry in rest if "=" in entry)
-    model = candidate(name, rows=1, seq_len=seq_len, config=config)
-    return count_profile(model.model, model.sample, flops_per_s=1.0)
+    found = candidate(name, rows=1, seq_len=seq_len, config=config)
+    return count_profile(found.model, found.sample, flops_per_s=1.0), found.model
 
 
 def _text(command: str) -> dict[str, Any]:
     """A language model: operations of a block, for each token and for each pair of tokens."""
-    short, long = (_profile(command, length) for length in _LENGTHS)
+    (short, _), (long, model) = (_profile(command, length) for length in _LENGTHS)
     first, last = (
         [profile.blocks[i].compute.forward_s for profile in (short, long)] for i in (0, -1)
     )
@@ -213,6 +213,7 @@ def _text(command: str) -> dict[str, Any]:
         "layers": long.num_blocks,
         "vocabulary": long.blocks[-1].output.last_dim,
         "tied": bool(long.ties),
+        "positions": model.config.max_position_embeddings,
         "token": first[1] / b - square * b,
         "pair": square,
         "head": head,
@@ -222,7 +223,7 @@ def _text(command: str) -> dict[str, Any]:
 
 def _images(command: str) -> dict[str, Any]:
     """A convolutional net: of each block operations and elements that it hands on, an image."""
-    profile = _profile(command, 1)
+    profile, _ = _profile(command, 1)
     return {
         "command": command,
         "blocks": [[block.compute.forward_s, block.output.numel] for block in profile.blocks],
