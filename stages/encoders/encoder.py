@@ -90,7 +90,7 @@ class Encoder(BlockLine):
             ) from error
 
     def _run_once(self) -> Tensor:
-        """What the model gives for a few inputs."""
+        """Output of the model for a few inputs."""
         name = type(self._inner).__name__
         try:
             with evaluation(self._inner), torch.enable_grad():
@@ -175,7 +175,7 @@ def check_head_loss(model: nn.Module) -> None:
 
 @dataclass
 class _Trial:
-    """What is seen of a model's modules while it runs once.
+    """Calls of a model's modules, seen while it runs once.
 
     Attributes:
         returned: values that a block returns in a tuple; None if it returns a tensor.
