@@ -120,13 +120,13 @@ class Encoder(BlockLine):
 
     def _refuse_loose_weights(self) -> None:
         """Raise ValueError for weights that stand beside the blocks in no module of their own."""
-        for name in ancestors(self.layout.holder):
+        for name in dict.fromkeys((self.layout.lm, *ancestors(self.layout.holder))):
             module = self.model.get_submodule(name)
-            if own := list(module._parameters):
+            if own := [key for key, value in module._parameters.items() if value is not None]:
                 raise ValueError(
-                    f"{type(self._inner).__name__} cannot be cut: {name} ({type(module).__name__}) "
-                    f"has {listing(own)} itself, beside its modules, and no stage would own that; "
-                    "put it into a module of its own"
+                    f"{type(self._inner).__name__} cannot be cut: {name or 'the model'} "
+                    f"({type(module).__name__}) has {listing(own)} itself, beside its modules, and "
+                    "no stage would own that; put it into a module of its own"
                 )
 
     def _let_all_read(self, names: Sequence[str]) -> None:
