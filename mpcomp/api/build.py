@@ -86,8 +86,9 @@ def pipeline(
     threads a process.
 
     Args:
-        model: an `nn.Sequential` (such as `stages.resnet18`), a causal language model of
-            transformers, or any module that `stages.split` can cut by the names of its blocks.
+        model: an `nn.Sequential` (such as `stages.resnet18`), a causal language model or an
+            encoder of transformers, or any module that `stages.split` can cut by the names of its
+            blocks.
         chunks: microbatches per batch, at least 1.
         act_comp: method for activations: an object, a spec string (`mpcomp.parse`), "auto" for
             one that is found out and said (`mpcomp.api.dial`), "auto:scratch" for a language model
@@ -151,7 +152,8 @@ def pipeline(
             ``num_terms(target)`` counts (or with ``reduction="sum"``). The first step compares it
             with its value for the batch. A module's parameters are trained with the last stage:
             ``SGD([*pipe.parameters(), *loss_fn.parameters()])``. By default
-            `CausalLMLoss` for a causal language model, and for a model that gives
+            `CausalLMLoss` for a causal language model, what the head of an encoder computes from
+            labels, and for a model that gives
             ``(output, loss)`` when called with targets (``targets=None`` in its forward) its own.
         recompute: keep only stage inputs and recompute the rest in backward.
         seed: of all random choices of compressors and of dropout.

@@ -90,7 +90,7 @@ class Encoder(BlockLine):
             ) from error
 
     def _run_once(self) -> Tensor:
-        """What the model gives for a few inputs."""
+        """Output of the model for a few inputs."""
         name = type(self._inner).__name__
         try:
             with evaluation(self._inner), torch.enable_grad():
@@ -120,13 +120,13 @@ class Encoder(BlockLine):
 
     def _refuse_loose_weights(self) -> None:
         """Raise ValueError for weights that stand beside the blocks in no module of their own."""
-        for name in ancestors(self.layout.holder):
+        for name in dict.fromkeys((self.layout.lm, *ancestors(self.layout.holder))):
             module = self.model.get_submodule(name)
-            if own := list(module._parameters):
+            if own := [key for key, value in module._parameters.items() if value is not None]:
                 raise ValueError(
-                    f"{type(self._inner).__name__} cannot be cut: {name} ({type(module).__name__}) "
-                    f"has {listing(own)} itself, beside its modules, and no stage would own that; "
-                    "put it into a module of its own"
+                    f"{type(self._inner).__name__} cannot be cut: {name or 'the model'} "
+                    f"({type(module).__name__}) has {listing(own)} itself, beside its modules, and "
+                    "no stage would own that; put it into a module of its own"
                 )
 
     def _let_all_read(self, names: Sequence[str]) -> None:
@@ -175,7 +175,7 @@ def check_head_loss(model: nn.Module) -> None:
 
 @dataclass
 class _Trial:
-    """What is seen of a model's modules while it runs once.
+    """Calls of a model's modules, seen while it runs once.
 
     Attributes:
         returned: values that a block returns in a tuple; None if it returns a tensor.

@@ -119,7 +119,7 @@ class HeadLoss:
 
 
 def _problem_of(output: Tensor, target: Tensor) -> str:
-    """What kind of labels these are, as transformers decides from the first of them."""
+    """Kind of these labels, as transformers decides from the first of them."""
     if output.shape[-1] == 1:
         return "regression"
     return "multi_label_classification" if target.is_floating_point() else "single_label"

@@ -185,13 +185,18 @@ V_SCHEDULES = ("ZBVZeroBubble", "DualPipeV")
 
 
 def check(
-    ranks: Callable[..., Any], num_ranks: int, all_runs: Sequence[Run]
+    ranks: Callable[..., Any],
+    num_ranks: int,
+    all_runs: Sequence[Run],
+    trained: Callable[[list[Run]], list[Outcome]] = train_lms,
 ) -> list[tuple[Outcome, ...]]:
     """Runs in so many ranks, and alone: the same bits, and the same bytes of each link.
 
+    Ranks find the models in the module of ``trained``.
+
     Returns the outcomes of each run, by rank.
     """
-    outcomes = ranks(train_lms, num_ranks, list(all_runs))
+    outcomes = ranks(trained, num_ranks, list(all_runs))
     all_ours = list(zip(*outcomes, strict=True))
     for run, ours in zip(all_runs, all_ours, strict=True):
         alone = train(run)

@@ -188,7 +188,8 @@ def test_batches_that_the_model_cannot_take():
 
 
 def test_weights_beside_the_blocks_belong_to_no_stage():
-    model = bert()
-    model.bert.scale = nn.Parameter(torch.ones(()))
-    with pytest.raises(ValueError, match=r"bert \(BertModel\) has 'scale' itself"):
-        split(model, 2)
+    for place, name in (("bert", r"bert \(BertModel\)"), ("", r"the model \(BertForSeq\w*\)")):
+        model = bert()
+        model.get_submodule(place).scale = nn.Parameter(torch.ones(()))
+        with pytest.raises(ValueError, match=f"{name} has 'scale' itself"):
+            split(model, 2)
