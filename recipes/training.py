@@ -85,35 +85,39 @@ class Trainer(ABC, Generic[AnyConfig]):
         config = self.config
         check_ranks(config, model, self.ranks.size)
         self.num_batches = num_batches
-        warmup_batches = (
-            config.warmup_steps * self.accumulate // config.updates
-            or config.warmup_epochs * num_batches
-        )
         with slow_links(config.mbps):
-            self.pipe = mpcomp.pipeline(
-                model,
-                chunks=config.call_chunks,
-                split=parse_split(config.split),
-                act_comp=self.methods("act_comp", config.act),
-                grad_comp=self.methods("grad_comp", config.grad),
-                budget=config.budget,
-                warmup_steps=warmup_batches,
-                recompute=config.recompute,
-                seed=config.seed,
-                devices=self.devices if len(self.devices) > 1 else self.device,
-                replicas=config.replicas,
-                **self._between_replicas(),
-                schedule=config.schedule,
-                in_flight=config.in_flight,
-                connections=config.connections,
-                timeout=config.timeout,
-                scaler=self.scaler,
-                **choices,
-            )
+            self.pipe = self._pipeline(model, choices)
         if config.updates > 1:
             self.ranks.together(lambda: self.pipe.check_updates(config.updates))
         self.replica_log = ReplicaLog(self.pipe)
         self.adaptive_log = AdaptiveLog(self.pipe)
+
+    def _pipeline(self, model: nn.Module, choices: Mapping[str, Any]) -> mpcomp.Pipeline:
+        config, num_batches = self.config, self.num_batches
+        warmup_batches = (
+            config.warmup_steps * self.accumulate // config.updates
+            or config.warmup_epochs * num_batches
+        )
+        return mpcomp.pipeline(
+            model,
+            chunks=config.call_chunks,
+            split=parse_split(config.split),
+            act_comp=self.methods("act_comp", config.act),
+            grad_comp=self.methods("grad_comp", config.grad),
+            budget=config.budget,
+            warmup_steps=warmup_batches,
+            recompute=config.recompute,
+            seed=config.seed,
+            devices=self.devices if len(self.devices) > 1 else self.device,
+            replicas=config.replicas,
+            **self._between_replicas(),
+            schedule=config.schedule,
+            in_flight=config.in_flight,
+            connections=config.connections,
+            timeout=config.timeout,
+            scaler=self.scaler,
+            **choices,
+        )
 
     def methods(self, argument: str, specs: tuple[str, ...]) -> Any:
         """Methods of the cuts, as an argument of `mpcomp.pipeline` takes them."""
