@@ -18,6 +18,7 @@ when nothing is under way any more.
 
 from __future__ import annotations
 
+import atexit
 import threading
 import weakref
 from collections import defaultdict
@@ -38,6 +39,8 @@ __all__ = ["Background"]
 
 #: Messages of a direction that are decoded before a stage asks for them, beside the one it has.
 _AHEAD: Final = 2
+#: The most that the end of a process waits for a thread that waits for a message.
+_PART_S: Final = 2.0
 
 _Queue = SimpleQueue[Callable[[], None] | None]
 
@@ -67,7 +70,7 @@ class Background:
         self._mesh = mesh
         #: Guards all that follows, and tells of its changes.
         self._changed = threading.Condition()
-        self._queues: dict[str, _Queue] = {}
+        self._threads: dict[str, tuple[threading.Thread, _Queue]] = {}
         self._given = self._at_work = 0
         self._error: tuple[str, BaseException] | None = None
         self._over = False
@@ -78,7 +81,7 @@ class Background:
         if mesh.device.type == "cuda":
             self._stream = torch.cuda.Stream(mesh.device)  # type: ignore[no-untyped-call]
         self._begun: Any = None
-        weakref.finalize(self, _end, self._queues)
+        weakref.finalize(self, _end, self._threads)
 
     # -- the thread of the stages ---------------------------------------------------------------
 
@@ -98,6 +101,8 @@ class Background:
                 self._over = True
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: not self._at_work)
+            # Others wait for messages, which end with the connections of ranks that now fail, too.
+            atexit.register(_end, self._threads, _PART_S)
             if isinstance(error, Exception):
                 self._check()
             raise
@@ -218,12 +223,14 @@ class Background:
         name = crossing.link.name
         with self._changed:
             self._given += 1
-            queue = self._queues.get(name)
-            if queue is None:
-                queue = self._queues[name] = SimpleQueue()
-                threading.Thread(
-                    target=_serve, args=(queue,), name=f"mpcomp {name}", daemon=True
-                ).start()
+            if name not in self._threads:
+                own: _Queue = SimpleQueue()
+                thread = threading.Thread(
+                    target=_serve, args=(own,), name=f"mpcomp {name}", daemon=True
+                )
+                self._threads[name] = thread, own
+                thread.start()
+            _, queue = self._threads[name]
         # Whether a tensor may be written to in place depends on the mode that it is made in.
         queue.put(partial(self._do, where, work, after, first, torch.is_grad_enabled()))
 
@@ -297,6 +304,13 @@ def _serve(queue: _Queue) -> None:
         del work
 
 
-def _end(queues: dict[str, _Queue]) -> None:
-    for queue in queues.values():
+def _end(threads: dict[str, tuple[threading.Thread, _Queue]], seconds: float = 0.0) -> None:
+    """Has threads end; waits for each as long as is said.
+
+    A thread that comes out of a wait while the interpreter ends would abort the process.
+    """
+    for _, queue in threads.values():
         queue.put(None)
+    for thread, _ in threads.values():
+        if seconds:
+            thread.join(seconds)
