@@ -66,7 +66,12 @@ def _names_of(run: RunState, optimizer: torch.optim.Optimizer) -> list[list[str]
             "by an optimizer that goes by each gradient, such as Adam"
         )
     names = {id(p): name for name, p in run.model.named_parameters()}
-    elsewhere = {id(p): "" for stage in run.cut for p in stage.parameters()}
+    # A weight that all blocks read has one name in several stages, also in one process.
+    elsewhere = {
+        id(p): "" if p.is_meta else name
+        for stage in run.cut
+        for name, p in stage.named_parameters()
+    }
     foreign = [
         f"group {i}, parameter {j}: shape {list(p.shape)}"
         for i, group in enumerate(optimizer.param_groups)
@@ -122,7 +127,10 @@ def restored_optimizer(
         raise ValueError(
             f"{folder}: the optimizer's parameter groups are not those it was saved with"
         )
-    index = {name: i for i, name in enumerate(name for group in own for name in group) if name}
+    index: dict[str, list[int]] = {}
+    for i, name in enumerate(name for group in own for name in group):
+        if name:
+            index.setdefault(name, []).append(i)
     numbers = iter(range(sum(len(group) for group in own)))
     state: dict[int, dict[str, Any]] = {}
     for part in parts:
@@ -130,8 +138,9 @@ def restored_optimizer(
         tensors = part.read_state("optimizer.", lambda rest: rest.partition(".")[2] in index)
         for compound, value in {**tensors, **entry["plain"]}.items():
             key, _, name = compound.partition(".")
-            if name in index:
-                state.setdefault(index[name], {})[key] = _ordered_as(parameters[name], value)
+            for nth, i in enumerate(index.get(name, ())):
+                own_value = value.clone() if nth and isinstance(value, Tensor) else value
+                state.setdefault(i, {})[key] = _ordered_as(parameters[name], own_value)
     state = {i: _with_lists(of_parameter) for i, of_parameter in state.items()}
     groups = []
     for group, of_group, names_of in zip(optimizer.param_groups, settings, own, strict=True):

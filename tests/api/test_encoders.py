@@ -7,6 +7,7 @@ import torch
 import transformers
 from encoders import CLASSES, DECODERS, HEADS, IMAGES, TEXT, encoder, image_batch, text_batch
 from everyday import slow_but
+from methods import same_bits
 from torch.testing import assert_close
 
 import mpcomp
@@ -16,6 +17,9 @@ EVERYDAY = ("bert", "modernbert", "deberta-v2")
 
 #: Their blocks all read one weight, which two stages can train.
 READ_BY_ALL = ("deberta", "deberta-v2", "mpnet")
+
+
+TIED = [("bert", "MaskedLM")]
 
 
 def check_equal(model, batch, chunks, num_stages=3):
@@ -177,3 +181,31 @@ def test_adapters():
             if "lora_B" in name:
                 parameter.normal_()
     check_equal(model, text_batch("SequenceClassification", 5), 2)
+
+
+@pytest.mark.parametrize("family, head", [("deberta-v2", "SequenceClassification"), *TIED])
+def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(family, head, tmp_path):
+    """Also of a weight that stages have under one name."""
+    given = {"split": 2, "act_comp": "ef21+quant:8", "grad_comp": "ef21+quant:8", "ties": "apart"}
+    model = encoder(family, head)
+    batch = text_batch(head, 5)
+
+    def run(folder, steps, model):
+        pipe = mpcomp.pipeline(copy.deepcopy(model), 2, **given)
+        optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
+        if folder is not None and folder.exists():
+            pipe.load(folder, optimizer=optimizer)
+        losses = []
+        for _ in range(steps):
+            losses.append(pipe.forward_backward(batch))
+            optimizer.step()
+            optimizer.zero_grad()
+        if folder is not None:
+            pipe.save(folder, optimizer=optimizer)
+        return losses, pipe.merge().state_dict()
+
+    losses, expected = run(None, 4, model)
+    first, _ = run(tmp_path / "saved", 2, model)
+    rest, found = run(tmp_path / "saved", 2, encoder(family, head))
+    assert all(map(same_bits, [*first, *rest], losses))
+    assert all(same_bits(found[key], value) for key, value in expected.items())
