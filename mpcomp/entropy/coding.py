@@ -4,10 +4,10 @@ A message's first byte says its kind. Integers are coded by their rows and colum
 (`mpcomp.entropy.classes`), or, where that takes less, by what their neighbours in an image let
 expect (`mpcomp.entropy.neighbours`) or the dither under which they were rounded
 (`mpcomp.entropy.dithered`). Where coding would gain nothing (noise of many bits) they go
-as int16. Many go in lanes (`mpcomp.entropy.lanes`), in less than half of the time, unless their
-neighbours tell of them or that takes more bytes; then millions are coded in slices of rows. Both
-are on several threads (`mpcomp.core.threads`). All arithmetic of what both ends make is in whole
-numbers, so that nothing depends on how a machine rounds.
+as int16. Millions are coded in slices of rows, on several threads (`mpcomp.core.threads`). Who asks
+for it has many in lanes (`mpcomp.entropy.lanes`), unless their neighbours tell of them or that
+takes more bytes. All arithmetic of what both ends make is in whole numbers, so that nothing depends
+on how a machine rounds.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def encode(
     image: tuple[int, int] | None = None,
     offsets: NDArray[np.int8] | None = None,
     *,
-    in_lanes: bool = True,
+    in_lanes: bool = False,
 ) -> NDArray[np.uint8]:
     """The coded form of integers [rows, columns], uint8 [n], n <= `max_bytes`.
 
@@ -54,7 +54,7 @@ def encode(
         image: height and width of images, whose pixels the rows are, line by line.
         offsets: floor(`PARTS` v) of the dither v in [-1/2, 1/2) under which each was rounded,
             [rows, columns], which `decode` will be given too.
-        in_lanes: whether many may go in lanes. Without, messages are as they were before those.
+        in_lanes: whether many may go in lanes.
     """
     shape = q.shape
     if image is None:

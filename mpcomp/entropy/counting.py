@@ -32,7 +32,11 @@ _SLICE = 4  # bytes of a slice's length
 
 
 def count_bytes(
-    q: Tensor, image: tuple[int, int] | None = None, offsets: Tensor | None = None
+    q: Tensor,
+    image: tuple[int, int] | None = None,
+    offsets: Tensor | None = None,
+    *,
+    in_lanes: bool = False,
 ) -> int:
     """Bytes that `mpcomp.entropy.encode` takes for integers, nearly; at most `max_bytes`.
 
@@ -40,6 +44,7 @@ def count_bytes(
         q: int16 [rows, columns], on any device, which is waited for.
         image: height and width of images, whose pixels the rows are, line by line.
         offsets: floor(`PARTS` v) of the dither of each, int8 [rows, columns], on that device.
+        in_lanes: whether many may go in lanes.
     """
     most = max_bytes(*q.shape)
     if q.numel() <= 1:
@@ -48,9 +53,10 @@ def count_bytes(
         shape = lines_of(*q.shape)
         q = _filled(q, shape)
         offsets = None if offsets is None else _filled(offsets, shape)
-    in_lanes = _lanes_bytes(q, image, offsets) if q.numel() >= lanes.MANY else None
-    if in_lanes is not None:
-        return min(most, math.ceil(in_lanes))
+    if in_lanes and q.numel() >= lanes.MANY:
+        of_lanes = _lanes_bytes(q, image, offsets)
+        if of_lanes is not None:
+            return min(most, math.ceil(of_lanes))
     parts = slices((q.shape[0], q.shape[1]), image)
     total = sum(_slice_bytes(q[s], image, None if offsets is None else offsets[s]) for s in parts)
     if len(parts) > 1:

@@ -52,10 +52,10 @@ def test_what_was_encoded_is_decoded_on_any_number_of_threads(name, monkeypatch,
 
 def test_millions_are_coded_in_slices():
     q = np.tile(integers(), (600, 1))
-    whole = entropy.encode(q, in_lanes=False)
+    whole = entropy.encode(q)
     assert whole[0] == 9 and len(whole) < q.size / 2
     assert np.array_equal(entropy.decode(whole, *q.shape), q)
-    one = entropy.encode(q[: len(q) // 2], in_lanes=False)
+    one = entropy.encode(q[: len(q) // 2])
     assert one[0] != 9 and len(whole) == pytest.approx(2 * len(one), rel=0.01)
 
 
