@@ -6,12 +6,10 @@ import torch
 import mpcomp
 from mpcomp import entropy
 from mpcomp.core.tensor_meta import TensorMeta
-from mpcomp.entropy import lanes
-from mpcomp.entropy.message import Reader
 
 
 def compile_coder() -> None:
-    """Codes one small array in each way."""
+    """Codes an array in each way."""
     q = np.full((2, 2), -1, np.int16)
     entropy.decode(entropy.encode(q), *q.shape)
     smooth = np.add.outer(np.arange(64), np.arange(64)).astype(np.int16)
@@ -19,12 +17,12 @@ def compile_coder() -> None:
     signs, offsets = (smooth % 2).astype(np.int16), (smooth % 2 * 3).astype(np.int8)
     coded = entropy.encode(signs, None, offsets)
     entropy.decode(coded, *signs.shape, None, offsets)
-    many = np.tile(signs, (2, 1))
-    for of_many in (None, np.tile(offsets, (2, 1))):
-        coded = lanes.encode(many, of_many)
-        assert coded is not None
-        data = np.frombuffer(bytearray(b"".join([b"\n", *coded])), np.uint8)
-        lanes.decode(Reader(data), *many.shape, of_many)
+    many = np.rint(3 * np.random.default_rng(0).standard_normal((256, 512))).astype(np.int16)
+    offsets = (many % 8 - 4).astype(np.int8)
+    for of_many in (None, offsets):
+        coded = entropy.encode(many, None, of_many, in_lanes=True)
+        assert coded[0] == 10
+        entropy.decode(coded, *many.shape, None, of_many)
     x = torch.from_numpy(smooth).float()
     for method in ("step:0.5:centre=true", "step:0.5:rounding=dither"):
         compressor = mpcomp.parse(method)
