@@ -26,6 +26,7 @@ from mpcomp.core.sample_ids import split_sample_ids
 from mpcomp.core.step import Step
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.core.wire import no_tensor, says_no_tensor
+from mpcomp.entropy import KINDS
 from mpcomp.links.boundary import Boundary, ConnectedBoundary, Crossing
 from mpcomp.links.build import Methods, boundaries_of
 from mpcomp.links.link import Link
@@ -164,6 +165,7 @@ class _Rank:
     def _compare(self, cut: int, stage: _PipelineStageBase) -> None:
         """Tells the later stage at a cut what both have in common: gloo dies of what differs."""
         told: list[Any] = [(str(link.method), link.format) for link in self.cuts[cut].links]
+        told.append(("kinds of coded integers", *KINDS))
         told.append(("seed, warmup_steps, step", *self.settings, self.num_steps))
         heard: list[Any] = [None]  # one object, as a plain neighbour would send its shapes
         before = stage.stage_index > cut

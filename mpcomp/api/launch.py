@@ -38,6 +38,7 @@ from mpcomp.engines.base import Engine
 from mpcomp.engines.distributed import DistributedEngine
 from mpcomp.engines.local import LocalEngine
 from mpcomp.engines.schedules import schedule_named
+from mpcomp.entropy import KINDS
 from mpcomp.links.boundary import Boundary
 from mpcomp.links.tied_weights import Tie, TiedWeights
 from mpcomp.version import __version__
@@ -295,6 +296,7 @@ class DistributedLaunch(Launch):
         what_it_comes_to = {
             "mpcomp": __version__,
             "torch": torch.__version__.split("+")[0],
+            "kinds of coded integers": list(KINDS),
             "device type": self.mesh.device.type,
             "stages": [list(stage.block_names) for stage in cut],
             "parameters": shapes,

@@ -137,7 +137,7 @@ def shake_hands(mesh: Meeting, config: Mapping[str, Any]) -> None:
         ]
         return (
             f"ranks were given different pipelines: {'; '.join(each)}. Run the same script with "
-            "the same arguments on every rank"
+            "the same arguments and the same mpcomp on every rank"
         )
 
     said = exchange(mesh, "hello", dict(config))

@@ -25,7 +25,17 @@ from mpcomp.entropy import ans
 from mpcomp.entropy.frequencies import ALIKE, Table
 from mpcomp.entropy.message import FEW, Coder, Message, Place, Reader, damaged
 
-__all__ = ["CONTEXTS", "Classes", "decode", "encode", "message", "popped", "read", "with_tables"]
+__all__ = [
+    "CONTEXTS",
+    "Classes",
+    "decode",
+    "encode",
+    "head",
+    "message",
+    "popped",
+    "read",
+    "with_tables",
+]
 
 #: Contexts by rows and columns.
 CONTEXTS: Final = 24
@@ -65,7 +75,7 @@ def decode(reader: Reader, rows: int, columns: int, *, signed: bool) -> NDArray[
     Raises:
         RuntimeError: it cannot be of such integers.
     """
-    classes, coder = read(reader, rows, columns)
+    classes, _, coder = read(reader, rows, columns)
     q, num_signs, num_large = popped(reader, coder, (rows, columns), classes.place(), signed=signed)
     coder.check_end()
     large = reader.array("<u2", num_large)
@@ -75,6 +85,18 @@ def decode(reader: Reader, rows: int, columns: int, *, signed: bool) -> NDArray[
         magnitudes = np.minimum(large, np.iinfo(np.int16).max).astype(np.int16)
         q.reshape(-1)[escaped] = np.where(q.reshape(-1)[escaped] < 0, -magnitudes, magnitudes)
     return q
+
+
+def head(classes: Classes, tables: Sequence[Table]) -> Message:
+    """The beginning of a `message`, without the symbols."""
+    return Message(
+        ahead=bytes([len(tables) - 2]),
+        tables=tables,
+        coded=[
+            (each[None].astype(np.int16), Place.alike(table, len(each)))
+            for table, each in enumerate((classes.rows, classes.columns))
+        ],
+    )
 
 
 def message(
@@ -91,33 +113,28 @@ def message(
         symbols: of the integers.
         place: theirs.
     """
-    return Message(
-        ahead=bytes([len(tables) - 2]),
-        tables=tables,
-        coded=[
-            *(
-                (each[None].astype(np.int16), Place.alike(table, len(each)))
-                for table, each in enumerate((classes.rows, classes.columns))
-            ),
-            (symbols, place),
-        ],
-    )
+    begun = head(classes, tables)
+    return replace(begun, coded=[*begun.coded, (symbols, place)])
 
 
-def read(reader: Reader, rows: int, columns: int, tables_each: int = 1) -> tuple[Classes, Coder]:
-    """The beginning of a `message`: its classes, and what the symbols are decoded by.
+def read(
+    reader: Reader, rows: int, columns: int, tables_each: int = 1, *, in_lanes: bool = False
+) -> tuple[Classes, list[Table], Coder]:
+    """The `head` of a message: its classes, all tables, and what the symbols are decoded by.
 
     Args:
         reader: of the message.
         rows: of its integers.
         columns: likewise.
         tables_each: of a context.
+        in_lanes: whether symbols have states of their own (`mpcomp.entropy.lanes`).
 
     Raises:
         RuntimeError: it cannot be of such integers.
     """
     (num_tables,) = map(int, reader.array("u1", 1))
-    coder = reader.coder(2 + num_tables, rows * columns)
+    tables = reader.tables(2 + num_tables)
+    coder = reader.coder(tables, columns if in_lanes else rows * columns)
     of_rows, of_columns = (
         popped(reader, coder, (1, count), Place.alike(table, count), signed=False)[0]
         for table, count in enumerate((rows, columns))
@@ -125,7 +142,7 @@ def read(reader: Reader, rows: int, columns: int, tables_each: int = 1) -> tuple
     classes = Classes(of_rows[0].astype(np.uint8), of_columns[0].astype(np.uint8))
     if len(classes.occurring) * tables_each != num_tables:
         raise damaged(f"{num_tables} tables for {len(classes.occurring)} contexts")
-    return classes, coder
+    return classes, tables, coder
 
 
 def popped(

@@ -4,9 +4,10 @@ A message's first byte says its kind. Integers are coded by their rows and colum
 (`mpcomp.entropy.classes`), or, where that takes less, by what their neighbours in an image let
 expect (`mpcomp.entropy.neighbours`) or the dither under which they were rounded
 (`mpcomp.entropy.dithered`). Where coding would gain nothing (noise of many bits) they go
-as int16. Millions are coded in slices of rows, on several threads (`mpcomp.core.threads`). All
-arithmetic of what both ends make is in whole numbers, so that nothing depends on how a machine
-rounds.
+as int16. Millions are coded in slices of rows, on several threads (`mpcomp.core.threads`). Who asks
+for it has many in lanes (`mpcomp.entropy.lanes`), unless their neighbours tell of them or that
+takes more bytes. All arithmetic of what both ends make is in whole numbers, so that nothing depends
+on how a machine rounds.
 """
 
 from __future__ import annotations
@@ -18,17 +19,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpcomp.core.threads import each, slices_of
-from mpcomp.entropy import ans, classes, dithered, neighbours
+from mpcomp.entropy import ans, classes, dithered, lanes, neighbours
 from mpcomp.entropy.message import FEW, Reader, damaged
 
-__all__ = ["LARGEST", "decode", "encode", "lines_of", "max_bytes", "slices"]
+__all__ = ["KINDS", "LARGEST", "decode", "encode", "lines_of", "max_bytes", "slices"]
 
 #: Magnitudes are at most this.
 LARGEST = 2**15 - 1
 
 # 1 to 3 were by coders of before, which no longer are understood. Of each pair the first is with
 # negative integers.
-_PLAIN, _CLASSES, _NEIGHBOURS, _DITHERED, _SLICES = 0, (4, 5), (6, 7), (8, 8), 9
+_PLAIN, _CLASSES, _NEIGHBOURS, _DITHERED, _SLICES, _LANES = 0, (4, 5), (6, 7), (8, 8), 9, 10
+#: Names of all kinds; who lacks one cannot read what others write.
+KINDS = ("plain", "classes", "neighbours", "dithered", "slices", "lanes")
 _LINE = 512  # integers of a vector that have a class in common, nearly
 
 
@@ -41,6 +44,8 @@ def encode(
     q: NDArray[np.int16],
     image: tuple[int, int] | None = None,
     offsets: NDArray[np.int8] | None = None,
+    *,
+    in_lanes: bool = False,
 ) -> NDArray[np.uint8]:
     """The coded form of integers [rows, columns], uint8 [n], n <= `max_bytes`.
 
@@ -49,6 +54,7 @@ def encode(
         image: height and width of images, whose pixels the rows are, line by line.
         offsets: floor(`PARTS` v) of the dither v in [-1/2, 1/2) under which each was rounded,
             [rows, columns], which `decode` will be given too.
+        in_lanes: whether many may go in lanes.
     """
     shape = q.shape
     if image is None:
@@ -56,7 +62,9 @@ def encode(
         offsets = None if offsets is None else _in_lines(offsets)
     q = np.require(q, np.int16, ["C", "W"])  # else there would be machine code for each kind
     # Of one, nothing is shorter than itself.
-    message = _in_slices(q, image, offsets) if q.size > 1 else []
+    message = _in_lanes(q, image, offsets) if in_lanes else None
+    if message is None:
+        message = _in_slices(q, image, offsets) if q.size > 1 else []
     if not message or sum(map(len, message)) > max_bytes(*shape):
         plain = q.astype("<i2").tobytes()
         message = [bytes([_PLAIN]), plain[: max_bytes(*shape) - 1]]
@@ -88,7 +96,10 @@ def decode(
     shape = lines_of(rows, columns) if image is None else (rows, columns)
     if offsets is not None and image is None:
         offsets = _filled(offsets, shape)
-    q = _of_slices(data, shape, image, offsets)
+    if kind == _LANES:
+        q = lanes.decode(Reader(data), *shape, offsets)
+    else:
+        q = _of_slices(data, shape, image, offsets)
     return q.reshape(-1)[: rows * columns].reshape(rows, columns)
 
 
@@ -115,6 +126,18 @@ def _filled(q: NDArray[Any], shape: tuple[int, int]) -> NDArray[Any]:
 def slices(shape: tuple[int, int], image: tuple[int, int] | None) -> list[slice]:
     """Rows that are coded by themselves; of images whole ones."""
     return slices_of(*shape, together=1 if image is None else math.prod(image))
+
+
+def _in_lanes(
+    q: NDArray[np.int16], image: tuple[int, int] | None, offsets: NDArray[np.int8] | None
+) -> list[bytes] | None:
+    """The kind and the message in lanes; None of few, and where another kind takes less."""
+    if q.size < lanes.MANY:
+        return None
+    if image is not None and neighbours.may_tell(q, *image, signed=bool(q.min() < 0)):
+        return None
+    message = lanes.encode(q, offsets)
+    return None if message is None else [bytes([_LANES]), *message]
 
 
 def _in_slices(

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mpcomp.entropy import ans, dithered, neighbours
+from mpcomp.entropy import ans, dithered, lanes, neighbours
 from mpcomp.entropy.classes import CONTEXTS, Classes, with_tables
 from mpcomp.entropy.coding import lines_of, max_bytes, slices
 from mpcomp.entropy.frequencies import Table, starts_of
@@ -32,7 +32,11 @@ _SLICE = 4  # bytes of a slice's length
 
 
 def count_bytes(
-    q: Tensor, image: tuple[int, int] | None = None, offsets: Tensor | None = None
+    q: Tensor,
+    image: tuple[int, int] | None = None,
+    offsets: Tensor | None = None,
+    *,
+    in_lanes: bool = False,
 ) -> int:
     """Bytes that `mpcomp.entropy.encode` takes for integers, nearly; at most `max_bytes`.
 
@@ -40,6 +44,7 @@ def count_bytes(
         q: int16 [rows, columns], on any device, which is waited for.
         image: height and width of images, whose pixels the rows are, line by line.
         offsets: floor(`PARTS` v) of the dither of each, int8 [rows, columns], on that device.
+        in_lanes: whether many may go in lanes.
     """
     most = max_bytes(*q.shape)
     if q.numel() <= 1:
@@ -48,6 +53,10 @@ def count_bytes(
         shape = lines_of(*q.shape)
         q = _filled(q, shape)
         offsets = None if offsets is None else _filled(offsets, shape)
+    if in_lanes and q.numel() >= lanes.MANY:
+        of_lanes = _lanes_bytes(q, image, offsets)
+        if of_lanes is not None:
+            return min(most, math.ceil(of_lanes))
     parts = slices((q.shape[0], q.shape[1]), image)
     total = sum(_slice_bytes(q[s], image, None if offsets is None else offsets[s]) for s in parts)
     if len(parts) > 1:
@@ -103,6 +112,25 @@ def _slice_bytes(q: Tensor, image: tuple[int, int] | None, offsets: Tensor | Non
     return 1 + min(ways, key=lambda way: way.estimate).num_bytes + (_STATES if many else _STATE)
 
 
+def _lanes_bytes(q: Tensor, image: tuple[int, int] | None, offsets: Tensor | None) -> float | None:
+    """Bytes in lanes, with the kind; None where they are not taken."""
+    wide = q.to(torch.int64)
+    sums = _sums(wide)
+    if not sums.largest:
+        return None
+    if image is not None and _by_neighbours(wide, image, signed=sums.negative > 0):
+        return None
+    classes = Classes.of(sums)
+    dithers = offsets is not None and sums.largest <= dithered.LARGEST
+    if offsets is not None and dithers:
+        counts = _dithered_counts(wide, offsets.to(torch.int64), classes)
+    else:
+        symbols = wide.abs().clamp_(max=ans.ESCAPE)
+        counts = _tally(_contexts(classes, q.device), symbols, CONTEXTS)
+    way = lanes.best(lanes.ways(classes, counts, sums, dithers=dithers), *q.shape)
+    return None if way is None else 1 + way.all_bytes(*q.shape)
+
+
 def _sums(q: Tensor) -> ans.Sums:
     """As `ans.sums`, of int64 [rows, columns]."""
     size = q.abs().clamp_(max=ans.ESCAPE)
@@ -141,12 +169,17 @@ def _by_classes(q: Tensor, sums: ans.Sums) -> _Way:
 
 def _by_dither(q: Tensor, offsets: Tensor, sums: ans.Sums) -> _Way:
     """See `mpcomp.entropy.dithered`."""
-    away = torch.where(offsets >= 0, -q, q)
     classes = Classes.of(sums)
+    counts = _dithered_counts(q, offsets, classes)
+    return _in_classes(classes, counts.reshape(dithered.SIZES, CONTEXTS, -1))
+
+
+def _dithered_counts(q: Tensor, offsets: Tensor, classes: Classes) -> NDArray[np.int64]:
+    """Occurrences of each symbol in contexts of all sizes of offsets: [contexts, symbols]."""
+    away = torch.where(offsets >= 0, -q, q)
     sizes = offsets ^ (offsets >> 63)
     contexts = sizes * CONTEXTS + _contexts(classes, q.device)
-    counts = _tally(contexts, _folded(away), dithered.SIZES * CONTEXTS)
-    return _in_classes(classes, counts.reshape(dithered.SIZES, CONTEXTS, -1))
+    return _tally(contexts, _folded(away), dithered.SIZES * CONTEXTS)
 
 
 def _in_classes(classes: Classes, counts: NDArray[np.int64], behind: int = 0) -> _Way:

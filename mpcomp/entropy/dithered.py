@@ -74,7 +74,7 @@ def decode(reader: Reader, rows: int, columns: int, offsets: NDArray[np.int8]) -
     Raises:
         RuntimeError: it cannot be of such integers.
     """
-    classes, coder = read(reader, rows, columns, SIZES)
+    classes, _, coder = read(reader, rows, columns, SIZES)
     symbols, _, _ = popped(reader, coder, (rows, columns), _place(classes, offsets), signed=False)
     coder.check_end()
     reader.check_end(0)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from mpcomp.core.compiled import compiled
 from mpcomp.entropy import ans
 
-__all__ = ["ALIKE", "Table", "starts_of"]
+__all__ = ["ALIKE", "Table", "shares_of", "starts_of"]
 
 _ABSENT = 255  # the cost of a symbol that does not occur
 # Weight of a frequency 2^(-cost / 8); rounded, as powers differ by machine in their last bits.
@@ -49,6 +49,9 @@ _CURVES = _curves()
 _CURVE_BITS = np.log2(_WEIGHTS[_CURVES]).T.copy()
 _CURVE_TOTALS = np.log2(_WEIGHTS[_CURVES].cumsum(1)).T.copy()
 _EXPLICIT = len(_CURVES)  # the number of no curve
+# Of the least frequency; where symbols may go by themselves, those below a part have none: from
+# about there on all others lose more by its frequency than it by having none.
+_RARE = 32
 
 
 @dataclass(frozen=True)
@@ -122,11 +125,34 @@ def starts_of(tables: Sequence[Table]) -> NDArray[np.int64]:
     Returns:
         [tables, symbols + 1]; what a table does not have is of frequency zero.
     """
+    return _summed(_costs_of(tables), _WEIGHTS, ans.TOTAL)
+
+
+def shares_of(tables: Sequence[Table], total: int, largest: int) -> NDArray[np.int64]:
+    """Frequencies of each table where symbols may have none, as they may go by themselves.
+
+    Args:
+        tables: of symbols.
+        total: of a table's frequencies.
+        largest: symbols above it have none, and neither have rare ones.
+
+    Returns:
+        [tables, symbols].
+    """
+    costs = _costs_of(tables)
+    costs[:, largest + 1 :] = _ABSENT
+    weights = np.where(costs == _ABSENT, 0, _WEIGHTS[costs])
+    costs[weights * (total * _RARE) < weights.sum(1, keepdims=True)] = _ABSENT
+    return np.diff(_summed(costs, _WEIGHTS, total))
+
+
+def _costs_of(tables: Sequence[Table]) -> NDArray[np.uint8]:
+    """Costs of the symbols that any of the tables has: [tables, symbols]."""
     num_symbols = max(table.first + len(table.costs) for table in tables)
     costs = np.full((len(tables), num_symbols), _ABSENT, np.uint8)
     for row, table in zip(costs, tables, strict=True):
         row[table.first : table.first + len(table.costs)] = table.costs
-    return _summed(costs, _WEIGHTS, ans.TOTAL)
+    return costs
 
 
 @compiled

@@ -136,9 +136,13 @@ class Reader:
             raise damaged("it ends too early")
         self._at = at
 
-    def coder(self, num_tables: int, num_integers: int) -> Coder:
-        """The next tables and states."""
-        starts = starts_of([self._table() for _ in range(num_tables)])
+    def tables(self, count: int) -> list[Table]:
+        """The next tables."""
+        return [self._table() for _ in range(count)]
+
+    def coder(self, tables: Sequence[Table], num_integers: int) -> Coder:
+        """The next states, of symbols with these tables."""
+        starts = starts_of(tables)
         states = self.array("<u4", _num_states(num_integers, starts)).astype(np.int64)
         if (states < ans.LOWEST).any():
             raise damaged("an impossible state")

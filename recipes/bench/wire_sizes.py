@@ -2,11 +2,16 @@
 
     python -m recipes.bench.wire_sizes
     python -m recipes.bench.wire_sizes --shape 32 64 32 32 --relu topk:0.1+fp16 quant:4
+    python -m recipes.bench.wire_sizes --lanes recorded.safetensors step:0.35:centre=true
 
 The tensor is normally distributed fp32 (with ``--relu`` its negative half is zero, as a ReLU does).
 Ratios are payload bytes, without the 16-byte header of a message, over the tensor's own bytes, and
 over those that it would have in bf16. Without specs: those of docs/methods that need no earlier
 message.
+
+With ``--lanes`` the entropy coder's kinds are compared (`mpcomp.entropy.lanes`) on the integers of
+a method `ECSQ`. Tensors are recorded ones, as `recipes.lab.rate_audit --record` writes them, and
+drawn ones beside them. Kinds take turns, and the processor's time is counted.
 """
 
 from __future__ import annotations
@@ -18,10 +23,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from safetensors.torch import load_file
 from tabulate import tabulate
+from torch import Tensor
 
 import mpcomp
+from mpcomp import entropy
+from mpcomp.compressors.rounding import parts_of
+from mpcomp.compressors.tokens import Tokens
 
 #: Shape -> what is measured of it; vectors of 1024 elements for what codes each by itself.
 SPECS: Final[Mapping[tuple[int, ...], tuple[str, ...]]] = {
@@ -44,6 +56,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parse_args(argv)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
+    if options.lanes is not None:
+        print(_lanes_table(options))
+        return
     if options.specs:
         print(_table(options.shape or next(iter(SPECS)), options.specs, options))
         return
@@ -75,6 +90,68 @@ def _table(shape: Sequence[int], specs: Sequence[str], options: argparse.Namespa
     )
 
 
+class _Integers(mpcomp.ECSQ):
+    """`ECSQ` that keeps what it codes."""
+
+    def encode_elements(self, q: Tensor, tokens: Tokens, dither: Tensor | None) -> Tensor:
+        offsets = None if dither is None else parts_of(dither, entropy.PARTS)
+        _coded[:] = [(q.numpy(), offsets)]
+        return super().encode_elements(q, tokens, dither)
+
+
+_coded: list[tuple[NDArray[np.int16], NDArray[np.int8] | None]] = []
+
+
+def _lanes_table(options: argparse.Namespace) -> str:
+    """Lanes against the kinds before them, for each tensor and spec."""
+    torch.set_num_threads(1)
+    tensors = load_file(options.lanes)
+    shape = next(iter(tensors.values())).shape
+    drawn = torch.Generator().manual_seed(0)
+    tensors["Gaussian"] = torch.randn(shape, generator=drawn)
+    tensors["Laplace"] = torch.empty(shape).exponential_(generator=drawn) - torch.empty(
+        shape
+    ).exponential_(generator=drawn)
+    rows = []
+    for spec in options.specs or ("step:0.35:centre=true", "step:1:rounding=dither"):
+        method = mpcomp.parse(spec)
+        if type(method) is not mpcomp.ECSQ:
+            sys.exit(f"error: {spec} is not step:...; its integers are what is coded here")
+        codec = _Integers(**vars(method))
+        for name, x in tensors.items():
+            codec.compress(x, torch.Generator().manual_seed(1))
+            rows.append([spec, name, *_lanes_row(*_coded[0], options.repeats)])
+    headers = (
+        *("spec", "tensor", "elements", "bits before", "bytes more %"),
+        *("encode before / lanes", "decode before / lanes"),
+    )
+    note = f"one thread, {options.repeats} repeats by turns: median (quartiles) of ratios of times"
+    return f"{tabulate(rows, headers, disable_numparse=True)}\n{note}\n"
+
+
+def _lanes_row(q: NDArray[np.int16], offsets: NDArray[np.int8] | None, repeats: int) -> list[str]:
+    """One row of that table."""
+    before, after = (entropy.encode(q, None, offsets, in_lanes=on) for on in (False, True))
+    rows, columns = q.shape
+    ratios = []
+    for _ in range(1 + repeats):
+        seconds = []
+        for message, on in ((before, False), (after, True)):
+            start = time.thread_time()
+            entropy.encode(q, None, offsets, in_lanes=on)
+            encoded = time.thread_time()
+            assert np.array_equal(entropy.decode(message, rows, columns, None, offsets), q)
+            seconds.append((encoded - start, time.thread_time() - encoded))
+        ratios.append([a / b for a, b in zip(*seconds, strict=True)])
+    quartiles = (statistics.quantiles(each, n=4) for each in zip(*ratios[1:], strict=True))
+    return [
+        f"{q.size:,}",
+        f"{8 * len(before) / q.size:.2f}",
+        f"{100 * (len(after) / len(before) - 1):+.2f}" if after[0] != before[0] else "not taken",
+        *(f"{middle:.2f} ({low:.2f}-{high:.2f})" for low, middle, high in quartiles),
+    ]
+
+
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of the measurement."""
     parser = argparse.ArgumentParser(
@@ -88,6 +165,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--relu", action="store_true", help="zero the negative half")
     add("--repeats", type=int, default=15)
     add("--threads", type=int, help="of torch")
+    add("--lanes", metavar="SAFETENSORS", help="compare the coder's kinds on recorded tensors")
     return parser.parse_args(argv)
 
 

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from safetensors.torch import save_file
 from tabulate import tabulate
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -57,7 +58,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(f"error: {error}")
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    figures = Audit(config, text, options).run()
+    audit = Audit(config, text, options)
+    if options.record is not None:
+        save_file(audit.recorded(), options.record)
+        return
+    figures = audit.run()
     print(report(figures))
     if options.out is not None:
         options.out.write_text(json.dumps(figures, indent=2))
@@ -86,6 +91,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--budget", type=float, default=0.02, help="nats of loss that all cuts may cost")
     add("--threads", type=int)
     add("--seed", type=int, default=0)
+    add("--record", type=Path, metavar="SAFETENSORS", help="for what crosses, instead of an audit")
     add("--out", type=Path, metavar="JSON", help="for the figures")
     add("--plot", type=Path, metavar="PNG", help="for the picture")
     return parser.parse_args(argv)
@@ -195,6 +201,16 @@ class Audit:
             "loss": plain_loss,
             "cuts": cuts,
             "budget": best_steps(cuts, options.budget),
+        }
+
+    def recorded(self) -> dict[str, Tensor]:
+        """Tensors that cross each cut in the first batch, by name: fp32 [tokens, channels]."""
+        seen = self._visit()
+        of_cuts = {"activations": seen.acts, "gradients": seen.grads}
+        return {
+            f"{kind} at cut {cut}": tensors[0]
+            for kind, cuts in of_cuts.items()
+            for cut, tensors in cuts.items()
         }
 
     def _pipe(self, acts: Any = None, grads: Any = None) -> mpcomp.Pipeline:

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import mpcomp
 from mpcomp import PeerError
+from mpcomp.api import launch
 from mpcomp.comm.mesh import ProcessMesh
 from mpcomp.links.boundary import Crossing
 from recipes.bench.hosts import free_port
@@ -385,6 +386,7 @@ DIFFERENT: dict[str, dict[str, Any]] = {
     "loss": {"loss_fn": F.mse_loss},
     "loss scaler": {"scaler": True},
     "timeout": {"timeout": 5.0},
+    "kinds of coded integers": {"without": "lanes"},  # a rank of an older mpcomp
 }
 
 
@@ -395,6 +397,8 @@ def configured(options, only):
         own = dict(option) if dist.get_rank() == only else {}
         if own.get("scaler"):
             own["scaler"] = torch.amp.GradScaler("cpu")
+        lacks, kinds = own.pop("without", None), launch.KINDS
+        launch.KINDS = tuple(kind for kind in kinds if kind != lacks)
         begin = time.monotonic()
         try:
             pipe_of(2, **own)
@@ -402,6 +406,8 @@ def configured(options, only):
             found.append(End(type(error).__name__, str(error), time.monotonic() - begin))
         else:
             found.append(End("", "", 0.0))
+        finally:
+            launch.KINDS = kinds
     return found, float(step(pipe_of(2), 0))
 
 

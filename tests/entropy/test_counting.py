@@ -68,6 +68,21 @@ def test_under_a_dither(scale):
     check(q, None, np.floor(entropy.PARTS * v).astype(np.int8))
 
 
+@pytest.mark.parametrize("kind", ["plain", "classes", "sparse", "positive"])
+def test_in_lanes(kind):
+    q = drawn(kind, 3.0, 512, 300, 0)
+    coded = entropy.encode(q, in_lanes=True)
+    counted = entropy.count_bytes(torch.from_numpy(q), in_lanes=True)
+    assert coded[0] == 10 or kind in ("classes", "sparse")
+    assert counted == pytest.approx(len(coded), rel=0.005)
+    v = np.random.default_rng(1).random(q.shape) - 0.5
+    q, eighths = np.rint(q / 4 + v).astype(np.int16), np.floor(8 * v).astype(np.int8)
+    coded = entropy.encode(q, None, eighths, in_lanes=True)
+    there = torch.from_numpy(q), None, torch.from_numpy(eighths)
+    counted = entropy.count_bytes(*there, in_lanes=True)
+    assert coded[0] in (8, 10) and counted == pytest.approx(len(coded), rel=0.005)
+
+
 def test_in_slices(monkeypatch):
     monkeypatch.setattr(threads, "_ELEMENTS", 5000)
     check(drawn("classes", 3.0, 400, 64, 0))

@@ -1,0 +1,587 @@
+"""Many integers in blocks of rows, each coded by 32 states: a GPU's warp can write and read it.
+
+Tables, classes and contexts are as of `mpcomp.entropy.classes` and `mpcomp.entropy.dithered`. What
+differs is how symbols become words. Of a block's symbols, row by row, number n is coded by state
+n mod 32, and a state takes its words in the order of the symbols. So 32 lanes take a step together,
+and the place of a lane's word is a count of the lanes before it that need one.
+
+Frequencies of a table sum to 2^12, and a state's low 12 bits say symbol, frequency and offset in
+one look at a table of slots. Signs are symbols of their own: a table of magnitudes sums to 2^11,
+and k and -k have the frequency of k each, zero twice its own. A symbol too rare for a frequency, or
+above 127, goes by itself with its place; in its stead the most frequent symbol is coded.
+
+A message, all numbers little-endian:
+
+    u8 kind, u8 flag (magnitudes, signed, dithered), u8 k, tables and classes as of
+    `mpcomp.entropy.classes`, u32 number of symbols that go by themselves, u32 place of each,
+    i16 integer of each, zeros up to a multiple of 4 bytes, u32 words of each block,
+    u32 states of each block [blocks, 32], u16 words of all blocks
+
+A block has the number of rows with which it is nearest to 2^k symbols, the last one what is left.
+Words are so many that what a block costs beside them is nothing: about 100 bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpcomp.core.compiled import compiled
+from mpcomp.core.threads import each, slices_of
+from mpcomp.entropy import ans, dithered
+from mpcomp.entropy.ans import LOWEST, unfolded
+from mpcomp.entropy.classes import CONTEXTS, Classes, head, read, with_tables
+from mpcomp.entropy.frequencies import Table, shares_of, starts_of
+from mpcomp.entropy.message import Reader, damaged
+
+__all__ = ["LANES", "MANY", "Way", "best", "decode", "encode", "pop", "push", "ways"]
+
+#: States of a block.
+LANES: Final = 32
+#: Integers from which on their tables are worth making.
+MANY: Final = 1 << 17
+#: The most bytes that it may take, as a share of what other kinds take.
+_MOST: Final = 1.008
+_BITS: Final = 12
+_TOTAL: Final = 1 << _BITS
+_ALONE: Final = 1 << 2 * _BITS  # the bit of what goes by itself
+_SYMBOLS: Final = 256  # of a table; the last one has no frequency
+_MAGNITUDE: Final = 127  # the largest that has a symbol
+# Symbols of the integers from -128 to 127, where there are negative ones and where not.
+_INTEGERS = np.arange(-128, 128)
+_FOLDED = np.abs(2 * _INTEGERS) - (_INTEGERS < 0)
+_UNSIGNED = np.where(_INTEGERS < 0, _SYMBOLS - 1, _INTEGERS)
+_NONE = np.zeros((0, 0), np.int8)  # offsets of what is coded without
+_SIZES: Final = dithered.SIZES  # here too, as what is compiled does not look elsewhere
+_MAGNITUDES, _SIGNED, _DITHERED = range(3)
+_BY_ITSELF: Final = 6  # bytes
+# Bytes of a block beside its words: of 32 bits of a state, its words have taken about 8.
+_OF_BLOCK: Final = 100
+_SHARE: Final = 400  # of a block's bytes, of which one may go for that
+_LEAST, _LARGEST = 15, 20  # k that is chosen
+_SMALLEST_BLOCK, _LARGEST_BLOCK = 10, 24  # k that is read
+_uint64: Any = np.uint64  # for a type checker, which knows no bits of numpy's own numbers
+_int64: Any = np.int64
+_int32: Any = np.int32
+_uint32: Any = np.uint32
+_uint16: Any = np.uint16
+_int8: Any = np.int8
+_float64: Any = np.float64
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to say integers in lanes.
+
+    Attributes:
+        flag: of the message.
+        classes: of integers.
+        tables: as of `mpcomp.entropy.classes.with_tables`.
+        counts: how often each symbol occurs by each table but the first two, [tables, symbols].
+        others: bytes of signs and large magnitudes that other kinds take beside symbols.
+    """
+
+    flag: int
+    classes: Classes
+    tables: Sequence[Table]
+    counts: NDArray[np.int64]
+    others: float
+
+    @cached_property
+    def frequencies(self) -> NDArray[np.int64]:
+        """Of the symbols that tables have, [tables, symbols]."""
+        return _frequencies(self.tables[2:], self.flag)
+
+    @cached_property
+    def num_alone(self) -> int:
+        """The number of symbols that go by themselves."""
+        there = np.zeros(self.counts.shape, np.bool_)
+        there[:, : self.frequencies.shape[1]] = self.frequencies > 0
+        return int(self.counts[~there].sum())
+
+    @property
+    def otherwise(self) -> float:
+        """Bytes of the kind that has the same tables, nearly."""
+        bits = _bits(self.counts, np.diff(starts_of(self.tables[2:])), ans.TOTAL)
+        return self._of_tables + bits / 8 + self.others
+
+    @cached_property
+    def num_bytes(self) -> float:
+        """Bytes but for what blocks take beside their words, nearly."""
+        bits = _bits(self.counts, self.frequencies, _total(self.flag))
+        if self.flag == _SIGNED:
+            bits += float(self.counts[:, 1:].sum())
+        return self._of_tables + bits / 8 + _BY_ITSELF * self.num_alone
+
+    @property
+    def _of_tables(self) -> float:
+        of_classes = sum(table.num_bytes for table in self.tables[:2])
+        return of_classes + sum(len(table.to_bytes()) for table in self.tables[2:])
+
+    def block(self, size: int) -> int:
+        """k of so many integers: a block is as small as the share of what it costs allows."""
+        symbols = _OF_BLOCK * _SHARE * size / max(self.num_bytes, 1.0)
+        return int(np.clip(np.rint(np.log2(symbols)), _LEAST, _LARGEST))
+
+    def all_bytes(self, rows: int, columns: int) -> float:
+        """Bytes of a message of integers [rows, columns], nearly."""
+        blocks = -(-rows // _rows_of_block(columns, self.block(rows * columns)))
+        return self.num_bytes + _OF_BLOCK * blocks
+
+
+def _bits(counts: NDArray[np.int64], frequencies: NDArray[np.int64], total: int) -> float:
+    """Bits of the symbols that have a frequency."""
+    counts = counts[:, : frequencies.shape[1]]
+    there = frequencies > 0
+    return float(counts[there] @ np.log2(total / frequencies[there]))
+
+
+def ways(
+    classes: Classes, counts: NDArray[np.signedinteger[Any]], sums: ans.Sums, *, dithers: bool
+) -> list[Way]:
+    """The ways to say integers.
+
+    Args:
+        classes: theirs, by their sums.
+        counts: of each symbol in each context [`CONTEXTS`, symbols]; with ``dithers`` of the
+            symbols of `mpcomp.entropy.dithered` in its contexts, which are so many more.
+        sums: of the integers.
+        dithers: whether they were rounded under a dither that may tell of them.
+    """
+    found = []
+    if dithers:
+        of_sizes = counts.reshape(dithered.SIZES, CONTEXTS, -1)
+        found.append(_way(_DITHERED, classes, of_sizes, 0.0))
+        both = of_sizes.sum(0)
+        both = np.pad(both, ((0, 0), (0, 1 - both.shape[1] % 2)))
+        counts = np.concatenate([both[:, :1], both[:, 1::2] + both[:, 2::2]], 1)
+    others = 2.0 * counts[:, ans.ESCAPE :].sum() + (sums.nonzero / 8 if sums.negative else 0)
+    flag = _SIGNED if sums.negative else _MAGNITUDES
+    found.append(_way(flag, classes, counts[None], others))
+    return found
+
+
+def _way(flag: int, classes: Classes, counts: NDArray[np.signedinteger[Any]], others: float) -> Way:
+    """A way, with one class where several would cost more than they tell."""
+    chosen, tables = with_tables(classes, counts)
+    of_tables = counts[:, classes.occurring] if chosen is classes else counts.sum(1)
+    return Way(flag, chosen, tables, of_tables.reshape(-1, counts.shape[-1]), others)
+
+
+def best(found: Sequence[Way], rows: int, columns: int) -> Way | None:
+    """The shortest way to say integers [rows, columns]; None where another kind is shorter yet."""
+    way = min(found, key=lambda each: each.num_bytes)
+    least = min(each.otherwise for each in found)
+    return way if way.all_bytes(rows, columns) <= _MOST * least else None
+
+
+def encode(q: NDArray[np.int16], offsets: NDArray[np.int8] | None) -> list[bytes] | None:
+    """The message of integers but for its kind; None where another kind takes less.
+
+    Args:
+        q: integers [rows, columns], some not zero.
+        offsets: as of `mpcomp.entropy.encode`.
+    """
+    parts = slices_of(*q.shape)
+    sums = _summed(each(lambda rows: ans.sums(q[rows]), parts))
+    if not sums.largest:
+        return None
+    classes = Classes.of(sums)
+    dithers = offsets is not None and dithered.may_tell(q, sums)
+    by = offsets if offsets is not None and dithers else _NONE
+
+    def tallied(rows: slice) -> NDArray[Any]:
+        of_rows, of_columns, _ = classes.place()
+        if dithers:
+            width = 2 * sums.largest + 1
+            return tally(q[rows], by[rows], of_rows[rows], classes.columns, CONTEXTS, width)
+        return ans.tally(q[rows], of_rows[rows], of_columns, CONTEXTS, sums.largest)
+
+    counts: NDArray[np.int64] = np.stack(each(tallied, parts)).sum(0, dtype=np.int64)
+    way = best(ways(classes, counts, sums, dithers=dithers), *q.shape)
+    return None if way is None else _written(q, by if way.flag == _DITHERED else _NONE, way)
+
+
+def _summed(sums: Sequence[ans.Sums]) -> ans.Sums:
+    """The sums of all slices."""
+    return ans.Sums(
+        np.concatenate([one.by_row for one in sums]),
+        np.sum([one.by_column for one in sums], axis=0),
+        max(one.largest for one in sums),
+        sum(one.nonzero for one in sums),
+        sum(one.negative for one in sums),
+    )
+
+
+def _written(q: NDArray[np.int16], offsets: NDArray[np.int8], way: Way) -> list[bytes]:
+    """The message of a way, but for its kind."""
+    k = way.block(q.size)
+    coded = _coded(_of_symbols(way.frequencies, way.flag), way.flag)
+    place = _Place.of(way.classes)
+
+    def written(rows: slice) -> tuple[NDArray[np.uint64], bytes, NDArray[np.int64]]:
+        of_block = q[rows]
+        words = np.empty(of_block.size + 1, np.uint16)  # one at most each, and one in vain
+        alone = np.empty(min(way.num_alone, of_block.size) + 1, np.int64)
+        states = np.full(LANES, LOWEST, np.uint64)
+        at, count = push(of_block, offsets[rows], *place.part(rows), *coded, states, words, alone)
+        places = alone[:count][::-1] + rows.start * q.shape[1]
+        return states, words[at:].astype("<u2", copy=False).tobytes(), places
+
+    states, words, alone = zip(*each(written, _blocks(q.shape, k)), strict=True)
+    places = np.concatenate(alone)
+    parts = [
+        bytes([way.flag, k]),
+        *head(way.classes, way.tables).parts(),
+        np.array([len(places)], "<u4").tobytes(),
+        places.astype("<u4").tobytes(),
+        q.reshape(-1)[places].astype("<i2").tobytes(),
+    ]
+    parts.append(bytes(-(1 + sum(map(len, parts))) % 4))  # behind the kind
+    lengths = np.array([len(each) // 2 for each in words], "<u4")
+    return [*parts, lengths.tobytes(), np.stack(states).astype("<u4").tobytes(), *words]
+
+
+def decode(
+    reader: Reader, rows: int, columns: int, offsets: NDArray[np.int8] | None
+) -> NDArray[np.int16]:
+    """The integers [rows, columns] of a message.
+
+    Raises:
+        RuntimeError: it cannot be of such integers.
+    """
+    flag, k = map(int, reader.array("u1", 2))
+    if flag > (_SIGNED if offsets is None else _DITHERED):
+        raise damaged(f"lanes of flag {flag}")
+    if not _SMALLEST_BLOCK <= k <= _LARGEST_BLOCK or not rows * columns:
+        raise damaged(f"blocks of 2^{k} for {rows * columns} integers")
+    dithers = flag == _DITHERED
+    tables_each = dithered.SIZES if dithers else 1
+    classes, tables, coder = read(reader, rows, columns, tables_each, in_lanes=True)
+    coder.check_end()
+    place, by = _Place.of(classes), offsets if offsets is not None and dithers else _NONE
+    (count,) = map(int, reader.array("<u4", 1))
+    places, values = reader.array("<u4", count), reader.array("<i2", count)
+    if count and int(places.max()) >= rows * columns:
+        raise damaged("an integer behind the last one")
+    if reader.array("u1", -reader.at % 4).any():
+        raise damaged("bytes where there are zeros")
+    q = np.empty((rows, columns), np.int16)
+    blocks = _blocks(q.shape, k)
+    lengths = reader.array("<u4", len(blocks)).astype(np.int64)
+    states = reader.array("<u4", LANES * len(blocks)).astype(np.uint64).reshape(-1, LANES)
+    if (states < LOWEST).any():
+        raise damaged("an impossible state")
+    reader.check_end(2 * int(lengths.sum()))
+    words = np.zeros(int(lengths.sum()) + 1, np.uint16)
+    words[:-1] = reader.array("<u2", len(words) - 1)
+    ends = lengths.cumsum()
+    frequencies = _of_symbols(_frequencies(tables[2:], flag), flag)
+    slots = slots_of(frequencies, flag != _MAGNITUDES)
+
+    def read_block(number: int) -> None:
+        of_block, start = blocks[number], int(ends[number] - lengths[number])
+        of_rows = place.part(of_block)
+        at = pop(words, start, by[of_block], *of_rows, slots, states[number], q[of_block])
+        if at != ends[number] or (states[number] != LOWEST).any():
+            raise damaged("a block that does not end where it does")
+
+    each(read_block, range(len(blocks)))
+    q.reshape(-1)[places] = np.maximum(values, -np.iinfo(np.int16).max)
+    return q
+
+
+class _Place(NamedTuple):
+    """Places of integers among tables, as `push` takes them.
+
+    Attributes:
+        rows: class of each row, uint8 [rows].
+        columns: class of each column, uint8 [columns].
+        table_of: the table of each context, int64.
+        apart: tables of offsets of a size.
+    """
+
+    rows: NDArray[np.uint8]
+    columns: NDArray[np.uint8]
+    table_of: NDArray[np.int64]
+    apart: int
+
+    @classmethod
+    def of(cls, classes: Classes) -> _Place:
+        """The places by classes, whose own two tables are not among those."""
+        return cls(classes.rows, classes.columns, classes.table_of - 2, len(classes.occurring))
+
+    def part(self, rows: slice) -> _Place:
+        """The places of a block."""
+        return self._replace(rows=self.rows[rows])
+
+
+def _rows_of_block(columns: int, k: int) -> int:
+    return max(1, round((1 << k) / columns))
+
+
+def _blocks(shape: tuple[int, int], k: int) -> list[slice]:
+    """Rows of each block."""
+    rows, columns = shape
+    step = _rows_of_block(columns, k)
+    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+
+def _total(flag: int) -> int:
+    """The sum of a table's frequencies: of magnitudes with signs, half of what states have."""
+    return _TOTAL // 2 if flag == _SIGNED else _TOTAL
+
+
+def _frequencies(tables: Sequence[Table], flag: int) -> NDArray[np.int64]:
+    """Of the symbols that tables have, [tables, symbols]."""
+    largest = 2 * _MAGNITUDE if flag == _DITHERED else _MAGNITUDE
+    return shares_of(tables, _total(flag), largest)
+
+
+def _of_symbols(frequencies: NDArray[np.int64], flag: int) -> NDArray[np.int64]:
+    """Frequencies as states have them, of integers with signs: [tables, `_SYMBOLS`]."""
+    if flag == _SIGNED:
+        twice = frequencies.repeat(2, 1)  # k and -k by turns, and zero twice
+        frequencies = np.concatenate([twice[:, :1] + twice[:, 1:2], twice[:, 2:]], 1)
+    width = min(frequencies.shape[1], _SYMBOLS)
+    of_symbols = np.zeros((len(frequencies), _SYMBOLS), np.int64)
+    of_symbols[:, :width] = frequencies[:, :width]
+    return of_symbols
+
+
+def _coded(
+    frequencies: NDArray[np.int64], flag: int
+) -> tuple[NDArray[np.uint64], NDArray[np.float64]]:
+    """Entries and inverses of each integer from -128 to 127, by table, as `push` takes them.
+
+    An integer that goes by itself has those of the most frequent one.
+
+    Returns:
+        Entries: the table's total less the frequency, 12 bits; the sum of frequencies before, 12
+        bits; whether it goes by itself, a bit; from 2^32 on the largest state that takes it without
+        giving a word. And inverses of frequencies.
+    """
+    starts = frequencies.cumsum(1) - frequencies
+    there = frequencies > 0
+    of = np.where(there, np.arange(_SYMBOLS), frequencies.argmax(1)[:, None])
+    symbols = _UNSIGNED if flag == _MAGNITUDES else _FOLDED
+    of, there = of[:, symbols], there[:, symbols]
+    frequency = np.take_along_axis(frequencies, of, 1)
+    low = _TOTAL - frequency | np.take_along_axis(starts, of, 1) << _BITS | ~there * _ALONE
+    limits = ((frequency << 32 - _BITS) - 1).astype(np.uint64)
+    entries: NDArray[np.uint64] = low.astype(np.uint64) | limits << np.uint64(32)
+    return entries.reshape(-1), 1.0 / frequency.reshape(-1)
+
+
+@compiled
+def slots_of(frequencies: NDArray[Any], signed: bool) -> NDArray[Any]:
+    """Symbols of all slots of each table: uint32 [tables * slots].
+
+    An entry is the symbol's integer, 8 bits; the place among its slots, 12 bits; and its frequency
+    less one, 12 bits.
+
+    Args:
+        frequencies: of symbols, int64 [tables, symbols].
+        signed: whether symbols are folded integers.
+    """
+    num_tables, num_symbols = frequencies.shape
+    slots = np.zeros(num_tables * _TOTAL, np.uint32)
+    at = 0
+    for table in range(num_tables):
+        for symbol in range(num_symbols):
+            frequency = frequencies[table, symbol]
+            value = unfolded(symbol) if signed else symbol
+            for place in range(frequency):
+                slots[at] = (frequency - 1) << 20 | place << 8 | value & 255
+                at += 1
+    return slots
+
+
+@compiled
+def tally(
+    q: NDArray[Any],
+    offsets: NDArray[Any],
+    rows: NDArray[Any],
+    columns: NDArray[Any],
+    num_contexts: int,
+    num_symbols: int,
+) -> NDArray[Any]:
+    """Occurrences of each symbol under a dither: int32 [sizes * contexts, symbols].
+
+    Args:
+        q: integers, int16 [rows, columns].
+        offsets: theirs, int8 [rows, columns].
+        rows: classes, uint8 [rows].
+        columns: classes, uint8 [columns].
+        num_contexts: of offsets of a size.
+        num_symbols: all are below.
+    """
+    num_rows, num_columns = q.shape
+    stride, of_class = num_contexts * num_symbols, -1
+    counts = np.zeros((2, _SIZES * stride), np.int32)  # two, by turns, as in `ans.tally`
+    bases, places = np.zeros(num_columns, np.int32), np.zeros(num_columns, np.int32)
+    for i in range(num_rows):
+        if rows[i] != of_class:
+            of_class = _int64(rows[i])
+            for j in range(num_columns):
+                context = min(of_class + _int64(columns[j]), num_contexts - 1)
+                bases[j] = context * num_symbols
+        for j in range(num_columns):
+            offset, value = _int32(offsets[i, j]), _int32(q[i, j])
+            away = value if offset < 0 else -value
+            size = offset ^ (offset >> 7)
+            places[j] = bases[j] + size * stride + 2 * abs(away) - (away < 0)
+        for j in range(num_columns):
+            counts[j & 1, places[j]] += 1
+    both: NDArray[Any] = counts[0] + counts[1]
+    return both.reshape(_SIZES * num_contexts, num_symbols)
+
+
+@compiled
+def push(
+    q: NDArray[Any],
+    offsets: NDArray[Any],
+    rows: NDArray[Any],
+    columns: NDArray[Any],
+    table_of: NDArray[Any],
+    apart: int,
+    entries: NDArray[Any],
+    inverses: NDArray[Any],
+    states: NDArray[Any],
+    out: NDArray[Any],
+    alone: NDArray[Any],
+) -> tuple[int, int]:
+    """Codes a block's integers, from the last to the first.
+
+    Args:
+        q: integers, int16 [rows, columns].
+        offsets: theirs, int8 [rows, columns], where they are coded by these; else [0, 0].
+        rows: classes, uint8 [rows].
+        columns: classes, uint8 [columns].
+        table_of: the table of each context, int64.
+        apart: tables from those of offsets of a size to those of the next.
+        entries: of integers from -128 to 127, by table, uint64.
+        inverses: of their frequencies, likewise.
+        states: `LANES`, uint64; they change.
+        out: takes the words from its end on, uint16; one more than there may be.
+        alone: takes places of what goes by itself, int64, the last one first; one more too.
+
+    Returns:
+        Where the words begin, and the number of those places.
+    """
+    num_rows, num_columns = q.shape
+    last, of_class, dithers = len(table_of) - 1, -1, len(offsets) > 0
+    bases, places = np.zeros(num_columns, np.int32), np.zeros(num_columns, np.int32)
+    n, at, found = num_rows * num_columns, _uint64(len(out)), 0
+    for i in range(num_rows - 1, -1, -1):
+        if rows[i] != of_class:
+            of_class = _int64(rows[i])
+            for j in range(num_columns):
+                bases[j] = table_of[min(of_class + _int64(columns[j]), last)] * _SYMBOLS
+        if dithers:
+            for j in range(num_columns):
+                offset, value = _int32(offsets[i, j]), _int32(q[i, j])
+                away = value if offset < 0 else -value
+                base = bases[j] + (offset ^ (offset >> 7)) * apart * _SYMBOLS
+                places[j] = base + (away + 128 if -128 < away < 128 else 0)
+        else:
+            for j in range(num_columns):
+                value = _int32(q[i, j])
+                places[j] = bases[j] + (value + 128 if -128 < value < 128 else 0)
+        n -= num_columns
+        rare = _uint64(0)
+        for j in range(num_columns - 1, -1, -1):  # without branches, and of numbers without signs
+            lane, place = _uint64((n + j) & (LANES - 1)), _uint64(places[j])
+            entry = entries[place]
+            x = states[lane]
+            full = _uint64(x > entry >> _uint64(32))
+            out[at - _uint64(1)] = _uint16(x)
+            at -= full
+            x >>= full << _uint64(4)
+            # Exact, as of `ans.push`.
+            quotient = _uint64(_int64((_float64(_int64(x)) + 0.5) * inverses[place]))
+            start = entry >> _uint64(_BITS) & _uint64(_TOTAL - 1)
+            states[lane] = x + quotient * (entry & _uint64(_TOTAL - 1)) + start
+            rare |= entry
+        if rare & _uint64(_ALONE):
+            for j in range(num_columns - 1, -1, -1):
+                alone[found] = n + j
+                found += entries[places[j]] & _uint64(_ALONE) != 0
+    return _int64(at), found
+
+
+@compiled
+def pop(
+    words: NDArray[Any],
+    at: int,
+    offsets: NDArray[Any],
+    rows: NDArray[Any],
+    columns: NDArray[Any],
+    table_of: NDArray[Any],
+    apart: int,
+    slots: NDArray[Any],
+    states: NDArray[Any],
+    out: NDArray[Any],
+) -> int:
+    """The inverse of `push`, of any words.
+
+    Args:
+        words: of all blocks, uint16; not empty, and its last one is never needed.
+        at: where those of the block begin.
+        offsets: as of `push`, and so are those that follow.
+        rows: classes.
+        columns: classes.
+        table_of: the table of each context.
+        apart: tables of offsets of a size.
+        slots: of the tables, as of `slots_of`.
+        states: as they were after `push`, uint64; they change.
+        out: takes the integers, int16 [rows, columns].
+
+    Returns:
+        Where the block's words end; of damaged ones anywhere.
+    """
+    num_rows, num_columns = out.shape
+    last, of_class, dithers = len(table_of) - 1, -1, len(offsets) > 0
+    of_classes, bases = np.zeros(num_columns, np.uint32), np.empty(out.size, np.uint32)
+    n = 0
+    for i in range(num_rows):
+        if rows[i] != of_class:
+            of_class = _int64(rows[i])
+            for j in range(num_columns):
+                of_classes[j] = table_of[min(of_class + _int64(columns[j]), last)] * _TOTAL
+        for j in range(num_columns):
+            bases[n + j] = of_classes[j]
+        if dithers:
+            for j in range(num_columns):
+                offset = _int32(offsets[i, j])
+                bases[n + j] += (offset ^ (offset >> 7)) * apart * _TOTAL
+        n += num_columns
+    flat, lanes = out.reshape(-1), np.zeros(LANES, np.uint32)
+    lanes[:] = states
+    word_at, end = _uint64(at), _uint64(len(words) - 1)
+    for start in range(0, n, LANES):
+        # What all lanes do by themselves first: a processor has many such at once.
+        for lane in range(LANES if start + LANES <= n else n - start):
+            x = lanes[lane]
+            entry = slots[bases[start + lane] + (x & _uint32(_TOTAL - 1))]
+            high, place = x >> _uint32(_BITS), entry >> _uint32(8) & _uint32(_TOTAL - 1)
+            lanes[lane] = (entry >> _uint32(20)) * high + high + place
+            flat[start + lane] = _int8(entry)
+        for lane in range(LANES if start + LANES <= n else n - start):
+            wide = _uint64(lanes[lane])
+            needs = _uint64(wide < _uint64(LOWEST))
+            word = _uint64(words[min(word_at, end)])
+            lanes[lane] = wide << (needs << _uint64(4)) | word & (_uint64(0) - needs)
+            word_at += needs
+    states[:] = lanes
+    if dithers:
+        for i in range(num_rows):
+            for j in range(num_columns):
+                out[i, j] = out[i, j] if offsets[i, j] < 0 else -out[i, j]
+    behind: int = _int64(word_at)
+    return behind
