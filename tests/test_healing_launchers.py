@@ -110,7 +110,7 @@ CALLS = """
     folder, rank = Path(sys.argv[1]), os.environ["RANK"]
 
     def may_go_on(pipe, call):
-        with pipe.mesh.failing_together():
+        with pipe.mesh.abort_all_on_error():
             there = (folder / f"go-{call}").exists()
             return pipe.mesh.broadcast_object(there, 0, "word of the test")
 

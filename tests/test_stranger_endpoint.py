@@ -21,7 +21,7 @@ import mpcomp
 from mpcomp import ECSQ, KLT, Compressor, Identity, Link, TensorMeta
 from mpcomp.compressors.klt import Basis, InBasis
 from mpcomp.compressors.tokens import Tokens
-from mpcomp.core.padding import blanked, padded_positions
+from mpcomp.core.padding import padded_positions, zero_padding
 from mpcomp.core.randomness import generator_for
 from mpcomp.core.spec import SpecValue
 from mpcomp.core.step import Step
@@ -74,7 +74,7 @@ class LearnedEndpoint(Endpoint, of=Learned):
             if context.learns:
                 noted.announced = end.news is not None
                 padded = padded_positions(context.valid, plan.meta, x.device)
-                noted.x = blanked(x.detach(), padded).clone()
+                noted.x = zero_padding(x.detach(), padded).clone()
 
     def hear(self, payload, plan):
         if plan.context.learns:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mpcomp.compressors.base import Compressor
-from mpcomp.core.padding import blanked
+from mpcomp.core.padding import zero_padding
 from mpcomp.core.tensor_meta import TensorMeta
 
 __all__ = ["base_energy", "gain_of", "rest_energy", "shrinks"]
@@ -57,7 +57,7 @@ def rest_energy(
     if not shrinks(compressor, meta):
         return torch.zeros((), dtype=torch.float64, device=x.device)
     payload = compressor.compress(x, draw(""))
-    arrived = blanked(compressor.decompress(payload, meta, draw("")), padded)
+    arrived = zero_padding(compressor.decompress(payload, meta, draw("")), padded)
     return (x.detach().double() - arrived.double()).square().sum()
 
 

@@ -25,7 +25,7 @@ from mpcomp.api.dial import Dial
 from mpcomp.api.launch import DistributedLaunch, Launch, LocalLaunch
 from mpcomp.api.learned_loss import check_loss, place_loss
 from mpcomp.api.pipeline import Pipeline
-from mpcomp.checkpoint.weights import check_weights, load_weights, refuse_part_for_whole, to_meta
+from mpcomp.checkpoint.weights import add_partial_guard, check_weights, load_weights, to_meta
 from mpcomp.comm.devices import model_of
 from mpcomp.comm.mesh import launched
 from mpcomp.compressors import Compressor
@@ -206,7 +206,7 @@ def build(model: nn.Module, config: PipelineConfig) -> Pipeline:
         "warmup_steps": config.warmup_steps,
         "checked": config.checks == "message",
     }
-    with launch.failing_together():
+    with launch.abort_all_on_error():
         cut = launch.cut(model)
         config.check_data(cut)
         loss_fn = config.loss_for(cut)
@@ -259,7 +259,7 @@ def build(model: nn.Module, config: PipelineConfig) -> Pipeline:
     place_loss(loss_fn, cut, launch.device_of(last) if last in own else None)
     plain = launch.prepare(model, cut, own)
     if len(own) < len(cut):
-        refuse_part_for_whole(model)
+        add_partial_guard(model)
     engine, replica_sync = launch.engine(cut, boundaries, ties, plain)
     first_data = None
     if config.data == "first" and isinstance(engine, DistributedEngine):

@@ -192,7 +192,7 @@ def _sums_over(
         watch = check.begin(len(outputs), target)
         for output, part in zip(outputs, targets, strict=bool(outputs)):
             judged = True
-            with mesh.failing_together("metric"):  # others wait for its value
+            with mesh.abort_all_on_error("metric"):  # others wait for its value
                 part = map_tensors(part, lambda t: t.to(mesh.device))
                 if watch is not None:
                     watch(output, part)

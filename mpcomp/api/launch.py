@@ -80,7 +80,7 @@ class Launch(ABC):
     def __init__(self, config: PipelineConfig) -> None:
         self.config = config
 
-    def failing_together(self) -> AbstractContextManager[None]:
+    def abort_all_on_error(self) -> AbstractContextManager[None]:
         """A context for all that may be refused; then the other ranks need not wait."""
         return nullcontext()
 
@@ -233,17 +233,17 @@ class DistributedLaunch(Launch):
         self._dp_comp: ReplicaMethod | None = None
         self._sharding: Sharding | None = None
 
-    def failing_together(self) -> AbstractContextManager[None]:
+    def abort_all_on_error(self) -> AbstractContextManager[None]:
         return announcing_failure(self.mesh)
 
     def place_of(self, stage: int) -> int:
         """The rank of a pipeline that has a stage."""
-        return self._schedule.place_of(stage, self.mesh.num_in_pipeline)
+        return self._schedule.place_of(stage, self.mesh.pp_size)
 
     def cut(self, model: nn.Module) -> list[staging.Stage]:
         _check_there(self.mesh.device)  # here, where a failure is told to the other ranks
         cut = split_as_asked(model, self._where(model), self.config)
-        self._schedule.check_stages(len(cut) - cut[0].together, self.mesh.num_in_pipeline)
+        self._schedule.check_stages(len(cut) - cut[0].together, self.mesh.pp_size)
         self._check_one_stage(cut)
         self._check_parameters(cut)
         self._check_recompute()
@@ -254,7 +254,7 @@ class DistributedLaunch(Launch):
         if split not in (None, "time"):
             assert split is not None
             return split
-        num_stages = mesh.num_in_pipeline * self._schedule.default_stages_per_rank
+        num_stages = mesh.pp_size * self._schedule.default_stages_per_rank
         if split is None:
             return num_stages
         config = self.config
@@ -265,9 +265,7 @@ class DistributedLaunch(Launch):
         slowest = [
             [
                 max(of_block)
-                for of_block in zip(
-                    *times[self.place_of(stage) :: mesh.num_in_pipeline], strict=True
-                )
+                for of_block in zip(*times[self.place_of(stage) :: mesh.pp_size], strict=True)
             ]
             for stage in range(num_stages)
         ]
@@ -311,7 +309,7 @@ class DistributedLaunch(Launch):
         mesh = self.mesh
         names = []
         for rank in range(mesh.num_ranks):
-            replica, place = divmod(rank, mesh.num_in_pipeline)
+            replica, place = divmod(rank, mesh.pp_size)
             there = [str(i) for i in range(num_stages) if self.place_of(i) == place]
             of_replica = f" of replica {replica}" if mesh.num_replicas > 1 else ""
             names.append(f"rank {rank} (stage {' and '.join(there)}{of_replica})")
@@ -374,7 +372,7 @@ class DistributedLaunch(Launch):
     # -- checks ----------------------------------------------------------------------------------
 
     def _check_parameters(self, cut: Sequence[staging.Stage]) -> None:
-        for place in range(self.mesh.num_in_pipeline):
+        for place in range(self.mesh.pp_size):
             held = [s for i, s in enumerate(cut) if self.place_of(i) == place]
             if not any(True for stage in held for _ in stage.parameters()):
                 raise ValueError(

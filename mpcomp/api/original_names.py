@@ -17,7 +17,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 import stages as staging
 from mpcomp.api.porting import WRAPPED
-from mpcomp.checkpoint.weights import whole_again
+from mpcomp.checkpoint.weights import remove_partial_guard
 from mpcomp.comm.mesh import Mesh
 from mpcomp.core.dtensor import distribute_like
 from mpcomp.data_parallel.replica_sync import ReplicaSync
@@ -240,7 +240,7 @@ class OriginalModel(OriginalNames):
             return model.to(self.engine.device_of(0))
         self._align_replicas()
         whole = copy.deepcopy(model)
-        whole_again(whole)
+        remove_partial_guard(whole)
         own = {name: x.detach().cpu() for name, x in super().state_dict().items()}
         whole.load_state_dict(self.mesh.all_gather_tensors(own, "weights"), assign=True)
         staging.tie_names(whole, self.cut_stages)
@@ -265,7 +265,7 @@ class OriginalModel(OriginalNames):
                 "pipe.merge() and torch.save, or pipe.save"
             )
         model: Any = self.merge()
-        with self.mesh.failing_together("saving the model"):
+        with self.mesh.abort_all_on_error("saving the model"):
             if self.mesh.rank == 0:
                 model.save_pretrained(folder, **options)
         self.mesh.all_gather_object(None)  # none goes on to read what is not there yet

@@ -535,7 +535,7 @@ class Pipeline(Figures, OriginalModel):
             scaler=self.scaler,
             is_language_model=self.cut_stages[0].is_causal_lm,
             forward_backward=self.forward_backward,
-            crossed_by=self._crossed_by,
+            swapped_links=self._swapped_links,
             step_times=lambda: self.step_times,
             account=self.account,
         )
@@ -554,7 +554,7 @@ class Pipeline(Figures, OriginalModel):
             )
 
     @contextmanager
-    def _crossed_by(self, boundaries: Sequence[Boundary]) -> Iterator[None]:
+    def _swapped_links(self, boundaries: Sequence[Boundary]) -> Iterator[None]:
         """Within it the links of other boundaries are used, and nothing is left of its steps.
 
         Weights and generators apart.
@@ -562,9 +562,9 @@ class Pipeline(Figures, OriginalModel):
         steps = self._steps
         with ExitStack() as stack:
             for own, other in zip(self.boundaries, boundaries, strict=True):
-                stack.enter_context(own.crossed_by(other))
+                stack.enter_context(own.swapped_links(other))
             for tie in self.ties:
-                stack.enter_context(tie.crossed_anew())
+                stack.enter_context(tie.fresh_links())
             self._steps = steps.apart()
             try:
                 yield

@@ -59,7 +59,7 @@ def load(
     saved = find(mesh, folder)
     with SharedOutcome(mesh) as opening:
         opening.value = list(run.here)
-    placement = opening.values[: mesh.num_in_pipeline]
+    placement = opening.values[: mesh.pp_size]
     unchanged = (
         saved.placement == placement
         and saved.num_replicas == mesh.num_replicas
@@ -160,7 +160,7 @@ def _prepared(
     if links is None:
         links = sum_of_links(part.meta["links"] for part in parts)
     check_links(run, saved, links)
-    place = mesh.rank % mesh.num_in_pipeline
+    place = mesh.rank % mesh.pp_size
     nearest = parts[0] if unchanged or place >= len(parts) else parts[place]
     plain: dict[str, Any] = {
         what: next((p.meta[what] for p in (nearest, *parts) if p.meta[what] is not None), None)

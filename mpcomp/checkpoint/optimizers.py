@@ -59,9 +59,9 @@ def _names_of(run: RunState, optimizer: torch.optim.Optimizer) -> list[list[str]
     Raises:
         ValueError: as of `optimizer_entry`.
     """
-    if isinstance(optimizer, torch.optim.LBFGS) and run.mesh.num_in_pipeline > 1:
+    if isinstance(optimizer, torch.optim.LBFGS) and run.mesh.pp_size > 1:
         raise ValueError(
-            f"LBFGS on {run.mesh.num_in_pipeline} ranks: each would search by the gradients of its "
+            f"LBFGS on {run.mesh.pp_size} ranks: each would search by the gradients of its "
             "own stages alone, and call its closure as often as it likes; train in one process, or "
             "by an optimizer that goes by each gradient, such as Adam"
         )

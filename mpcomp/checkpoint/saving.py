@@ -122,7 +122,7 @@ def _written(
             writing.value = [entries, _for_others(meta["replicas"])] if several else None
         with SharedOutcome(mesh):
             if several:
-                placement = [stages for _, stages in starts[: mesh.num_in_pipeline]]
+                placement = [stages for _, stages in starts[: mesh.pp_size]]
                 whole = {
                     "placement": placement,
                     "num_replicas": mesh.num_replicas,

@@ -17,12 +17,12 @@ import stages as staging
 from mpcomp.checkpoint.files import WeightsFile, weights_files
 
 __all__ = [
+    "add_partial_guard",
     "check_weights",
     "load_weights",
     "parameters_to_meta",
-    "refuse_part_for_whole",
+    "remove_partial_guard",
     "to_meta",
-    "whole_again",
 ]
 
 
@@ -113,17 +113,17 @@ def parameters_to_meta(module: nn.Module) -> None:
                 setattr(owner, name, made.setdefault(id(parameter), kept))
 
 
-def refuse_part_for_whole(model: nn.Module) -> None:
+def add_partial_guard(model: nn.Module) -> None:
     """Makes ``state_dict`` of a model an error as long as other ranks have a part of its weights.
 
-    `whole_again` takes that from a copy which has them all.
+    `remove_partial_guard` takes that from a copy which has them all.
     """
-    whole_again(model)  # of an earlier pipeline
+    remove_partial_guard(model)  # of an earlier pipeline
     model.register_state_dict_post_hook(_check_whole)  # type: ignore[no-untyped-call]
 
 
-def whole_again(model: nn.Module) -> None:
-    """Takes back `refuse_part_for_whole`, so that nothing of this library is saved with a model."""
+def remove_partial_guard(model: nn.Module) -> None:
+    """Takes back `add_partial_guard`, so that nothing of this library is saved with a model."""
     hooks = model._state_dict_hooks
     for number in [number for number, hook in hooks.items() if hook is _check_whole]:
         del hooks[number]

@@ -6,7 +6,7 @@ ranks cannot tell each other in the same way at all times:
 * before they are connected through the store, without waiting for anybody
   (`mpcomp.comm.handshake.announcing_failure`);
 * while messages are under way by closing the connections, which ends the pipeline
-  (`mpcomp.comm.mesh.Mesh.failing_together`).
+  (`mpcomp.comm.mesh.Mesh.abort_all_on_error`).
 """
 
 from __future__ import annotations

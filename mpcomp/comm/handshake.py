@@ -231,7 +231,7 @@ def step_name(step: Step) -> str:
     return f"step {step.index} ({'training' if step.train else 'evaluation'})"
 
 
-def check_step(gathered: Sequence[StepFingerprint], step: Step, num_in_pipeline: int) -> None:
+def check_step(gathered: Sequence[StepFingerprint], step: Step, pp_size: int) -> None:
     """Compares what all ranks have announced.
 
     Raises:
@@ -252,7 +252,7 @@ def check_step(gathered: Sequence[StepFingerprint], step: Step, num_in_pipeline:
             "calls on every rank, in the same order"
         ),
     )
-    row = num_in_pipeline
+    row = pp_size
     firsts = [gathered[rank - rank % row] for rank in range(len(gathered))]
     same = [
         sketches_agree(one.sketch, first.sketch)
@@ -268,7 +268,7 @@ def check_step(gathered: Sequence[StepFingerprint], step: Step, num_in_pipeline:
             f"{step_name(step)}: the batch, target or sample ids differ. Seed the loader's shuffle "
             "and augmentation alike on all ranks of a replica"
         ),
-        group=num_in_pipeline,
+        group=pp_size,
     )
 
 

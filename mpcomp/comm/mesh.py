@@ -124,7 +124,7 @@ class Mesh(ABC):
         num_ranks: of processes.
         num_replicas: number of pipelines.
         replica: which of them this rank is in.
-        num_in_pipeline: ranks of one pipeline.
+        pp_size: ranks of one pipeline.
         place: this rank's number among those.
         where: what this rank is doing, for errors, as in "stage 1, microbatch 3, forward".
     """
@@ -134,7 +134,7 @@ class Mesh(ABC):
     num_ranks = 1
     num_replicas = 1
     replica = 0
-    num_in_pipeline = 1
+    pp_size = 1
     place = 0
     where = "start"
 
@@ -175,7 +175,7 @@ class Mesh(ABC):
         """
 
     @abstractmethod
-    def failing_together(self, where: str = "") -> AbstractContextManager[None]:
+    def abort_all_on_error(self, where: str = "") -> AbstractContextManager[None]:
         """A context for whatever needs other ranks, or is needed by them.
 
         What fails in it on one rank ends the pipeline on all of them, as messages that were begun
@@ -194,9 +194,9 @@ class Mesh(ABC):
 
     def broadcast_in_pipelines(self, x: Tensor | None, place: int, what: str) -> Tensor:
         """In each pipeline a tensor from its rank at ``place`` to all ranks of it."""
-        with self.failing_together():
+        with self.abort_all_on_error():
             for replica in range(self.num_replicas):
-                shared = self.broadcast_tensor(x, replica * self.num_in_pipeline + place, what)
+                shared = self.broadcast_tensor(x, replica * self.pp_size + place, what)
                 if replica == self.replica:
                     own = shared
         return own
@@ -204,8 +204,8 @@ class Mesh(ABC):
     def all_gather_tensors(self, tensors: Mapping[str, Tensor], what: str) -> dict[str, Tensor]:
         """Tensors under distinct names from the ranks of the first pipeline, on every rank."""
         gathered: dict[str, Tensor] = {}
-        with self.failing_together():
-            for rank in range(self.num_in_pipeline):
+        with self.abort_all_on_error():
+            for rank in range(self.pp_size):
                 for name in self.broadcast_object(list(tensors), rank, f"names of {what}"):
                     own = tensors[name] if rank == self.rank else None
                     gathered[name] = self.broadcast_tensor(own, rank, what)
@@ -271,7 +271,7 @@ class LocalMesh(Mesh):
     def whole(self, x: Tensor, what: str) -> Tensor:
         return x
 
-    def failing_together(self, where: str = "") -> AbstractContextManager[None]:
+    def abort_all_on_error(self, where: str = "") -> AbstractContextManager[None]:
         return nullcontext()
 
     def all_gather_tensors(self, tensors: Mapping[str, Tensor], what: str) -> dict[str, Tensor]:
@@ -306,8 +306,8 @@ class ProcessMesh(Mesh):
                 f"{self.num_ranks}, as every replica is a whole pipeline"
             )
         self.num_replicas = replicas
-        self.num_in_pipeline = self.num_ranks // replicas
-        self.replica, self.place = divmod(self.rank, self.num_in_pipeline)
+        self.pp_size = self.num_ranks // replicas
+        self.replica, self.place = divmod(self.rank, self.pp_size)
         self.device = device
         self.timeout_s = timeout_s
         #: Of a single wait; the rest is for finding out why it was in vain.
@@ -319,7 +319,7 @@ class ProcessMesh(Mesh):
         self.waits = Waits()
         self._groups: list[dist.ProcessGroup] = []
         self._closing: list[Callable[[], None]] = []
-        self._guarded = False  # whether a `failing_together` is under way
+        self._guarded = False  # whether a `abort_all_on_error` is under way
         self._where = Mesh.where
         self._beside = threading.local()
         self._telling: FromFirst | None = None
@@ -387,7 +387,7 @@ class ProcessMesh(Mesh):
         """
         own = None
         for row in range(self.num_replicas):
-            ranks = [row * self.num_in_pipeline + place for place in (a, b)]
+            ranks = [row * self.pp_size + place for place in (a, b)]
             group = self._group(sorted(ranks), backend)
             if self.rank in ranks:
                 own = group
@@ -395,7 +395,7 @@ class ProcessMesh(Mesh):
 
     def rank_at(self, place: int) -> int:
         """The rank at a place of this rank's own pipeline."""
-        return self.replica * self.num_in_pipeline + place
+        return self.replica * self.pp_size + place
 
     def _group(self, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
         group = self._new(ranks, backend)
@@ -425,11 +425,11 @@ class ProcessMesh(Mesh):
                 delattr(self, name)
         gc.collect()
 
-    def close_first(self, close: Callable[[], None]) -> None:
+    def on_close(self, close: Callable[[], None]) -> None:
         """Has `close` call this before it closes what is here."""
         self._closing.append(close)
 
-    def end_with(self, owner: object) -> None:
+    def destroy_with(self, owner: object) -> None:
         """Destroys the groups when ``owner`` is no more: they have a thread and sockets each."""
         weakref.finalize(owner, _destroy, self._groups).atexit = False
 
@@ -451,7 +451,7 @@ class ProcessMesh(Mesh):
     def announce(self, values: Sequence[int], what: str) -> Callable[[], list[list[int]]]:
         """`all_gather` in two parts: sends, and gives what waits for the other ranks."""
         own = torch.tensor(list(values), dtype=torch.int64)
-        with self.failing_together(), self.waits.leaving(what):
+        with self.abort_all_on_error(), self.waits.leaving(what):
             records = self._records.begin(own)
 
         def gathered() -> list[list[int]]:
@@ -462,12 +462,12 @@ class ProcessMesh(Mesh):
         return gathered
 
     def all_gather_object(self, value: Any, what: str = "figures of all ranks") -> list[Any]:
-        with self.failing_together():
+        with self.abort_all_on_error():
             return [self.broadcast_object(value, rank, what) for rank in range(self.num_ranks)]
 
     def clock_offset(self) -> Offset:
         what = "comparison of clocks"
-        with self.failing_together(what):
+        with self.abort_all_on_error(what):
             return offset_to_first(self._control, self.wait_s, lambda: self.waiting(what))
 
     def broadcast(self, x: Tensor, source: int, what: str) -> None:
@@ -475,7 +475,7 @@ class ProcessMesh(Mesh):
             dist.broadcast(x, src=source, group=self._control)
 
     def broadcast_object(self, value: Any, source: int, what: str) -> Any:
-        with self.failing_together():
+        with self.abort_all_on_error():
             raw = json.dumps(value).encode() if self.rank == source else b""
             length = torch.tensor([len(raw)])
             with self.waiting(what):
@@ -517,22 +517,22 @@ class ProcessMesh(Mesh):
         Returns:
             The bytes of all these messages.
         """
-        with self.failing_together(), self.waits.leaving(what):
+        with self.abort_all_on_error(), self.waits.leaving(what):
             return self._from_first().send(message)
 
     def hear(self, what: str) -> bytes:
         """Waits for what the first rank of this pipeline tells."""
-        with self.failing_together(), self.waits.on(self.rank_at(0), what):
+        with self.abort_all_on_error(), self.waits.on(self.rank_at(0), what):
             return self._from_first().receive()
 
     def _from_first(self) -> FromFirst:
         if self._telling is None:
-            ranks = [self.rank_at(place) for place in range(self.num_in_pipeline)]
+            ranks = [self.rank_at(place) for place in range(self.pp_size)]
             self._telling = FromFirst(self._control, ranks, self.wait_s)
         return self._telling
 
     @contextmanager
-    def failing_together(self, where: str = "") -> Iterator[None]:
+    def abort_all_on_error(self, where: str = "") -> Iterator[None]:
         self.where = where or self.where
         if self._guarded:  # the outermost one lets go of all frames that hold a connection
             yield
@@ -550,7 +550,7 @@ class ProcessMesh(Mesh):
 
     @contextmanager
     def _collective(self, what: str, where: str = "") -> Iterator[None]:
-        with self.failing_together(where), self.waiting(what):
+        with self.abort_all_on_error(where), self.waiting(what):
             yield
 
 

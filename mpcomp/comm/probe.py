@@ -121,8 +121,8 @@ def measure_chain(mesh: ProcessMesh) -> list[tuple[float, float]]:
     own: list[tuple[float, float] | None] = []
     opened: list[Channel] = []
     transport = transport_for(mesh, 1)
-    with mesh.failing_together("measuring links"):
-        for place in range(mesh.num_in_pipeline - 1):
+    with mesh.abort_all_on_error("measuring links"):
+        for place in range(mesh.pp_size - 1):
             both = [
                 transport.open(place, place + 1, f"link {place}", varies=False, at=_measuring)
                 for _ in range(2)

@@ -274,7 +274,7 @@ def _print(outcome: Outcome, about: str, options: argparse.Namespace) -> None:
         print("(steps of so many stages and microbatches are not simulated for every rate)")
     if outcome.replicas:
         print("", outcome.replica_table(), sep="\n")
-    print("", *outcome.sentences(), sep="\n")
+    print("", *outcome.summary(), sep="\n")
 
 
 def _about(model: Candidate, profile: Profile, options: argparse.Namespace, chunks: int) -> str:

@@ -114,7 +114,7 @@ class Account:
         name, part = max(self.parts.items(), key=lambda item: item[1].wire_bytes)
         return name if isfinite(self.whole.wire_bytes) and part.wire_bytes else None
 
-    def sentences(self) -> list[str]:
+    def summary(self) -> list[str]:
         """Two sentences on a step: its bytes, and what most of them are for; none of nothing."""
         whole, largest = self.whole, self.largest
         if largest is None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mpcomp.core.tensor_meta import TensorMeta
 
-__all__ = ["blanked", "keep_padded", "padded_positions", "valid_positions"]
+__all__ = ["keep_padded", "padded_positions", "valid_positions", "zero_padding"]
 
 
 def valid_positions(
@@ -65,7 +65,7 @@ def padded_positions(valid: Tensor | None, meta: TensorMeta, device: torch.devic
     return ~valid.to(device)[:, :, None]
 
 
-def blanked(x: Tensor, padded: Tensor | None) -> Tensor:
+def zero_padding(x: Tensor, padded: Tensor | None) -> Tensor:
     """A copy of ``x`` with zeros where it is padded; ``x`` itself if ``padded`` is None.
 
     Args:

@@ -110,7 +110,7 @@ def _shared(shape: tuple[int, ...], dtype: torch.dtype, channels_last: bool) -> 
     return TensorMeta(shape, dtype, channels_last)
 
 
-def narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
+def cast_saturating(x: Tensor, dtype: torch.dtype) -> Tensor:
     """fp32 ``x`` in ``dtype``, its finite values kept finite; fp16 ends at 65504."""
     if dtype == torch.float16:
         limit = torch.finfo(dtype).max

@@ -267,7 +267,7 @@ class ReplicaMethod(SpecValue, ABC):
 
     def second_stage_memory(self) -> Memory:
         """The memory of a mean that one replica forms for all, and compresses again."""
-        return self.memory(compressed=True).of_mean()
+        return self.memory(compressed=True).second_stage_memory()
 
 
 def matrix_of(meta: TensorMeta) -> TensorMeta:

@@ -53,7 +53,7 @@ def connect_replicas(
     Raises:
         PeerError: another rank failed.
     """
-    with mesh.failing_together("connecting replicas"):
+    with mesh.abort_all_on_error("connecting replicas"):
         return _connected(own, method, mesh, network, seed, cut, tied_alias, sharding)
 
 
@@ -109,7 +109,7 @@ def _connected(
         )
     assert method is not None
     if apart:
-        connections["together"] = mesh.failing_together
+        connections["together"] = mesh.abort_all_on_error
     exchange = (LocalExchange if apart else Exchange)(
         trained_in(own),
         method,

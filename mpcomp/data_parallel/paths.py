@@ -24,7 +24,7 @@ from torch import Tensor
 from mpcomp.comm.collectives import Peers, Works
 from mpcomp.compressors import Compressor
 from mpcomp.compressors.coding import Encoded
-from mpcomp.core.tensor_meta import TensorMeta, narrow
+from mpcomp.core.tensor_meta import TensorMeta, cast_saturating
 from mpcomp.core.wire import Payload, aligned_length, pack
 from mpcomp.data_parallel.base import Controller, Draw, Factored, Static, matrix_of
 from mpcomp.data_parallel.network import ReplicaNetwork
@@ -55,7 +55,7 @@ def dense_sum(plans: Sequence[GradientPlan], context: Context) -> Path:
         alike = [plan for plan in plans if plan.uncompressed_meta.dtype == dtype]
         parts = []
         for plan in alike:
-            part = narrow(plan.target, dtype)
+            part = cast_saturating(plan.target, dtype)
             if plan.end.keeps:
                 plan.sent(partial(torch.sub, other=part.to(torch.float32)))
             parts.append(part)
@@ -135,7 +135,7 @@ def two_phase(plans: Sequence[GradientPlan], context: Context) -> Path:
         pieces, start = [], 0
         for i, coding in enumerate(of_pieces):
             piece = slice(start, start + coding.meta.numel)
-            x = narrow(plan.target[piece], coding.meta.dtype).reshape(coding.meta.shape)
+            x = cast_saturating(plan.target[piece], coding.meta.dtype).reshape(coding.meta.shape)
             encoded = context.controller.encode(plan.name, x, coding)
             pieces.append(_Sent(piece, encoded))
             context.count(encoded)
@@ -173,7 +173,7 @@ def two_phase(plans: Sequence[GradientPlan], context: Context) -> Path:
         end = context.state.second_stage(plan.name, start, meta.numel)
         due = GradientPlan(plan.name, mean, end)
         due.load(context, stream=RESIDUAL_STREAM - own - 1)
-        x = narrow(due.target, meta.dtype).reshape(meta.shape)
+        x = cast_saturating(due.target, meta.dtype).reshape(meta.shape)
         again.append(due.note(context, coding.encode(x)).payload)
     lengths = [
         aligned_length(sum((of_pieces[i].layout for of_pieces in of_means), ()))

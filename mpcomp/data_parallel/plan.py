@@ -14,7 +14,7 @@ from torch import Tensor
 from mpcomp.comm.collectives import Peers
 from mpcomp.compressors import Compressor
 from mpcomp.compressors.coding import Coding, Encoded
-from mpcomp.core.tensor_meta import TensorMeta, narrow
+from mpcomp.core.tensor_meta import TensorMeta, cast_saturating
 from mpcomp.core.traffic import ReplicaTraffic
 from mpcomp.data_parallel.base import Controller, Draw, ReplicaMethod, matrix_of
 from mpcomp.feedback.memory import Field, Memory, Sent, State
@@ -148,7 +148,7 @@ class GradientPlan:
         """The message of the whole parameter; what it leaves out goes to the memory."""
         codec = context.compressor_of(self.name)
         coding = context.coding(codec, self.shaped(codec), self.name, 0)
-        x = narrow(self.target, coding.meta.dtype).reshape(coding.meta.shape)
+        x = cast_saturating(self.target, coding.meta.dtype).reshape(coding.meta.shape)
         return self.note(context, context.controller.encode(self.name, x, coding))
 
     def note(self, context: Context, encoded: Encoded) -> Encoded:
@@ -171,7 +171,7 @@ class GradientPlan:
     def finish(self, mean: Tensor) -> None:
         """Writes the result into the gradient, from the mean [n] of what all have sent."""
         result = self.end.memory.received(mean, self._state)
-        self.gradient.copy_(self.meta.unflatten(narrow(result, self.meta.dtype)))
+        self.gradient.copy_(self.meta.unflatten(cast_saturating(result, self.meta.dtype)))
 
 
 def shape_for(codec: Compressor, meta: TensorMeta) -> TensorMeta:

@@ -99,7 +99,7 @@ class ReplicaSync(ABC):
     def align_buffers(self) -> None:
         """Gives all replicas the buffers (BatchNorm's statistics) of the first."""
         mesh = self._mesh
-        with mesh.failing_together(), mesh.waiting("buffers of the first replica"):
+        with mesh.abort_all_on_error(), mesh.waiting("buffers of the first replica"):
             for stage in self._stages:
                 for buffer in stage.buffers():
                     dist.broadcast(buffer, src=mesh.place, group=mesh.replica_group)

@@ -26,7 +26,7 @@ from torch import Tensor
 from mpcomp.compressors import Compressor, Identity
 from mpcomp.compressors.coding import Coding
 from mpcomp.core.randomness import generator_for
-from mpcomp.core.tensor_meta import TensorMeta, narrow
+from mpcomp.core.tensor_meta import TensorMeta, cast_saturating
 from mpcomp.core.traffic import ReplicaTraffic
 from mpcomp.core.wire import Payload, aligned_length, pack, packed_length
 from mpcomp.data_parallel.base import Factored, ReplicaMethod, RunInfo, matrices
@@ -199,7 +199,7 @@ class ShardedExchange(Exchange):
             step.count_route("scatter")
             return plan.encode(step).payload
         step.count_route("dense")
-        sent = narrow(plan.target, plan.uncompressed_meta.dtype)
+        sent = cast_saturating(plan.target, plan.uncompressed_meta.dtype)
         if plan.end.keeps:
             plan.sent(partial(torch.sub, other=sent.to(torch.float32)))
         encoded = self._coding(plan).encode(sent.reshape(1, -1))

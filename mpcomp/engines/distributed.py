@@ -35,7 +35,7 @@ from mpcomp.data_parallel.replica_sync import ReplicaSync
 from mpcomp.engines.background import Background
 from mpcomp.engines.base import Engine, choose_finite
 from mpcomp.engines.in_flight import Depth
-from mpcomp.engines.schedules import OWN, InFlight1F1B, Schedule
+from mpcomp.engines.schedules import DEFAULT_SCHEDULE, InFlight1F1B, Schedule
 from mpcomp.engines.shape_inference import Planner
 from mpcomp.engines.stage_runner import Autocast, StageRunner
 from mpcomp.engines.torch_stage import CutStage, run_schedule
@@ -97,15 +97,15 @@ class DistributedEngine(Engine):
         self.connections = transport.connections
         self.together = cut[0].together
         self._bounded = in_flight_bytes is not None
-        self.places = [schedule.place_of(i, mesh.num_in_pipeline) for i in range(len(cut))]
+        self.places = [schedule.place_of(i, mesh.pp_size) for i in range(len(cut))]
         self.output_place = self.places[-1]
         self._replica_sync = replica_sync
         self._stages: list[CutStage] = []
         self._wiring = Wiring(boundaries, transport, self.places)
-        mesh.close_first(self._close)
+        mesh.on_close(self._close)
         connected = self._wiring.boundaries
         # The order in which torch's schedules take messages is theirs.
-        beside = schedule is OWN and codes_beside(self.device, mesh.num_ranks)
+        beside = schedule is DEFAULT_SCHEDULE and codes_beside(self.device, mesh.num_ranks)
         self._background = Background(mesh) if beside else None
         self._planner = Planner(plain or cut, self.device)
         for i, place in enumerate(self.places):
@@ -136,7 +136,7 @@ class DistributedEngine(Engine):
                 self.schedule, self._stages, chunks, in_flight, in_flight_bytes, mesh
             )
         # Not longer than we: else a process that makes many pipelines has ever more of them.
-        mesh.end_with(self)
+        mesh.destroy_with(self)
         # No rank goes on, and perhaps ends, while another is still connecting to it.
         mesh.all_reduce_sum([0.0])
 
@@ -168,7 +168,7 @@ class DistributedEngine(Engine):
         if same is not None:
             self._check_same(step, same, 0)
         with (
-            self.mesh.failing_together(),
+            self.mesh.abort_all_on_error(),
             torch.no_grad(),
         ):  # a graph would end where this rank does
             return self._inferred(microbatches, step)
@@ -196,7 +196,7 @@ class DistributedEngine(Engine):
         everywhere: bool = True,
     ) -> list[Tensor]:
         if not everywhere:
-            with self.mesh.failing_together(), torch.no_grad():
+            with self.mesh.abort_all_on_error(), torch.no_grad():
                 outputs = self._inferred([batch], step)
                 return [choose_finite(output, choose).cpu() for output in outputs]
         chosen = torch.empty(batch["input_ids"].shape[0], dtype=torch.int64)
@@ -204,15 +204,15 @@ class DistributedEngine(Engine):
             tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
             self._check_same(step, (tensors,), 0, same)
             gathered = self.mesh.all_gather([len(chosen)], "rows of all replicas")
-            self._rows_of_replicas = [rows for (rows,) in gathered[:: self.mesh.num_in_pipeline]]
-        with self.mesh.failing_together(), torch.no_grad():
+            self._rows_of_replicas = [rows for (rows,) in gathered[:: self.mesh.pp_size]]
+        with self.mesh.abort_all_on_error(), torch.no_grad():
             for output in self._inferred([batch], step):
                 chosen.copy_(choose_finite(output, choose))
             self.mesh.where = "next token"
             of_replicas = [torch.empty(rows, dtype=torch.int64) for rows in self._rows_of_replicas]
             of_replicas[self.mesh.replica] = chosen
             for replica, tokens in enumerate(of_replicas):
-                source = replica * self.mesh.num_in_pipeline + self.output_place
+                source = replica * self.mesh.pp_size + self.output_place
                 self.mesh.broadcast(tokens, source, "next token")
         return of_replicas
 
@@ -244,7 +244,7 @@ class DistributedEngine(Engine):
         # With updates the depth is given: on it depends by which weights gradients are made.
         searches = self._depth if updates is None else None
         choosing = searches.choosing() if searches else nullcontext()
-        with choosing, self.mesh.failing_together():
+        with choosing, self.mesh.abort_all_on_error():
             with separate_gradients(self._ties, step) as added_up:
                 parts = parts or self._begin(microbatches, step, updates)
                 if isinstance(self.schedule, InFlight1F1B):
@@ -354,7 +354,7 @@ class DistributedEngine(Engine):
     def _agreed(self, step: Step, gathered: Callable[[], list[list[int]]]) -> tuple[float, int]:
         """The second part of `_announce`."""
         self.mesh.where = f"step {step.index}, start"
-        row = self.mesh.num_in_pipeline
+        row = self.mesh.pp_size
         found = [StepFingerprint.from_numbers(line) for line in gathered()]
         check_step(found, step, row)
         of_replica = found[row * self.mesh.replica : row * (self.mesh.replica + 1)]
@@ -382,7 +382,7 @@ class DistributedEngine(Engine):
         counts_bytes = self._depth is not None and self._depth.counts_bytes
         if not first.is_first or sharded or counts_bytes:
             return None, lambda: None
-        with self.mesh.failing_together():
+        with self.mesh.abort_all_on_error():
             try:
                 parts = self._begin(microbatches, step, updates)
             except Exception:  # which comes again if ranks agree on the step
@@ -425,7 +425,7 @@ class DistributedEngine(Engine):
 
     def probe(self) -> list[tuple[float, float] | None]:
         own: list[tuple[float, float] | None] = []
-        with self.mesh.failing_together("measuring links"):
+        with self.mesh.abort_all_on_error("measuring links"):
             for i, connected in enumerate(self._wiring.boundaries):
                 if connected is None or not connected.act.channel.on_wire:
                     own.append(None)

@@ -146,7 +146,7 @@ class FirstData:
         mesh = self._engine.mesh
         if all(value is None for value in given):
             return
-        with mesh.failing_together(what):
+        with mesh.abort_all_on_error(what):
             raise ValueError(
                 f"rank {mesh.rank} was given a batch in {what}, and with data='first' rank "
                 f"{mesh.rank_at(0)} alone has data: call {what}() without any on the other ranks, "

@@ -24,7 +24,7 @@ from mpcomp.core.spec import closest
 from mpcomp.engines.updates import Updates, behind_of, in_flight_of
 
 __all__ = [
-    "OWN",
+    "DEFAULT_SCHEDULE",
     "InFlight1F1B",
     "Ring1F1B",
     "Schedule",
@@ -39,7 +39,7 @@ class Schedule:
     """A schedule, as far as the engine knows it.
 
     Attributes:
-        name: torch's, or `OWN`'s.
+        name: torch's, or `DEFAULT_SCHEDULE`'s.
         stages_per_rank: exactly so many; None for any number.
         default_stages_per_rank: where the number of stages is not given.
         v_shaped: stages go down the ranks and up again, so that the last is on the first rank.
@@ -81,7 +81,7 @@ class Schedule:
         Raises:
             ValueError: the schedule cannot run with so many microbatches.
         """
-        if self is OWN:
+        if self is DEFAULT_SCHEDULE:
             own = InFlight1F1B if len(stages) == 1 else Ring1F1B
             schedule = own(stages[0], chunks, loss_fn=loss_fn, scale_grads=False)
             schedule.last = stages[-1]
@@ -96,7 +96,7 @@ class Schedule:
             raise ValueError(f"schedule={self.name!r} with chunks={chunks}: {error}") from error
 
 
-OWN = Schedule("in-flight 1F1B", stages_per_rank=1)
+DEFAULT_SCHEDULE = Schedule("in-flight 1F1B", stages_per_rank=1)
 
 _TORCH = (
     Schedule("GPipe", stages_per_rank=1),
@@ -128,7 +128,7 @@ def schedule_named(name: str | None) -> Schedule:
         ValueError: there is none.
     """
     if name is None:
-        return OWN
+        return DEFAULT_SCHEDULE
     for schedule in _TORCH:
         if schedule.name.lower() == name.lower():
             return schedule

@@ -371,7 +371,7 @@ class CutStage(PipelineStage):
 
         def send() -> None:
             message = encoded or act.encode(x, meta, step, microbatch)
-            act.hand_over(message, constant=constant)
+            act.send_encoded(message, constant=constant)
             if trains:
                 grad.post(meta, step, microbatch)
                 self._expect(grad, grad.receive_any, meta, microbatch, "backward")

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from mpcomp.core.tensor_meta import TensorMeta
-from mpcomp.feedback.kept import Exact
+from mpcomp.feedback.kept import Fp32Rows
 from mpcomp.feedback.memory import Field, Memory, Sent, Side, State
 from mpcomp.feedback.momentum import advanced
 from mpcomp.feedback.slots import StoragePlan
@@ -49,7 +49,7 @@ class Anchored(Memory):
 
     def fields(self, slot: TensorMeta) -> Mapping[str, Field]:
         # Exact, also beside a residual in few bits: replicas return to it again and again.
-        exact = Field(Side.RECEIVER, kept=Exact(slot.numel))
+        exact = Field(Side.RECEIVER, kept=Fp32Rows(slot.numel))
         own = (ANCHOR, OUTER_VELOCITY) if self.momentum else (ANCHOR,)
         return {**self.inner.fields(slot), **dict.fromkeys(own, exact)}
 
@@ -68,5 +68,5 @@ class Anchored(Memory):
         state[ANCHOR] = anchor
         return anchor
 
-    def of_mean(self) -> Memory:
-        return self.inner.of_mean()
+    def second_stage_memory(self) -> Memory:
+        return self.inner.second_stage_memory()

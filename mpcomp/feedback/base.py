@@ -177,7 +177,7 @@ class Feedback(SpecValue, Memory, ABC):
                 "message to compress in another way; leave first out"
             )
 
-    def of_mean(self) -> Memory:
+    def second_stage_memory(self) -> Memory:
         # It is formed of messages, of which formulas of a gradient know nothing; what is left out
         # of it must come later.
         return Residual(self.storage_plan)

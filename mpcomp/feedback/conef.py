@@ -31,7 +31,7 @@ from mpcomp.compressors.base import Compressor
 from mpcomp.core.spec import shown
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.feedback.base import EvalChoice, Feedback
-from mpcomp.feedback.kept import Kept, Payloads, Sketched
+from mpcomp.feedback.kept import FieldStorage, Payloads, Sketched
 from mpcomp.feedback.memory import Field, Memory, Sent, Side, State
 from mpcomp.feedback.sketch import HASHES, VectorSketch
 
@@ -179,7 +179,7 @@ class ConEF(Feedback):
             for name, coder in zip(_ERRORS, coders, strict=False)
         }
 
-    def _kept(self, coder: Compressor | None, slot: TensorMeta) -> Kept:
+    def _kept(self, coder: Compressor | None, slot: TensorMeta) -> FieldStorage:
         if coder is None:
             return Sketched(self.sketch(slot))
         return Payloads(coder, slot if coder.by_matrix else TensorMeta((1, slot.numel)))
@@ -210,7 +210,7 @@ class ConEF(Feedback):
         for name in self._errors:
             state.clear(name)
 
-    def of_mean(self) -> Memory:
+    def second_stage_memory(self) -> Memory:
         return self
 
 

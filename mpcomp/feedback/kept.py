@@ -18,14 +18,23 @@ from torch import Tensor
 
 from mpcomp.compressors.base import Compressor
 from mpcomp.compressors.coding import Coding
-from mpcomp.core.padding import blanked, keep_padded
+from mpcomp.core.padding import keep_padded, zero_padding
 from mpcomp.core.step import Key
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.core.wire import Payload
 from mpcomp.feedback.sketch import VectorSketch
 from mpcomp.feedback.slots import SlotStore, StoragePlan
 
-__all__ = ["ONLY", "Draw", "Exact", "FieldState", "Kept", "Payloads", "Sketched", "as_rows"]
+__all__ = [
+    "SINGLE_SLOT",
+    "Draw",
+    "FieldState",
+    "FieldStorage",
+    "Fp32Rows",
+    "Payloads",
+    "Sketched",
+    "as_rows",
+]
 
 #: Makes a fresh generator; ``alike`` says whether all senders draw the same from it.
 Draw: TypeAlias = Callable[[bool], torch.Generator]
@@ -97,7 +106,7 @@ class FieldState(ABC):
         """
 
 
-class Kept(ABC):
+class FieldStorage(ABC):
     """A way to keep a field that is not one number an element."""
 
     @abstractmethod
@@ -111,7 +120,7 @@ def as_rows(numel: int, plan: StoragePlan, device: torch.device) -> FieldState:
 
 
 #: The slot of what is kept of a parameter.
-ONLY: list[Key] = [(0,)]
+SINGLE_SLOT: list[Key] = [(0,)]
 
 
 class _Rows(FieldState):
@@ -134,7 +143,7 @@ class _Rows(FieldState):
         return rows if unit == 1 else rows * unit
 
     def read(self, keys: Sequence[Key], unit: float, padded: Tensor | None) -> Tensor:
-        return blanked(self.recall(keys, unit), padded)
+        return zero_padding(self.recall(keys, unit), padded)
 
     def stage(
         self,
@@ -161,7 +170,7 @@ class _Rows(FieldState):
         if not len(self.store):
             return {}
         # Bits would be rounded again when that is stored, so they are under ``name:0`` ... as well.
-        state = {name: self.store.read(ONLY)[0]}
+        state = {name: self.store.read(SINGLE_SLOT)[0]}
         if self.store.rounds:
             rows = self.store.state_dict()
             state |= {f"{name}:{k.removeprefix('rows')}": v for k, v in rows.items() if k != "keys"}
@@ -177,13 +186,13 @@ class _Rows(FieldState):
             f"rows{k.partition(':')[2]}": v for k, v in state.items() if k.startswith(name + ":")
         }
         if rows and self.store.rounds:
-            self.store.load_state_dict({**rows, "keys": torch.tensor(ONLY)})
+            self.store.load_state_dict({**rows, "keys": torch.tensor(SINGLE_SLOT)})
         else:
-            self.store.write(ONLY, state[name].to(torch.float32)[None])
+            self.store.write(SINGLE_SLOT, state[name].to(torch.float32)[None])
 
 
 @dataclass(frozen=True)
-class Exact(Kept):
+class Fp32Rows(FieldStorage):
     """As it is, in fp32, whatever precision other fields of the memory are stored in.
 
     Attributes:
@@ -197,7 +206,7 @@ class Exact(Kept):
 
 
 @dataclass(frozen=True)
-class Sketched(Kept):
+class Sketched(FieldStorage):
     """As a count sketch of each row, which is told of changes alone (`mpcomp.feedback.conef`)."""
 
     sketch: VectorSketch
@@ -214,7 +223,7 @@ class _Sketches(_Rows):
         self._sketch = sketch
 
     def read(self, keys: Sequence[Key], unit: float, padded: Tensor | None) -> Tensor:
-        return blanked(self._sketch.estimate(self.recall(keys, unit)), padded)
+        return zero_padding(self._sketch.estimate(self.recall(keys, unit)), padded)
 
     def stage(
         self,
@@ -227,7 +236,7 @@ class _Sketches(_Rows):
     ) -> tuple[Any, Tensor]:
         assert change is not None, "a sketch that was decoded cannot be sketched again"
         # A cell may hold padded positions too, which this message says nothing of.
-        cells = self.recall(keys, unit) + self._sketch.sketch(blanked(change, padded))
+        cells = self.recall(keys, unit) + self._sketch.sketch(zero_padding(change, padded))
         return (cells if unit == 1 else cells / unit), self._sketch.estimate(cells)
 
     def cleared(self, keys: Sequence[Key], unit: float, padded: Tensor | None) -> Any:
@@ -235,7 +244,7 @@ class _Sketches(_Rows):
 
 
 @dataclass(frozen=True)
-class Payloads(Kept):
+class Payloads(FieldStorage):
     """As the payload of a compressor, of one slot alone: between replicas.
 
     Attributes:

@@ -25,7 +25,7 @@ from typing import Final, Protocol
 from torch import Tensor
 
 from mpcomp.core.tensor_meta import TensorMeta
-from mpcomp.feedback.kept import Kept
+from mpcomp.feedback.kept import FieldStorage
 from mpcomp.feedback.slots import StoragePlan
 
 __all__ = ["NO_MEMORY", "Field", "Memory", "Sent", "Side", "State"]
@@ -60,9 +60,9 @@ class Field:
         merge: what every replica goes on with where a run goes on with more or fewer of them.
             "mean": the mean over those that were saved. "same": what any of them had, as all have
             the same. "owed": the mean, and what is still to be sent of means that one replica
-            formed for all (the "owed" fields of `Memory.of_mean`). None for "same" at a receiver,
-            where all receive the same, and for "mean" at a sender. A field that mirrors another
-            becomes that one's.
+            formed for all (the "owed" fields of `Memory.second_stage_memory`). None for "same" at
+            a receiver, where all receive the same, and for "mean" at a sender. A field that mirrors
+            another becomes that one's.
 
     Raises:
         ValueError: another way to merge.
@@ -70,7 +70,7 @@ class Field:
 
     side: Side
     mirrors: str | None = None
-    kept: Kept | None = None
+    kept: FieldStorage | None = None
     merge: str | None = None
 
     def __post_init__(self) -> None:
@@ -185,7 +185,7 @@ class Memory:
     def dense(self, x: Tensor, state: State) -> None:
         """Updates the fields of an end after ``x`` itself has crossed a cut."""
 
-    def of_mean(self) -> Memory:
+    def second_stage_memory(self) -> Memory:
         """The memory of a mean that one replica forms for all, and compresses once more."""
         return self
 

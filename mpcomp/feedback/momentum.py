@@ -63,7 +63,7 @@ class MomentumCorrection(Memory):
                 state["velocity"] = masked.reshape(velocity.shape)
         state["sum"] = sent.left
 
-    def of_mean(self) -> Memory:
+    def second_stage_memory(self) -> Memory:
         # Momentum is the replicas' own; a mean that is sent on has a residual, no velocity.
         return MomentumCorrection(0.0)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mpcomp.core.step import Key
 from mpcomp.core.tensor_meta import TensorMeta
-from mpcomp.feedback.kept import ONLY, Draw, FieldState, as_rows
+from mpcomp.feedback.kept import SINGLE_SLOT, Draw, FieldState, as_rows
 from mpcomp.feedback.memory import Memory, Side
 from mpcomp.feedback.slots import StoragePlan
 
@@ -95,7 +95,7 @@ class EndState:
 
     def open(
         self,
-        keys: Sequence[Key] = ONLY,
+        keys: Sequence[Key] = SINGLE_SLOT,
         *,
         unit: float = 1.0,
         order: int = 0,
@@ -173,7 +173,7 @@ class EndState:
     @property
     def known(self) -> bool:
         """Whether anything is kept of a parameter."""
-        return any(any(state.known(ONLY)) for state in self.fields.values())
+        return any(any(state.known(SINGLE_SLOT)) for state in self.fields.values())
 
     @property
     def num_slots(self) -> int:

@@ -47,13 +47,13 @@ class Boundary:
         return self.act, self.grad
 
     @contextmanager
-    def crossed_by(self, other: Boundary) -> Iterator[None]:
+    def swapped_links(self, other: Boundary) -> Iterator[None]:
         """Within it the links of another boundary, which is used up, carry what crosses this one.
 
         No step may be open, here or at the end of it.
         """
         for new, own in zip(other.links, self.links, strict=True):
-            new.stand_where(own)
+            new.copy_placement(own)
         before = vars(self).copy()
         vars(self).update(vars(other))
         try:
@@ -114,7 +114,7 @@ class Crossing(NamedTuple):
                 message = link.encode(x, step, microbatch)
         return Encoded(x, message, step, microbatch)
 
-    def hand_over(self, encoded: Encoded, *, constant: bool = False) -> None:
+    def send_encoded(self, encoded: Encoded, *, constant: bool = False) -> None:
         """Sends a message, and meters its fidelity.
 
         That is done in one microbatch a step, as it takes a decoding, and once the message is on
@@ -141,7 +141,7 @@ class Crossing(NamedTuple):
         if x is None:
             self.send_nothing(meta, step, microbatch)
         else:
-            self.hand_over(self.encode(x, meta, step, microbatch))
+            self.send_encoded(self.encode(x, meta, step, microbatch))
 
     def send_nothing(self, meta: TensorMeta, step: Step, microbatch: int) -> None:
         """Says that there is no tensor to send, of which a header is metered."""
@@ -214,7 +214,7 @@ class ConnectedBoundary:
         self.boundary = boundary
         self._channels = act, grad
 
-    # Of the links that the boundary has now: for a time it may have others (`crossed_by`).
+    # Of the links that the boundary has now: for a time it may have others (`swapped_links`).
     @property
     def act(self) -> Crossing:
         """The way of activations."""

@@ -87,7 +87,7 @@ class EqualCopies:
             sum((1 - 2 * i) * _folded(bit_sum(copy)) for i, copy in tie.here.items())
             for tie in self._ties
         ]
-        of_places = [0] * self._mesh.num_in_pipeline
+        of_places = [0] * self._mesh.pp_size
         if self._stages:
             bits = torch.stack([bit_sum(weight).cpu() for weight in self._weights().values()])
             others = self._mesh.num_replicas - 1
@@ -129,7 +129,7 @@ class EqualCopies:
         """The slots in which the ends of a link differ, in words."""
         own = {side.value: link.bits_by_slot(side) for side in Side}
         found = self._mesh.all_gather_object(own, f"what differs at {link.name}")
-        row = self._mesh.num_in_pipeline
+        row = self._mesh.pp_size
         differing: dict[str, None] = {}
         for replica in range(self._mesh.num_replicas):
             ends: dict[str, dict[str, int]] = {side.value: {} for side in Side}
@@ -157,7 +157,7 @@ class EqualCopies:
         ]
         found = self._mesh.all_gather_object(told, f"weights that differ: {what}")
         alike = len({processor for processor, _ in found}) == 1
-        row = self._mesh.num_in_pipeline
+        row = self._mesh.pp_size
         differing, rounding = [], True
         if which:  # of each replica the two copies, under their own names
             differing = [which]

@@ -23,7 +23,7 @@ from mpcomp.compressors.identity import Identity, shrinks
 from mpcomp.compressors.rows import InRows
 from mpcomp.core.bit_sum import bit_sum
 from mpcomp.core.checks import check_tensor, nonfinite_error
-from mpcomp.core.padding import blanked, padded_positions
+from mpcomp.core.padding import padded_positions, zero_padding
 from mpcomp.core.randomness import generator_for
 from mpcomp.core.side_effects import way_back
 from mpcomp.core.spec import SpecValue
@@ -155,11 +155,11 @@ class Link:
         self._forget_plans()
         self._introduce()
 
-    def stand_where(self, other: Link) -> None:
+    def copy_placement(self, other: Link) -> None:
         """Takes the place of another link between two stages."""
         self.on_wire, self.defers_nonfinite = other.on_wire, other.defers_nonfinite
 
-    def renewed(self) -> Link:
+    def fresh_copy(self) -> Link:
         """A link like this one that has sent nothing yet, beyond its warm-up."""
         seed, replica, boundary, direction = self._seed
         link = Link(
@@ -173,7 +173,7 @@ class Link:
             checked=self.checked,
             num_rows=self.num_rows,
         )
-        link.stand_where(self)
+        link.copy_placement(self)
         return link
 
     @property
@@ -326,7 +326,7 @@ class Link:
             arrived = meta.flatten(arrived.to(x.device))
             valid = None if microbatch is None else step.valid_of(microbatch)
             padded = padded_positions(valid, meta, x.device)
-            meant, arrived = blanked(meta.flatten(x), padded), blanked(arrived, padded)
+            meant, arrived = zero_padding(meta.flatten(x), padded), zero_padding(arrived, padded)
             self._traffic(step).compare(meant, arrived)
 
     def _compares(self, step: Step) -> bool:

@@ -9,10 +9,10 @@ from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.feedback.memory import Side
 from mpcomp.links.link import Link
 
-__all__ = ["state_of_link"]
+__all__ = ["state_bytes_of"]
 
 
-def state_of_link(
+def state_bytes_of(
     link: Link, meta: TensorMeta, num_samples: int | None, here: Collection[int]
 ) -> Iterator[dict[str, Any]]:
     """The entries of a link's ends that are here, one for each end that keeps something.

@@ -188,11 +188,11 @@ class TiedWeights(Tie):
                 link.num_rows = None
 
     @contextmanager
-    def crossed_anew(self) -> Iterator[None]:
+    def fresh_links(self) -> Iterator[None]:
         """Within it links that have sent nothing yet stand in for those here, and are then gone."""
         before, failed = self.links, self.failed
         first, last = before
-        self.links = first.renewed(), last.renewed()
+        self.links = first.fresh_copy(), last.fresh_copy()
         try:
             yield
         finally:
@@ -216,7 +216,7 @@ class TiedWeights(Tie):
             row = copy.grad.detach().reshape(1, -1)
             encoded = self._crossing(i).encode(row, meta, step, 0)
             messages[i] = encoded.message
-            self._crossing(i).hand_over(encoded)
+            self._crossing(i).send_encoded(encoded)
         parts = [self._part(i, messages, meta, step) for i in range(2)]
         for i, copy in self.here.items():
             total = before[i]

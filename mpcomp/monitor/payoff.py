@@ -146,7 +146,7 @@ class PayOff:
         """All figures under their names."""
         return asdict(self)
 
-    def sentences(self) -> list[str]:
+    def summary(self) -> list[str]:
         """Sentences for a reader."""
         lines = [
             f"a step takes {time_text(self.step_s)}, of which {time_text(self.coding_s)} go into "

@@ -103,7 +103,7 @@ def report_of(
         **sent.to_dict(),
         "wire_ratio": sent.wire_ratio if sent.dense_bytes else None,
         "below_bf16": sent.below_bf16,
-        "step": {**of_step.to_dict(), "says": of_step.sentences()},
+        "step": {**of_step.to_dict(), "says": of_step.summary()},
         "auto": chosen,
         "boundaries": boundaries,
         "replicas": _replicas([rank["replicas"] for rank in found]),
@@ -184,7 +184,7 @@ def _payoff(
     process, whose clocks are not its own, and with several stages a rank, as such steps are not
     simulated: but for the first and the last stage on the first rank.
     """
-    num_ranks = engine.mesh.num_in_pipeline
+    num_ranks = engine.mesh.pp_size
     directions = [i for i, entry in enumerate(boundaries) if entry["direction"] in ("act", "grad")]
     num_stages = sum(len(rank["shares"]) for rank in found[:num_ranks])
     # Every rank must probe, if one does: they tell each other what stages they have.
@@ -215,7 +215,7 @@ def _payoff(
         connections=engine.connections,
         alone_s=times[0][0] if alone else None,
     )
-    return {**model.to_dict(), "says": model.sentences()}
+    return {**model.to_dict(), "says": model.summary()}
 
 
 def print_report(report: dict[str, Any]) -> None:

@@ -117,11 +117,11 @@ class Tracing:
         }
         ranks = self._mesh.all_gather_object(own, "spans of a trace")
         if self._mesh.rank == 0:
-            document = _document(ranks, self._mesh.num_in_pipeline)
+            document = _document(ranks, self._mesh.pp_size)
             self._path.write_text(json.dumps(document, separators=(",", ":")) + "\n")
 
 
-def _document(ranks: Sequence[Mapping[str, Any]], num_in_pipeline: int) -> dict[str, Any]:
+def _document(ranks: Sequence[Mapping[str, Any]], pp_size: int) -> dict[str, Any]:
     """The file, in Chrome's format with an object at its head."""
     return {
         "displayTimeUnit": "ms",
@@ -131,17 +131,17 @@ def _document(ranks: Sequence[Mapping[str, Any]], num_in_pipeline: int) -> dict[
             "waits_for_accelerators": any(rank["waits"] for rank in ranks),
         },
         "traceEvents": chrome_events(
-            [[Span(*span) for span in rank["spans"]] for rank in ranks], num_in_pipeline
+            [[Span(*span) for span in rank["spans"]] for rank in ranks], pp_size
         ),
     }
 
 
-def chrome_events(ranks: Sequence[Sequence[Span]], num_in_pipeline: int) -> list[dict[str, Any]]:
+def chrome_events(ranks: Sequence[Sequence[Span]], pp_size: int) -> list[dict[str, Any]]:
     """Events of Chrome's trace format, microseconds since the first moment.
 
     Args:
         ranks: spans by rank, on one clock.
-        num_in_pipeline: ranks of a replica, whose links have the same names as those of another.
+        pp_size: ranks of a replica, whose links have the same names as those of another.
     """
     start = min((span.begin_ns for spans in ranks for span in spans), default=0)
     events: list[dict[str, Any]] = []
@@ -151,7 +151,7 @@ def chrome_events(ranks: Sequence[Sequence[Span]], num_in_pipeline: int) -> list
         for span in spans:
             thread = threads[_row(span)]
             events.append(_complete(rank, thread, span, start))
-            events += _arrow(rank, thread, span, start, rank // num_in_pipeline)
+            events += _arrow(rank, thread, span, start, rank // pp_size)
     return events
 
 

@@ -145,7 +145,7 @@ class Comparison:
             "latency_ms": self.latency_ms,
             "trials": rows,
             "recommended": {"act": self.best.pair[0], "grad": self.best.pair[1]},
-            "says": self.sentences(),
+            "says": self.summary(),
         }
 
     def table(self) -> str:
@@ -175,7 +175,7 @@ class Comparison:
             rows.append(row)
         return tabulate(rows, headers, disable_numparse=True)
 
-    def sentences(self) -> list[str]:
+    def summary(self) -> list[str]:
         """Sentences for a reader: what to do, and what a pilot cannot say."""
         best, baseline = self.best, self.trial(BASELINE)
         batches = f"{self.num_batches} batches"
@@ -202,7 +202,7 @@ class Comparison:
             f"start with act_comp={best.pair[0]!r}, grad_comp={best.pair[1]!r}: {gain}",
             f"over {batches} it changed the loss by {change:+.2f} ± {half:.2f} %{wrong}; a pilot "
             "is no long run: look at both evaluations of your own, compressed and uncompressed",
-            *best.account.sentences()[1:],
+            *best.account.summary()[1:],
         ]
 
 

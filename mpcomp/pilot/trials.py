@@ -52,7 +52,7 @@ class Pilot:
         scaler: of losses, if any.
         is_language_model: whether it is a causal language model.
         forward_backward: as of the pipeline.
-        crossed_by: gives a context in which other boundaries' links carry what crosses the cuts.
+        swapped_links: gives a context in which other boundaries' links carry what crosses the cuts.
         step_times: of the last steps on this rank: seconds, and of these waiting.
         account: of all that the links which are there now have sent.
     """
@@ -63,7 +63,7 @@ class Pilot:
     scaler: torch.amp.GradScaler | None
     is_language_model: bool
     forward_backward: Callable[..., Tensor]
-    crossed_by: Callable[[Sequence[Boundary]], AbstractContextManager[None]]
+    swapped_links: Callable[[Sequence[Boundary]], AbstractContextManager[None]]
     step_times: Callable[[], Iterable[tuple[float, float]]]
     account: Callable[[], Account]
 
@@ -173,7 +173,7 @@ def compare(
         tuple(trials), len(taken), optimizer is not None, floor, mbps, float(latency_ms)
     )
     if show and mesh.rank == 0:
-        print("", found.table(), "", "* recommended", *found.sentences(), sep="\n")
+        print("", found.table(), "", "* recommended", *found.summary(), sep="\n")
     return found
 
 
@@ -252,7 +252,7 @@ def _run(
     ids = _needs_ids(pilot, pair)
     losses: list[float] = []
     failure = ""
-    with pilot.crossed_by(boundaries):
+    with pilot.swapped_links(boundaries):
         links = [link for boundary in pilot.boundaries for link in boundary.links]
         begun = pilot.account()
         coded = [[link.meter.train.seconds for link in links]]

@@ -81,7 +81,7 @@ class Outcome:
                 "step_s_over_connections": self.striped_s,
                 "updates": None if self.asynchronous_s is None else UPDATES,
                 "step_s_with_updates": self.asynchronous_s,
-                "says": self.sentences(),
+                "says": self.summary(),
             },
             "task": self.task,
             "floor": self.floor,
@@ -197,7 +197,7 @@ class Outcome:
         ]
         return tabulate(rows, headers, disable_numparse=True)
 
-    def sentences(self) -> list[str]:
+    def summary(self) -> list[str]:
         """Sentences for a reader: what to do."""
         best, base = self.best, self.baseline
         gain = base.step_s / best.step_s
@@ -242,7 +242,7 @@ class Outcome:
                 "less: no rank waits for the last gradient, but weights lack some updates, which "
                 "takes another optimizer (docs/guide/asynchronous.md)"
             )
-        lines += best.account.sentences()
+        lines += best.account.summary()
         return [*lines, f"split=[{split}]" if len(best.counts) <= 16 else f"split: {split}"]
 
 

@@ -23,7 +23,7 @@ from mpcomp.core.sent import Sent
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.links.auto import TIE_COMP
 from mpcomp.links.build import MethodLike, boundaries_of
-from mpcomp.links.state_size import state_of_link
+from mpcomp.links.state_size import state_bytes_of
 from mpcomp.plan.coding import CutCost, measure_coding
 from mpcomp.plan.known_quality import Known, known_of
 from mpcomp.plan.network import Network
@@ -289,7 +289,7 @@ class Planner:
                 if link.method.by_sample and not self._num_samples:
                     return None
                 for stage in (link.sender_stage, link.receiver_stage):
-                    entries = state_of_link(link, batch, self._num_samples, (stage,))
+                    entries = state_bytes_of(link, batch, self._num_samples, (stage,))
                     kept[stage % num_hosts] += sum(entry["bytes"] for entry in entries)
         return max(kept)
 

@@ -17,7 +17,7 @@ from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.engines.shape_inference import Planner
 from mpcomp.engines.stage_runner import Autocast
 from mpcomp.links.boundary import Boundary
-from mpcomp.links.state_size import state_of_link
+from mpcomp.links.state_size import state_bytes_of
 from mpcomp.links.tied_weights import TiedWeights
 
 __all__ = ["state_bytes"]
@@ -84,6 +84,6 @@ def state_bytes(
         entry
         for links, meta in sent
         for link in links
-        for entry in state_of_link(link, meta, num_samples, here)
+        for entry in state_bytes_of(link, meta, num_samples, here)
     ]
     return {"total": sum(entry["bytes"] for entry in entries), "per_link": entries}

@@ -90,7 +90,7 @@ def _progress(run: Run) -> RenderableType:
     known = [row["loss"] for row in run.steps if row["loss"] is not None]
     loss = Text("loss " + (f"{known[-1]:.4f}" if known else "not finite") + "  ")
     loss.append(_spark(known), style="cyan")
-    account = [Text(sentence) for sentence in run.account().sentences()]
+    account = [Text(sentence) for sentence in run.account().summary()]
     return Group(bar, Text(", ".join(pace)), *account, loss)
 
 

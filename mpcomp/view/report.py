@@ -104,7 +104,7 @@ def figures_of(run: Run, last: int | None = None) -> dict[str, Any]:
         "wire_bytes": whole.wire_bytes,
         "below_bf16": whole.below_bf16,
         "cuts_below_bf16": account.cuts.below_bf16,
-        "says": account.sentences(),
+        "says": account.summary(),
         "link_names": [run.link_name(i) for i in range(len(run.about["links"]))],
         "links": run.link_figures(windows),
         "ranks": run.rank_times(windows),
@@ -194,7 +194,7 @@ def _epochs(run: Run) -> list[dict[str, Any]]:
     ]
 
 
-def _timeline(trace: Mapping[str, Any] | None, num_in_pipeline: int) -> dict[str, Any] | None:
+def _timeline(trace: Mapping[str, Any] | None, pp_size: int) -> dict[str, Any] | None:
     """The last step of a trace.
 
     Its spans are [rank, stage, kind, microbatch, start, end, link, replica, whether it is beside
@@ -202,7 +202,7 @@ def _timeline(trace: Mapping[str, Any] | None, num_in_pipeline: int) -> dict[str
 
     Args:
         trace: the file's content, if there is one.
-        num_in_pipeline: ranks of a replica.
+        pp_size: ranks of a replica.
     """
     if trace is None:
         return None
@@ -222,7 +222,7 @@ def _timeline(trace: Mapping[str, Any] | None, num_in_pipeline: int) -> dict[str
                 (event["ts"] - start) / 1e6,
                 (event["ts"] + event["dur"] - start) / 1e6,
                 event["args"].get("link", ""),
-                event["pid"] // num_in_pipeline,
+                event["pid"] // pp_size,
                 event["args"].get("beside", False),
             ]
             for event in own

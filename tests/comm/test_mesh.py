@@ -24,7 +24,7 @@ def test_one_rank_has_all_there_is():
     assert MESH.gather_scalars({}, ["a"]).shape == (0,)
     MESH.broadcast(x, 0, "a tensor")
     assert x.tolist() == [0, 1, 2]
-    assert (MESH.rank, MESH.num_ranks, MESH.num_replicas, MESH.num_in_pipeline) == (0, 1, 1, 1)
+    assert (MESH.rank, MESH.num_ranks, MESH.num_replicas, MESH.pp_size) == (0, 1, 1, 1)
 
 
 def gather_scalars(replicas, apart):
@@ -48,7 +48,7 @@ def test_scalars_of_two_pipelines_are_in_the_order_of_names(ranks, apart):
 
 
 def test_an_error_of_one_rank_is_its_own():
-    with pytest.raises(KeyError, match="absent"), MESH.failing_together("looking it up"):
+    with pytest.raises(KeyError, match="absent"), MESH.abort_all_on_error("looking it up"):
         {}["absent"]
     with pytest.raises(KeyError, match="absent"), SharedOutcome(MESH):
         {}["absent"]

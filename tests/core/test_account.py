@@ -52,16 +52,16 @@ def test_the_whole_is_the_sum_of_its_parts(case):
 def test_the_largest_part_is_named_with_its_remedy(case, largest, remedy):
     account = CASES[case]
     assert account.largest == largest
-    whole, most = account.sentences()
+    whole, most = account.summary()
     assert f"{account.below_bf16:.1f} times below bf16" in whole
     assert ("cuts alone" in whole) == (case != "ties alone")
     assert most.startswith(f"most of it: {largest}, ") and remedy in most and "(docs/" in most
 
 
 def test_of_nothing_and_of_what_is_not_known_nothing_is_said():
-    assert Account().sentences() == [] and Account().largest is None
+    assert Account().summary() == [] and Account().largest is None
     unknown = Account.from_dict(None) + Account(sent(10, 2.0))
-    assert unknown.sentences() == [] and unknown.below_bf16 is None
+    assert unknown.summary() == [] and unknown.below_bf16 is None
     assert json.dumps(unknown.to_dict(), allow_nan=False)
     assert math.isnan(Account.from_dict(unknown.to_dict()["parts"]).ties.wire_bytes)
 

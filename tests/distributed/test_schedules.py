@@ -7,11 +7,17 @@ from runs import SCHEDULES, SINGLE, SPLITTING
 from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from mpcomp.engines.schedules import OWN, InFlight1F1B, Schedule, schedule_named, warmup_of
+from mpcomp.engines.schedules import (
+    DEFAULT_SCHEDULE,
+    InFlight1F1B,
+    Schedule,
+    schedule_named,
+    warmup_of,
+)
 
 
 def test_names_in_any_case():
-    assert schedule_named(None) is OWN
+    assert schedule_named(None) is DEFAULT_SCHEDULE
     for name in SCHEDULES[1:]:
         assert schedule_named(name).name == schedule_named(name.upper()).name == name
         assert get_schedule_class(name) is get_schedule_class(schedule_named(name).name)

@@ -6,7 +6,7 @@ from methods import same_bits
 
 from mpcomp import ErrorFeedback, TensorMeta, TopK
 from mpcomp.feedback.anchor import ANCHOR, OUTER_VELOCITY, Anchored
-from mpcomp.feedback.kept import ONLY
+from mpcomp.feedback.kept import SINGLE_SLOT
 from mpcomp.feedback.memory import NO_MEMORY, Sent
 from mpcomp.feedback.state import EndState
 
@@ -57,11 +57,12 @@ def test_a_residual_is_of_deltas_and_the_anchor_is_exact():
     residual = state["residual"]
     torch.testing.assert_close(residual, target / 2, rtol=0, atol=float(target.abs().max()) / 10)
     assert same_bits(end.memory.compensate(x, state), anchor - x + 0.5 * residual)
-    assert end.fields[ANCHOR].known(ONLY) == [True]
+    assert end.fields[ANCHOR].known(SINGLE_SLOT) == [True]
     assert end.row_bytes < 40 * 4 * 2 + 40
 
 
 def test_the_mean_of_pieces_has_the_inner_memory():
     assert (
-        Anchored(ErrorFeedback(TopK(0.1)), 0.7, 0.9).of_mean() == ErrorFeedback(TopK(0.1)).of_mean()
+        Anchored(ErrorFeedback(TopK(0.1)), 0.7, 0.9).second_stage_memory()
+        == ErrorFeedback(TopK(0.1)).second_stage_memory()
     )

@@ -105,7 +105,7 @@ class Ranks:
     """A mesh of two replicas as one of them sees it, with what the other one says."""
 
     def __init__(self, replica, told=None):
-        self.num_replicas, self.num_in_pipeline, self.place = 2, 1, 0
+        self.num_replicas, self.pp_size, self.place = 2, 1, 0
         self.replica, self.told, self.device = replica, told, torch.device("cpu")
 
     def all_gather_object(self, value, what):

@@ -72,11 +72,11 @@ def test_the_verdict_turns_at_the_break_even_rate():
 def test_what_is_not_compressed_does_not_pay():
     found = payoff(10.0, wire=DENSE)
     assert found.break_even_mbps == 0
-    assert "it does not pay" in found.sentences()[1]
+    assert "it does not pay" in found.summary()[1]
 
 
 def test_it_pays():
-    figures, verdict = payoff(10.0).sentences()
+    figures, verdict = payoff(10.0).summary()
     assert figures == (
         "a step takes 410.0 ms, of which 40.0 ms go into coding; the busiest link carries 0.200 MB "
         "a step one way, 2.000 MB dense"
@@ -90,7 +90,7 @@ def test_it_pays():
 def test_without_a_bandwidth_there_is_no_verdict():
     found = payoff(None)
     assert found.uncompressed_step_s is None and found.bandwidth_mbps is None
-    assert found.sentences() == payoff(10.0).sentences()[:1]
+    assert found.summary() == payoff(10.0).summary()[:1]
 
 
 def test_the_slower_the_link_the_more_is_gained():

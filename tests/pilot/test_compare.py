@@ -319,10 +319,10 @@ def test_the_recommendation_is_the_cheapest_good_one():
     change, half = found.loss_change(good)
     assert change == pytest.approx(100 * 0.01 / 3)
     assert half == pytest.approx(1.95996 * 100 * 0.01 / 3, rel=1e-4)  # of changes 0 and 0.02
-    assert "start with act_comp='good'" in found.sentences()[0]
+    assert "start with act_comp='good'" in found.summary()[0]
     little = trial("little", [2.0, 4.0], 195.0)
     found = Comparison((none, bf16, little), 2, False, 1.0, None, 0.0)
-    assert found.best is bf16 and "do not compress" in found.sentences()[0]
+    assert found.best is bf16 and "do not compress" in found.summary()[0]
 
 
 def test_with_a_rate_seconds_decide():
@@ -332,7 +332,7 @@ def test_with_a_rate_seconds_decide():
     fast = trial("fast", [1.0], 50.0, step_s=1.0)
     found = Comparison((none, bf16, small, fast), 1, False, 1.0, 100.0, 0.0)
     assert found.best is fast
-    assert "at 100 Mbit/s a step takes 1.00 s, with bf16 2.00 s" in found.sentences()[0]
+    assert "at 100 Mbit/s a step takes 1.00 s, with bf16 2.00 s" in found.summary()[0]
 
 
 @pytest.mark.parametrize(

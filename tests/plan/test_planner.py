@@ -104,7 +104,7 @@ def test_what_comes_after_the_last_backward_is_added(profile: Profile) -> None:
     (row,) = [one for one in of_all.to_dict()["steps"] if (one["act"], one["grad"]) == QUANT]
     assert row["below_bf16"] == pytest.approx(steps[QUANT].account.below_bf16)
     assert row["below_bf16"] != row["cuts_below_bf16"] and "cuts alone" in of_all.table()
-    assert any("in all" in sentence for sentence in of_all.sentences())
+    assert any("in all" in sentence for sentence in of_all.summary())
     on_link = 4 * numel * 8e-6 / 100 / PACKET_SHARE
     ((_, _, (coding, _)),) = steps[DENSE].ties
     coded = coding.encode_act_s + coding.decode_act_s
@@ -159,9 +159,9 @@ def test_a_memory_of_samples_needs_their_number(profile: Profile) -> None:
 def test_slow_links_want_compression_and_fast_ones_none(profile: Profile) -> None:
     slow, fast = outcome(profile, 5.0), outcome(profile, 1e5)
     assert slow.compresses and slow.best.pair == QUANT
-    assert "start with act_comp='quant:4', grad_comp='quant:8'" in slow.sentences()[0]
+    assert "start with act_comp='quant:4', grad_comp='quant:8'" in slow.summary()[0]
     assert not fast.compresses
-    assert fast.sentences()[0].startswith("do not compress")
+    assert fast.summary()[0].startswith("do not compress")
 
 
 def test_the_floor_decides_what_may_be_recommended(profile: Profile) -> None:
@@ -203,7 +203,7 @@ def test_what_a_pipeline_that_does_not_drain_takes_is_said(profile: Profile) -> 
     made = planner(profile, 100.0, latency_s=0.02)
     found = plan(made, [QUANT], task="images", floor=2.0)
     assert found.asynchronous_s is not None and found.asynchronous_s < found.best.step_s / 2
-    assert any("asynchronously" in line for line in found.sentences())
+    assert any("asynchronously" in line for line in found.summary())
     assert found.to_dict()["recommended"]["updates"] == 16
     of_replicas = planner(profile, 100.0, latency_s=0.02, exchange_s=0.1)
     assert of_replicas.asynchronous_s(of_replicas.step(QUANT), 16) is None
@@ -250,7 +250,7 @@ def test_what_is_recommended_says_where_both_uses_are() -> None:
     found = plan(
         planner(tied_profile(), 5.0, cuts=[[1, 3, 3, 3]]), [QUANT], task="images", floor=2.0
     )
-    first, *others = found.sentences()
+    first, *others = found.summary()
     assert found.compresses and "tie_comp" not in first
     assert sum("ties='together'" in line for line in others) == 1
     assert found.to_dict()["recommended"]["ties"] == "together"

@@ -13,7 +13,7 @@ from mpcomp.adaptive.budget import Budgeted
 from mpcomp.adaptive.link_policy import LinkState, Searching
 from mpcomp.adaptive.method import Adaptive
 from mpcomp.compressors.base import Compressor
-from mpcomp.core.padding import blanked, padded_positions
+from mpcomp.core.padding import padded_positions, zero_padding
 from mpcomp.core.step import MessageContext, SampleIds
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.feedback.memory import Side
@@ -70,7 +70,7 @@ class AdaptiveEndpoint(Endpoint, of=Adaptive):
             return
         if context.sampled and policy.measures_energies:
             padded = padded_positions(context.valid, plan.meta, x.device)
-            target, against = self.inner.measured(blanked(x.detach(), padded), plan)
+            target, against = self.inner.measured(zero_padding(x.detach(), padded), plan)
             policy.note_energies(target, against, padded, context.draw)
         policy.note_message(num_bytes, plan.meta)
 

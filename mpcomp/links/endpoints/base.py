@@ -30,7 +30,7 @@ from mpcomp.compressors.base import Compressor
 from mpcomp.compressors.coding import Coding
 from mpcomp.compressors.identity import Identity, or_dense
 from mpcomp.compressors.rows import InRows
-from mpcomp.core.padding import blanked, padded_positions
+from mpcomp.core.padding import padded_positions, zero_padding
 from mpcomp.core.spec import SpecValue, import_all
 from mpcomp.core.step import MessageContext, SampleIds
 from mpcomp.core.tensor_meta import TensorMeta
@@ -315,19 +315,19 @@ class PlainPlan(Plan):
             self._padded = padded_positions(context.valid, meta, device)
         self._arrived: Tensor | None = None
 
-    def _blanked(self, x: Tensor) -> Tensor:
-        return x if self._padded is None else blanked(x, self._padded)
+    def _zero_padding(self, x: Tensor) -> Tensor:
+        return x if self._padded is None else zero_padding(x, self._padded)
 
     def encode(self, x: Tensor, *, asked: bool = False) -> Payload:
-        x = self._blanked(x)
+        x = self._zero_padding(x)
         if not asked:
             return self._coding.compress(x)
         payload, said = self._coding.round_trip(x, x)
-        self._arrived = self._blanked(said)
+        self._arrived = self._zero_padding(said)
         return payload
 
     def decode(self, payload: Payload) -> Tensor:
-        return self._blanked(self._coding.decompress(payload))
+        return self._zero_padding(self._coding.decompress(payload))
 
     def arrived(self, payload: Payload) -> Tensor:
         if self._arrived is None:

@@ -29,7 +29,7 @@ from mpcomp.compressors.base import Compressor
 from mpcomp.compressors.identity import Identity
 from mpcomp.compressors.klt import KLT, Basis
 from mpcomp.compressors.tokens import Tokens
-from mpcomp.core.padding import blanked, padded_positions
+from mpcomp.core.padding import padded_positions, zero_padding
 from mpcomp.core.randomness import generator_for
 from mpcomp.core.step import MessageContext
 from mpcomp.core.tensor_meta import TensorMeta
@@ -154,7 +154,7 @@ class _Sender:
         # A copy, as the stage may write to the tensor before the step is over.
         self._x = x.clone() if looks else None
 
-    def weigh(self, gradient: Tensor) -> None:
+    def observe_gradient(self, gradient: Tensor) -> None:
         """Notes what came back for what was sent in a message."""
         self._gradients = _Moments.of(gradient)
 
@@ -288,7 +288,7 @@ class BasisEndpoint(Endpoint, of=KLT):
         sender = self._sender(tokens.width)
         sender.count(tokens.num, announces=context.learns)
         if context.learns:
-            sender.observe(_blanked(x, context))
+            sender.observe(_zero_padding(x, context))
 
     def hear(self, payload: Payload, plan: Plan) -> None:
         if plan.context.learns:
@@ -305,7 +305,9 @@ class BasisEndpoint(Endpoint, of=KLT):
         context: MessageContext,
     ) -> None:
         if side is Side.RECEIVER and context.learns:
-            self._sender(Tokens.of(plan.meta).width).weigh(_blanked(arrived(), context))
+            self._sender(Tokens.of(plan.meta).width).observe_gradient(
+                _zero_padding(arrived(), context)
+            )
 
     def copies(self, side: Side) -> Iterator[tuple[Sequence[str], Tensor]]:
         known = {w: e.basis for of, w, e in self._ends if of is side and e.basis is not None}
@@ -359,6 +361,6 @@ class BasisEndpoint(Endpoint, of=KLT):
         ]
 
 
-def _blanked(x: Tensor, context: MessageContext) -> Tensor:
+def _zero_padding(x: Tensor, context: MessageContext) -> Tensor:
     """A microbatch with zeros where it is padded."""
-    return blanked(x.detach(), padded_positions(context.valid, TensorMeta.of(x), x.device))
+    return zero_padding(x.detach(), padded_positions(context.valid, TensorMeta.of(x), x.device))

@@ -21,9 +21,9 @@ from mpcomp.compressors.base import Compressor
 from mpcomp.compressors.coding import Coding
 from mpcomp.compressors.identity import Identity, or_dense
 from mpcomp.compressors.rows import InRows
-from mpcomp.core.padding import blanked, padded_positions
+from mpcomp.core.padding import padded_positions, zero_padding
 from mpcomp.core.step import Key, MessageContext, SampleIds
-from mpcomp.core.tensor_meta import TensorMeta, narrow
+from mpcomp.core.tensor_meta import TensorMeta, cast_saturating
 from mpcomp.core.wire import Parts, Payload
 from mpcomp.feedback.base import Feedback
 from mpcomp.feedback.memory import Sent, Side
@@ -368,7 +368,7 @@ class MemoryPlan(Plan):
     # -- the sender -----------------------------------------------------------------------------
 
     def encode(self, x: Tensor, *, asked: bool = False) -> Payload:
-        flat = self.meta.flatten(blanked(x, self._padded))
+        flat = self.meta.flatten(zero_padding(x, self._padded))
         payloads: list[Payload] = []
         results = []
         for rows in self._rows:
@@ -393,14 +393,14 @@ class MemoryPlan(Plan):
         """The payloads of rows, and what the receiver will work with, [rows, n]."""
         method, state = self._method, rows.state
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        target = blanked(method.compensate(wide, state), rows.padded)
+        target = zero_padding(method.compensate(wide, state), rows.padded)
         payloads: list[Payload] = []
         said: list[Tensor] = []
         for i, part in enumerate(rows.parts):
             # Rounding to the tensor's dtype comes before compression, and what it takes away is
             # part of what is left, so that half precision loses nothing either.
-            given = narrow(method.part(i, x, target, said, state), x.dtype)
-            given = rows.meta.unflatten(blanked(given, rows.padded))
+            given = cast_saturating(method.part(i, x, target, said, state), x.dtype)
+            given = rows.meta.unflatten(zero_padding(given, rows.padded))
             payload, decoded = part.round_trip(given, rows.meta.unflatten(x))
             said.append(rows.meta.flatten(decoded))
             payloads.append(payload)
@@ -410,7 +410,7 @@ class MemoryPlan(Plan):
             return self._positions(rows, payloads)
 
         def without(y: Tensor) -> Tensor:
-            return blanked(y - said_in_all, rows.padded)
+            return zero_padding(y - said_in_all, rows.padded)
 
         if self._end.keeps:
             said_in_all = total.to(target.dtype)
@@ -429,10 +429,10 @@ class MemoryPlan(Plan):
         """
         assert self._end.estimate is not None
         x, before = x.to(now.dtype), rows.state[self._end.estimate]
-        off = [blanked(x - each, rows.padded).flatten() for each in (before, now)]
+        off = [zero_padding(x - each, rows.padded).flatten() for each in (before, now)]
         sums = [torch.dot(each, each) for each in (x.flatten(), *off)]
         stayed, there = before == now, torch.ones_like(now, dtype=torch.bool)
-        counts = [blanked(each, rows.padded).sum() for each in (stayed, there)]
+        counts = [zero_padding(each, rows.padded).sum() for each in (stayed, there)]
         return torch.stack([each.to(torch.float64) for each in (*sums, *counts)])
 
     def measured(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -449,10 +449,10 @@ class MemoryPlan(Plan):
             names=self._end.mirrored,
             stages=False,
         )
-        x = blanked(x, self._padded)
+        x = zero_padding(x, self._padded)
         flat = self.meta.flatten(x).to(torch.float32)
-        target = narrow(self._method.compensate(flat, state), self.meta.dtype)
-        target = self.meta.unflatten(blanked(target, self._padded))
+        target = cast_saturating(self._method.compensate(flat, state), self.meta.dtype)
+        target = self.meta.unflatten(zero_padding(target, self._padded))
         return target, target if self._end.estimate is None else x
 
     # -- the receiver ---------------------------------------------------------------------------
@@ -463,7 +463,7 @@ class MemoryPlan(Plan):
         for rows in self._rows:
             results.append(self._decode(rows, [next(payloads) for _ in rows.parts]))
             rows.state.release()
-        return blanked(self._tensor(self._joined(results)), self._padded)
+        return zero_padding(self._tensor(self._joined(results)), self._padded)
 
     def _decode(self, rows: _Rows, payloads: Sequence[Payload]) -> Tensor:
         said = [
@@ -480,7 +480,7 @@ class MemoryPlan(Plan):
 
     def arrived(self, payload: Payload) -> Tensor:
         assert self._result is not None
-        return blanked(self._tensor(self._result), self._padded)
+        return zero_padding(self._tensor(self._result), self._padded)
 
     def positions(self, payload: Payload) -> Tensor | None:
         if len(self._rows) > 1 or self._rows[0].first:
@@ -511,7 +511,7 @@ class MemoryPlan(Plan):
 
     def _tensor(self, flat: Tensor) -> Tensor:
         """A result as a tensor like `meta`, which shares no memory with what is kept."""
-        x = narrow(flat, self.meta.dtype)
+        x = cast_saturating(flat, self.meta.dtype)
         return self.meta.unflatten(x.clone() if x is flat and self._end.fields else x)
 
 
@@ -520,5 +520,5 @@ def _sum(said: Sequence[Tensor]) -> Tensor:
     total = said[0]
     for part in said[1:]:
         wide = torch.promote_types(part.dtype, torch.float32)
-        total = narrow(total.to(wide) + part, part.dtype)
+        total = cast_saturating(total.to(wide) + part, part.dtype)
     return total
