@@ -17,6 +17,9 @@ from mpcomp.view.report import write_report
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium drives the browser")
 
+#: CI installs the browser while the everyday suite runs.
+pytestmark = pytest.mark.slow
+
 STEPS, CHUNKS = 100, 2
 #: Its first message is larger than others, so curves over bytes are not those over steps.
 METHOD = "ef21+topk:0.1"
