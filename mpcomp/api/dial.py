@@ -172,7 +172,8 @@ class Dial:
 
 def _word_of_model(cut: Sequence[staging.Stage], config: PipelineConfig) -> tuple[str, str]:
     """The word that goes with a model at cuts that are not behind a ReLU, and the reason."""
-    if not (cut[0].is_causal_lm or cut[0].own_loss):
+    has_own_loss = cut[0].own_loss is not None and not cut[0].of_transformers
+    if not (cut[0].is_causal_lm or has_own_loss):
         return "auto", "not behind a ReLU, and the model is not known for a language model"
     model = cut[0].original
     if not _is_trained(model, config):

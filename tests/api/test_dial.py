@@ -6,6 +6,7 @@ import lms
 import pytest
 import torch
 import torch.nn.functional as F
+from encoders import encoder
 from methods import same_bits
 from models import MLP_SPLIT, images, mlp, rows
 from torch import nn
@@ -158,6 +159,12 @@ class Own(nn.Module):
 OTHERS = {
     "a trained language model that is small": (lambda: trained(lms.llama()), 2, "auto:scratch"),
     "one without weights, to be read": (lambda: lms.llama().to("meta"), 2, "auto:scratch"),
+    "a trained encoder": (lambda: trained(encoder("bert", "SequenceClassification")), 2, "auto"),
+    "a trained model of images": (
+        lambda: trained(encoder("vit", "ImageClassification")),
+        2,
+        "auto",
+    ),
     "a forward of one's own": (Own, ["relu"], "auto:relu"),
     "one that is cut before its ReLU": (Own, ["one"], "auto"),
     "a hyperbolic tangent": (
