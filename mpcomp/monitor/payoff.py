@@ -57,12 +57,14 @@ class CutTimes:
         coding: of a microbatch, seconds.
         wire: bytes of a microbatch's messages.
         dense: what they would be uncompressed.
+        bf16: what they would be in bf16, or dense where that is less.
         link: (Mbit/s, round trip in seconds) as measured; None where it is not known.
     """
 
     coding: Coding
     wire: Messages
     dense: Messages
+    bf16: Messages
     link: tuple[float, float] | None
 
 
@@ -203,9 +205,7 @@ class Simulation:
         ]
         self.compressed = [CutCost(cut.coding, cut.wire) for cut in cuts]
         self.dense = [CutCost(Coding(), cut.dense) for cut in cuts]
-        self.bf16 = [
-            CutCost(Coding(), Messages(*(num_bytes / 2 for num_bytes in cut.dense))) for cut in cuts
-        ]
+        self.bf16 = [CutCost(Coding(), cut.bf16) for cut in cuts]
         links = [cut.link or (math.inf, 0.0) for cut in cuts]
         rates = [rate for rate, _ in links]
         # A host can do what its faster link can; both share that.

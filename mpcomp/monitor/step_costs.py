@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from mpcomp.monitor.payoff import CutTimes, RankTimes
 from mpcomp.plan import Coding, Messages
 
 __all__ = ["chunks_of", "cut_times", "stage_times"]
+
+
+#: Of an element.
+_BF16_BYTES: Final = 2
 
 
 class _Way(NamedTuple):
@@ -22,6 +26,7 @@ class _Way(NamedTuple):
     messages: int
     wire_bytes: float
     dense_bytes: float
+    bf16_bytes: float
     encode_s: float
     decode_s: float
 
@@ -42,7 +47,8 @@ class _Way(NamedTuple):
         return cls(
             messages,
             sum(state["wire_bytes"] for state in senders) / total,
-            sum(state["dense_bytes"] for state in senders) / total,
+            dense := sum(state["dense_bytes"] for state in senders) / total,
+            min(dense, _BF16_BYTES * sum(state["num_elements"] for state in senders) / total),
             encode_s,
             decode_s,
         )
@@ -67,6 +73,7 @@ def cut_times(
             Coding(act.encode_s, act.decode_s, grad.encode_s, grad.decode_s),
             Messages(act.wire_bytes, grad.wire_bytes),
             Messages(act.dense_bytes, grad.dense_bytes),
+            Messages(act.bf16_bytes, grad.bf16_bytes),
             link,
         )
         for act, grad, link in zip(ways[::2], ways[1::2], probed, strict=True)

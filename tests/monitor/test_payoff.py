@@ -6,7 +6,7 @@ import pytest
 
 from mpcomp.monitor.payoff import CutTimes, PayOff, RankTimes, Simulation
 from mpcomp.monitor.report import _times_of
-from mpcomp.monitor.step_costs import stage_times
+from mpcomp.monitor.step_costs import cut_times, stage_times
 from mpcomp.plan import Coding, Messages
 from mpcomp.plan.curve import WORTHWHILE
 from mpcomp.plan.network import PACKET_SHARE
@@ -17,11 +17,12 @@ RANKS = [RankTimes(0.40, 0.10, 0.02), RankTimes(0.41, 0.25, 0.04)]
 #: Of a microbatch; 2 MB a step one way are dense, 0.2 MB are sent.
 CODING = Coding(0.001, 0.002, 0.003, 0.0015)
 WIRE, DENSE = Messages(25_000, 25_000), Messages(250_000, 250_000)
+BF16 = Messages(125_000, 125_000)
 
 
 def payoff(bandwidth_mbps, wire=WIRE, round_trip=0.0, ranks=RANKS):
     link = None if bandwidth_mbps is None else (bandwidth_mbps, round_trip)
-    return PayOff.of(ranks, [CutTimes(CODING, wire, DENSE, link)], chunks=CHUNKS)
+    return PayOff.of(ranks, [CutTimes(CODING, wire, DENSE, BF16, link)], chunks=CHUNKS)
 
 
 def test_figures_of_a_step():
@@ -119,7 +120,7 @@ def test_a_last_stage_on_the_first_rank_computes_there(num_ranks, round_trip):
     """One microbatch goes through all stages in turn, and over as many links as there are ranks."""
     ranks = [RankTimes(0.9, 0.3, 0.0, last_share=0.25)]
     ranks += [RankTimes(0.9, 0.5, 0.0)] * (num_ranks - 1)
-    cuts = [CutTimes(Coding(), DENSE, DENSE, (1e6, round_trip))] * num_ranks
+    cuts = [CutTimes(Coding(), DENSE, DENSE, BF16, (1e6, round_trip))] * num_ranks
     simulation = Simulation(ranks, cuts, chunks=1, in_flight=None)
     assert len(simulation.network.host_mbps) == num_ranks
     computed = 0.6 + 0.4 * (num_ranks - 1)
@@ -133,7 +134,7 @@ def test_a_last_stage_on_the_first_rank_computes_there(num_ranks, round_trip):
 def test_the_way_back_is_a_link_of_its_own(slow):
     """Whichever of three links is slow, a step without compression takes as long as its bytes."""
     links = [(1.0 if cut == slow else 1e5, 0.0) for cut in range(3)]
-    cuts = [CutTimes(Coding(), WIRE, DENSE, link) for link in links]
+    cuts = [CutTimes(Coding(), WIRE, DENSE, BF16, link) for link in links]
     found = PayOff.of([RankTimes(0.4, 0.1, 0.02)] * 3, cuts, chunks=CHUNKS)
     assert found.bandwidth_mbps == 1.0
     assert found.uncompressed_step_s / found.step_s == pytest.approx(10, rel=0.15)
@@ -141,7 +142,7 @@ def test_the_way_back_is_a_link_of_its_own(slow):
 
 def test_a_process_alone_has_as_many_machines_as_would_have_its_stages():
     """Of three stages the last is where the first is: its computing, and coding, count there."""
-    cuts = [CutTimes(CODING, WIRE, DENSE, None)] * 2
+    cuts = [CutTimes(CODING, WIRE, DENSE, BF16, None)] * 2
     coded = CHUNKS * sum(CODING)
     own = (1.0 + 2 * coded, 0.0, 2 * coded)
     apart = stage_times([own], [(0.25, 0.5, 0.25)], cuts, CHUNKS)
@@ -151,3 +152,15 @@ def test_a_process_alone_has_as_many_machines_as_would_have_its_stages():
     assert first.last_share == 0.5 and second.last_share == 0.0
     assert first.coding_s + second.coding_s == pytest.approx(2 * coded)
     assert first.coding_s == pytest.approx(apart[0].coding_s + apart[2].coding_s)
+
+
+@pytest.mark.parametrize(("element_bytes", "of_dense"), [(8, 1 / 4), (4, 1 / 2), (2, 1), (1, 1)])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_bf16_is_two_bytes_an_element_whatever_the_tensors_are(element_bytes, of_dense, ranks):
+    """What autocast sends uncompressed is bf16 already; nobody would send fp8 as bf16."""
+    counted = {"messages": 4, "wire_bytes": 100, "num_elements": 1000, "seconds": 0.1}
+    sender = counted | {"dense_bytes": 1000 * element_bytes}
+    idle = dict.fromkeys(sender, 0)
+    (cut,) = cut_times([[sender, idle][:ranks]] * 2, [None])
+    assert cut.dense == (250 * element_bytes,) * 2
+    assert cut.bf16 == tuple(of_dense * each for each in cut.dense)
