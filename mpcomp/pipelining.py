@@ -48,7 +48,8 @@ def compressed(
 
     Args:
         stages: this rank's stage, or the list of all that it has.
-        act: methods of activations, as ``act_comp`` of `mpcomp.pipeline`.
+        act: methods of activations, as ``act_comp`` of `mpcomp.pipeline`. ``auto`` is the same at
+            each cut here, for models in general, as a stage does not know the whole model.
         grad: methods of their gradients, as ``grad_comp``.
         ids: gives the ids of the samples in the batch that begins (AQ-SGD), the same on each rank.
         lr: gives the learning rate, for methods that follow it.

@@ -408,7 +408,8 @@ class CutStage(PipelineStage):
         """The result of ``receive``, or of a thread that has called it beside this one."""
         if self._beside is None:
             return receive(meta, self._step, microbatch)
-        with way.waits(self._step, microbatch):
+        link = way.link
+        with self._step.during("receive", link.receiver_stage, microbatch, link.name):
             return self._beside.take(way, microbatch)
 
     def _doing(self, microbatch: int, what: str) -> str:

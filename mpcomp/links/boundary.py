@@ -173,7 +173,12 @@ class Crossing(NamedTuple):
             The tensor, and whether it wants no gradient. An accelerator is not waited for to find
             out; then a gradient is sent that nobody uses.
         """
-        with _NOTHING if arrived else self.waits(step, microbatch):
+        link = self.link
+        with (
+            _NOTHING
+            if arrived
+            else step.during("receive", link.receiver_stage, microbatch, link.name)
+        ):
             message = self.channel.receive(microbatch)
         constant = message.device.type == "cpu" and Header.of(message).constant
         return self._decoded(message, meta, step, microbatch), constant
@@ -182,16 +187,17 @@ class Crossing(NamedTuple):
         self, meta: TensorMeta, step: Step, microbatch: int, *, arrived: bool = False
     ) -> Tensor | None:
         """As `receive`, where the sender may have nothing to send, which gives None."""
-        with _NOTHING if arrived else self.waits(step, microbatch):
+        link = self.link
+        with (
+            _NOTHING
+            if arrived
+            else step.during("receive", link.receiver_stage, microbatch, link.name)
+        ):
             message = self.channel.receive_any(microbatch)
         if message is None:
             self.link.forget(Side.RECEIVER, microbatch)
             return None
         return self._decoded(message, meta, step, microbatch)
-
-    def waits(self, step: Step, microbatch: int) -> AbstractContextManager[None]:
-        """A context in which a message is waited for, which a trace shows."""
-        return step.during("receive", self.link.receiver_stage, microbatch, self.link.name)
 
     def _decoded(self, message: Tensor, meta: TensorMeta, step: Step, microbatch: int) -> Tensor:
         with (

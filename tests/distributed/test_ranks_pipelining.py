@@ -38,6 +38,7 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
 from mpcomp import Adaptive, SameIndices, TopK
+from mpcomp.links.auto import GENERAL
 from mpcomp.pipelining import compressed
 
 preload("mpcomp.pipelining")
@@ -204,7 +205,7 @@ def test_every_schedule_on_two_ranks_gives_the_pipelines_bits(ranks, schedule):
 def test_four_ranks_give_the_pipelines_bits(ranks, schedule):
     """Eight stages where a rank takes two."""
     run = with_stages(replace(EVEN, schedule=schedule, steps=3, **BOTH), 4)
-    check(ranks, 4, [run, replace(run, act="auto", grad="auto")], shrinks=False)
+    check(ranks, 4, [run, replace(run, act=GENERAL[0], grad=GENERAL[1])], shrinks=False)
 
 
 def both_ways(method: Any) -> Run:

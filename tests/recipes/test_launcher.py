@@ -112,7 +112,7 @@ def test_a_restarted_run_goes_on_in_its_folder(monkeypatch, tmp_path, tiny):
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     with pytest.raises(ValueError, match="holds a run already"):
         started(recipe, {"out": tmp_path / "run", "lr": 0.5}, "now")
-    assert started(recipe, {"out": tmp_path / "run"}, "now") == (folder, config, False)
+    assert started(recipe, {"out": tmp_path / "run"}, "now") == (folder, config, None)
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
     with pytest.raises(ValueError, match="pass --out a folder, in which a restarted run finds"):
         started(recipe, {}, "now")
