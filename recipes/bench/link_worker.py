@@ -16,7 +16,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import mpcomp
 from mpcomp.core.tensor_meta import TensorMeta
-from mpcomp.links.auto import GENERAL
+from mpcomp.links.auto import GENERAL, TIE_COMP
 from mpcomp.plan import Coding, measure_coding
 from mpcomp.plan.planner import tie_cost
 from recipes.bench import workers
@@ -383,6 +383,7 @@ def _mpcomp_variant(name: str, job: Job) -> Variant:
         in_flight=None if depth is None else depth(job.size, job.chunks),
         connections=setting.connections,
         ties=setting.ties,
+        tie_comp=TIE_COMP if setting.ties and (setting.act, setting.grad) == GENERAL else None,
         timeout=job.timeout_s,
         seed=job.seed,
     )

@@ -181,7 +181,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = study_parser("adaptive_study", __doc__, rows, seeds=5)
     add = parser.add_argument
     add("--groups", nargs="+", choices=GROUPS, default=list(GROUPS))
-    add("--budget", type=float, default=0.05, help="share of the dense bytes (default %(default)s)")
+    add("--budget", type=float, default=0.05, dest="share",
+        help="share of the dense bytes (default %(default)s)")  # fmt: skip
     add("--images", default=ImageConfig.data, help="hub name, folder of parquet files, or digits")
     add("--text", default=TextConfig.data, help="hub name, folder, text files, or python-docs")
     add("--epochs", type=int)
@@ -199,7 +200,7 @@ def runs(options: argparse.Namespace, num_processes: int) -> Runs[RunConfig]:
         for group in options.groups
         for seed in range(options.seeds)
         for row in options.rows
-        if row in rows_of(GROUPS[group], options.budget)
+        if row in rows_of(GROUPS[group], options.share)
     }
 
 
@@ -207,7 +208,7 @@ def configuration(options: argparse.Namespace, group: str, row: str, seed: int) 
     """The run of one row of a group and seed."""
     of_group = GROUPS[group]
     config = ImageConfig if of_group.metric is ACCURACY else TextConfig
-    act, grad = rows_of(of_group, options.budget)[row]
+    act, grad = rows_of(of_group, options.share)[row]
     chosen: dict[str, Any] = {**of_group.settings, **given(options, config)}
     chosen |= {"act": act, "grad": grad, "seed": seed, "eval_every": chosen["epochs"]}
     chosen["precision"] = "fp32" if options.precision == "auto" else options.precision

@@ -13,6 +13,8 @@ FILES = {path.name for path in results_pages.PAGES.iterdir() if path.suffix in (
 
 # No command prints a table of it: its page has one, which is held to it below.
 BY_HAND = "replica_lm.jsonl"
+# The form of a plan shows it (`recipes.lab.plan_form`).
+OF_THE_FORM = "plan_coding.json"
 COMMANDS = (results_pages.BLOCK, results_pages.FIGURE)
 
 
@@ -30,7 +32,7 @@ def test_every_file_of_results_is_on_a_page():
         for match in pattern.finditer(page.read_text())
     ]
     shown = {Path(word).name for command in commands for word in command.split()}
-    assert FILES - shown == {BY_HAND}
+    assert FILES - shown == {BY_HAND, OF_THE_FORM}
 
 
 def test_the_table_by_hand_is_that_of_its_file():
