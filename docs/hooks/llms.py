@@ -6,8 +6,8 @@ mkdocstrings renders stands there as signature and docstring.
 
 from __future__ import annotations
 
-import importlib
 import inspect
+import pkgutil
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -47,21 +47,11 @@ def twin(markdown: str) -> str:
 
 def _documented(path: str) -> str:
     """The signature and docstring of what a dotted path names."""
-    parts = path.split(".")
-    for length in range(len(parts), 0, -1):
-        try:
-            value = importlib.import_module(".".join(parts[:length]))
-        except ModuleNotFoundError:
-            continue
-        for part in parts[length:]:
-            value = getattr(value, part)
-        break
-    else:
-        raise ValueError(f"::: {path} names no module")
+    value = pkgutil.resolve_name(path)
     has_one = callable(value) and not (isinstance(value, type) and issubclass(value, BaseException))
     signature = str(inspect.signature(value)) if has_one else ""
     doc = inspect.getdoc(value) if callable(value) or inspect.ismodule(value) else repr(value)
-    return f"### `{parts[-1]}{signature}`\n\n{doc or ''}"
+    return f"### `{path.rpartition('.')[2]}{signature}`\n\n{doc or ''}"
 
 
 def title(markdown: str) -> str:

@@ -62,7 +62,7 @@ _MAGNITUDES, _SIGNED, _DITHERED = range(3)
 _BY_ITSELF: Final = 6  # bytes
 # Bytes of a block beside its words: of 32 bits of a state, its words have taken about 8.
 _OF_BLOCK: Final = 100
-_SHARE: Final = 400  # of a block's bytes, of which one may go for that
+_SHARE: Final = 400  # one byte of so many of a block may go for that
 _LEAST, _LARGEST = 15, 20  # k that is chosen
 _SMALLEST_BLOCK, _LARGEST_BLOCK = 10, 24  # k that is read
 _uint64: Any = np.uint64  # for a type checker, which knows no bits of numpy's own numbers
@@ -359,7 +359,7 @@ def _coded(
 ) -> tuple[NDArray[np.uint64], NDArray[np.float64]]:
     """Entries and inverses of each integer from -128 to 127, by table, as `push` takes them.
 
-    An integer that goes by itself has those of the most frequent one.
+    An integer that goes by itself takes the entries of the most frequent one.
 
     Returns:
         Entries: the table's total less the frequency, 12 bits; the sum of frequencies before, 12
@@ -464,7 +464,7 @@ def push(
         rows: classes, uint8 [rows].
         columns: classes, uint8 [columns].
         table_of: the table of each context, int64.
-        apart: tables from those of offsets of a size to those of the next.
+        apart: number of tables for offsets of one size.
         entries: of integers from -128 to 127, by table, uint64.
         inverses: of their frequencies, likewise.
         states: `LANES`, uint64; they change.
@@ -532,7 +532,7 @@ def pop(
 
     Args:
         words: of all blocks, uint16; not empty, and its last one is never needed.
-        at: where those of the block begin.
+        at: where the block's words begin.
         offsets: as of `push`, and so are those that follow.
         rows: classes.
         columns: classes.

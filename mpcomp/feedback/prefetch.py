@@ -3,7 +3,7 @@
 What is read ahead is a copy of rows as they were stored when it was asked for. A row that is
 stored anew in the meantime is forgotten here and read again where it lies, so reading ahead never
 changes a number, only when a file is read. Everything but the reading itself happens in the
-threads that call, of which several may take rows at once::
+threads that call. Several of them may take rows at once::
 
     caller   prefetch(b) ── step a ─────────── commit: forgets rows of a ── step b: takes rows of b
     worker        └─ reads the files ──┘

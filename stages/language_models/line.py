@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -15,7 +16,7 @@ from stages.language_models.layout import Layout, layout_of, unwrapped
 from stages.stage import Piece, Run, Stage
 
 
-class BlockLine:
+class BlockLine(ABC):
     """A model of transformers as `split` sees it: units are its blocks.
 
     The first has the embeddings with it, the last the final norm and the head.
@@ -85,13 +86,13 @@ class BlockLine:
             pieces.append(Piece(names, (), run, copied=copied))
         return pieces
 
+    @abstractmethod
     def run(self, start: int, stop: int, *, first: bool, last: bool) -> Run:
         """The code of a stage with blocks ``start`` to ``stop`` - 1."""
-        raise NotImplementedError
 
+    @abstractmethod
     def check(self, stages: Sequence[Stage]) -> None:
         """Raise ValueError if the stages do not give what the model gives."""
-        raise NotImplementedError
 
     def fill_buffers(self) -> None:
         """Give a model on "meta" the buffers that its configuration says; no file has them."""

@@ -1,4 +1,4 @@
-"""What ``auto`` becomes: for the README's tasks, in the first step, from a checkpoint."""
+"""The choice of ``auto``: for the README's tasks, in the first step, from a checkpoint."""
 
 import warnings
 

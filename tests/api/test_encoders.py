@@ -172,7 +172,7 @@ def test_an_answer_outside_its_text():
 
 
 def test_adapters():
-    """What peft adapts is cut as what it has adapted."""
+    """A model that peft has adapted is cut as the model itself."""
     peft = pytest.importorskip("peft")
     adapted = peft.LoraConfig(r=2, target_modules=["query", "value"], task_type="SEQ_CLS")
     model = peft.get_peft_model(encoder("bert", "SequenceClassification"), adapted)

@@ -1,4 +1,4 @@
-"""What ``auto`` becomes on several ranks: the same on all, and what one process comes to."""
+"""The choice of ``auto`` on several ranks: the same on all, and in one process."""
 
 import warnings
 
@@ -75,7 +75,7 @@ def raised(call):
 
 
 def disagreeing():
-    """What each rank hears where evidence differs between them; and what comes after."""
+    """Errors on each rank where evidence differs between them; and the steps after."""
     rank = torch.distributed.get_rank()
     built_so = raised(lambda: built(rank == 0, {}))
     pipe = built(True, {})

@@ -1,4 +1,4 @@
-"""What a program has of each command: one JSON object with the keys of the page, and the status."""
+"""Each command for programs: one JSON object with the keys of the page, and the status."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is compiled ahead is all that messages need: none waits for a compiler afterwards."""
+"""Compiling ahead covers all that messages need: none waits for a compiler afterwards."""
 
 import sys
 
@@ -21,7 +21,7 @@ def loops():
 
 
 def kinds_of_arguments():
-    """What each loop is compiled for by now."""
+    """Signatures that each loop is compiled for by now."""
     return {name: set(one.machine_code().signatures) for name, one in loops().items()}
 
 

@@ -18,7 +18,7 @@ LAYERS = [f"bert.encoder.layer.{i}" for i in range(4)]
 
 
 def chained(stages, batch):
-    """What the stages give for a batch, in evaluation mode."""
+    """The stages' output for a batch, in evaluation mode."""
     for stage in stages:
         stage.eval()
     with torch.no_grad():
