@@ -228,7 +228,7 @@ class TextTrainer(Trainer[TextConfig]):
         origin = "with random weights" if self.config.is_new else "as loaded"
         notes = [f"{self.config.model} {origin}: {self.size}", *super().notes()]
         methods = [link.method for link in self.pipe.links]
-        if not any(isinstance(one, mpcomp.Feedback) and one.by_sample for one in methods):
+        if not any(one.by_sample for one in methods):
             return notes
         share = self.config.call_batch // self.config.replicas
         batch = {k: rows[:share] for k, rows in self.first_batch.items() if k != "labels"}

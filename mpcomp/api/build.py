@@ -28,7 +28,7 @@ from mpcomp.api.pipeline import Pipeline
 from mpcomp.checkpoint.weights import add_partial_guard, check_weights, load_weights, to_meta
 from mpcomp.comm.devices import model_of
 from mpcomp.comm.mesh import launched
-from mpcomp.compressors import Compressor
+from mpcomp.compressors import KLT, Compressor
 from mpcomp.core.embeddings import check_dense_gradients, check_max_norm, check_whole_batches
 from mpcomp.core.loss import LossFn
 from mpcomp.core.tensor_meta import TensorMeta
@@ -188,6 +188,8 @@ def _must_round_alike(link: Link) -> bool:
     """Whether both ends keep one estimate, which GPUs of two models may come to differently."""
     method: Any = link.method
     method = method.inner if method.adapts else method
+    if isinstance(method, KLT):
+        method = method.at(None)
     if not isinstance(method, Feedback) or not method.mirrors(TensorMeta((1, 1))):
         return False
     return any(coder.multiplies for coder in method.coders)

@@ -16,7 +16,7 @@ import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from mpcomp.core.wire import Payload
 
 __all__ = [
     "Compressor",
+    "RoundCompressors",
     "Selecting",
     "check_cf",
     "check_contractive",
@@ -309,6 +310,24 @@ class Selecting(Compressor):
     def with_keep(self, keep: float) -> Selecting:
         """The same method with another fraction of elements to send."""
         return dataclasses.replace(self, keep=keep)  # type: ignore[type-var]
+
+
+class RoundCompressors(SpecValue, ABC):
+    """A method round compressors, as feedback is.
+
+    Attributes:
+        inner: the compressor of what is sent.
+        first: of what is sent first; None where that is no other.
+        looks_at_gradients: whether a message follows from gradients that have come back.
+    """
+
+    inner: Compressor
+    first: Compressor | None
+    looks_at_gradients: bool
+
+    @abstractmethod
+    def with_coders(self, change: Callable[[Compressor], Compressor]) -> Self:
+        """The method with each of its compressors changed."""
 
 
 def put_at(positions: Tensor, values: Tensor, meta: TensorMeta) -> Tensor:

@@ -37,18 +37,18 @@ import torch
 from torch import Tensor
 
 from mpcomp import entropy
-from mpcomp.compressors.base import Compressor
+from mpcomp.compressors.base import Compressor, RoundCompressors
 from mpcomp.compressors.tokens import Tokens
 from mpcomp.core.spec import SpecValue, shown
 from mpcomp.core.tensor_meta import TensorMeta
-from mpcomp.core.wire import Parts, Payload
+from mpcomp.core.wire import Payload
 
-__all__ = ["KLT", "Basis", "InBasis"]
+__all__ = ["KLT", "LARGEST_WIDTH", "Basis", "InBasis"]
 
 #: An entry of a basis is a whole number of such parts of its root mean square, 1 / sqrt(C).
 _FRACTIONS = 8
 #: A basis of more channels takes minutes to find and megabytes to send.
-_LARGEST_WIDTH = 4096
+LARGEST_WIDTH = 4096
 # Larger coordinates are clipped: what is made of them stays finite in fp32.
 _LIMIT = torch.finfo(torch.float32).max / 2**18
 
@@ -65,6 +65,10 @@ class KLT(SpecValue):
 
     With ``weighted`` the error may be larger in directions in which the loss hardly changes, by the
     gradients that have come back for the activations: fewer bits at the same cost to the loss.
+
+    Round a memory, as ``klt+aqsgd+step:0.4``, all its compressors work in the basis: what has
+    changed since the last visit is coded in it. The memory itself is of the vectors, and outlives
+    a basis.
 
     Each link has its own basis. Its sender keeps the covariance of what it sent in training, and
     puts a new basis (5 bits an entry) into a message as soon as those sent since the last one would
@@ -84,15 +88,16 @@ class KLT(SpecValue):
       that of ``inner`` but for some hundredths, as a basis is sent rounded; no theorem of training.
 
     Args:
-        inner: compressor of the coordinates, fp32.
+        inner: compressor of the coordinates, fp32, or a memory round one.
         weighted: let the cost of an error hang on its direction; for activations.
 
     Raises:
-        TypeError: inner is no compressor.
-        ValueError: inner compresses nothing. At a cut: more than 4096 channels.
+        TypeError: inner is neither.
+        ValueError: inner compresses nothing, or looks at gradients (``along=``). At a cut: more
+            than 4096 channels.
     """
 
-    inner: Compressor
+    inner: Compressor | RoundCompressors
     weighted: bool = False
     spec: ClassVar[str] = "klt"
     spec_inner: ClassVar[str | None] = "inner"
@@ -100,13 +105,29 @@ class KLT(SpecValue):
     variable_length = True  # of a message that brings a basis
 
     def __post_init__(self) -> None:
-        if not isinstance(self.inner, Compressor):
+        if not isinstance(self.inner, Compressor | RoundCompressors):
             raise TypeError(
-                f"inner={shown(self.inner)}: coordinates go to a compressor such as ECSQ(0.5); a "
-                "basis is neither round nor inside feedback"
+                f"inner={shown(self.inner)}: coordinates go to a compressor such as ECSQ(0.5), or "
+                "to a memory such as AQSGD(ECSQ(0.5)); an adaptive method takes no basis"
             )
-        if self.inner.sends_dense:
+        if self.coder.sends_dense:
             raise ValueError(f"inner={self.inner}: a basis for what is sent as it is gains nothing")
+        if isinstance(self.inner, RoundCompressors) and self.inner.looks_at_gradients:
+            raise ValueError(
+                f"inner={self.inner}: along= goes with no basis; leave one of them out"
+            )
+
+    @property
+    def coder(self) -> Compressor:
+        """The compressor whose bytes say what a basis saves: of a memory that of a first visit."""
+        if isinstance(self.inner, Compressor):
+            return self.inner
+        return self.inner.first or self.inner.inner
+
+    @property
+    def by_sample(self) -> bool:  # type: ignore[override]
+        """Whether a memory inside has slots by sample."""
+        return self.inner.by_sample
 
     def check_place(self, argument: str) -> None:
         if argument == "tie_comp":
@@ -118,16 +139,13 @@ class KLT(SpecValue):
                 f"{argument}={self}: weighted=true looks at the gradients of an activation, so it "
                 "is for act_comp"
             )
+        self.inner.check_place(argument)
 
-    def at(self, basis: Basis | None, news: Basis | None, *, room: bool) -> InBasis:
-        """The compressor of one message.
-
-        Args:
-            basis: that both ends have; None for none yet.
-            news: a basis to be sent with the message, for later ones.
-            room: whether there may be one.
-        """
-        return InBasis(self, basis, news, room)
+    def at(self, basis: Basis | None) -> Compressor | RoundCompressors:
+        """``inner`` in a basis that both ends have; None for none yet."""
+        if isinstance(self.inner, Compressor):
+            return InBasis(self.inner, basis, str(self))
+        return self.inner.with_coders(lambda coder: InBasis(coder, basis, str(self)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,26 +235,37 @@ def _directions(covariance: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class InBasis(Compressor):
-    """The compressor of one message of a link that has a basis, or has none yet."""
+    """A compressor of coordinates, for vectors of a link that has a basis, or has none yet.
 
-    method: KLT
+    Attributes:
+        inner: the compressor.
+        basis: that both ends have; None for none yet.
+        spec: of the method.
+    """
+
+    inner: Compressor
     basis: Basis | None
-    news: Basis | None
-    room: bool
+    spec: str  # type: ignore[misc]
+    multiplies = True
 
     def __str__(self) -> str:
         """The spec of the method."""
-        return str(self.method)
+        return self.spec
 
     @property
     def variable_length(self) -> bool:  # type: ignore[override]
-        """Whether there may be a new basis, or the inner compressor's messages vary."""
-        return self.room or self.method.inner.variable_length
+        """Whether the inner compressor's messages vary."""
+        return self.inner.variable_length
+
+    @property
+    def is_unbiased(self) -> bool:  # type: ignore[override]
+        """Whether the inner compressor is, as a basis keeps means."""
+        return self.inner.is_unbiased
 
     @property
     def draws(self) -> bool:  # type: ignore[override]
         """Whether the inner compressor does."""
-        return self.method.inner.draws
+        return self.inner.draws
 
     @property
     def check(self) -> int:  # type: ignore[override]
@@ -244,12 +273,17 @@ class InBasis(Compressor):
         return 0 if self.basis is None else self.basis.checksum
 
     def layout(self, meta: TensorMeta) -> tuple[TensorMeta, ...]:
-        return self._parts(meta).layout
+        return self.inner.layout(meta.with_dtype(torch.float32))
 
     def compress(self, x: Tensor, generator: torch.Generator | None = None) -> Payload:
-        meta = TensorMeta.of(x)
-        y, whole = self._coordinates(x, meta)
-        return self._with_news(self.method.inner.compress_against(y, whole, generator), meta)
+        return self.compress_against(x, x, generator)
+
+    def compress_against(
+        self, x: Tensor, whole: Tensor, generator: torch.Generator | None = None
+    ) -> Payload:
+        return self.inner.compress_against(
+            *self._coordinates(x, whole, TensorMeta.of(x)), generator
+        )
 
     def round_trip(
         self,
@@ -259,65 +293,36 @@ class InBasis(Compressor):
         draw: Callable[[], torch.Generator | None],
     ) -> tuple[Payload, Tensor]:
         wide = meta.with_dtype(torch.float32)
-        payload, said = self.method.inner.round_trip(*self._coordinates(x, meta), wide, draw)
-        return self._with_news(payload, meta), self._back(said, meta)
+        payload, said = self.inner.round_trip(*self._coordinates(x, whole, meta), wide, draw)
+        return payload, self._back(said, meta)
 
-    def _coordinates(self, x: Tensor, meta: TensorMeta) -> tuple[Tensor, Tensor]:
-        """The coordinates of a tensor's vectors, and the tensor itself, both fp32 of its shape."""
-        tokens = Tokens.of(meta.with_dtype(torch.float32))
-        vectors = tokens.split(x).clamp_(-_LIMIT, _LIMIT)
-        whole = tokens.join(vectors)
-        if self.basis is None:
-            return whole, whole
-        return tokens.join(self.basis.coordinates(vectors)), whole
+    def _coordinates(self, x: Tensor, whole: Tensor, meta: TensorMeta) -> tuple[Tensor, Tensor]:
+        """The coordinates of a tensor's vectors, and what they are left of, fp32 of its shape."""
+        tokens = self._tokens(meta)
+        vectors = _finite(tokens, x)
+        against = tokens.join(vectors if whole is x else _finite(tokens, whole))
+        if self.basis is not None:
+            return tokens.join(self.basis.coordinates(vectors)), against
+        return against if whole is x else tokens.join(vectors), against
 
-    def _with_news(self, payload: Payload, meta: TensorMeta) -> Payload:
-        """A payload of the inner compressor behind a new basis, where there may be one."""
-        if not self.room:
-            return payload
-        news = torch.empty(0, dtype=torch.uint8) if self.news is None else self.news.coded
-        return self._parts(meta).joined([(news.to(payload[0].device),), payload])
+    def _tokens(self, meta: TensorMeta) -> Tokens:
+        return Tokens.of(meta.with_dtype(torch.float32))
 
     def decompress(
         self, payload: Payload, meta: TensorMeta, generator: torch.Generator | None = None
     ) -> Tensor:
-        if self.room:
-            _, payload = self._parts(meta).parted(payload)
         wide = meta.with_dtype(torch.float32)
-        return self._back(self.method.inner.decompress(payload, wide, generator), meta)
+        return self._back(self.inner.decompress(payload, wide, generator), meta)
 
     def _back(self, x: Tensor, meta: TensorMeta) -> Tensor:
         """The tensor like ``meta`` whose coordinates are ``x``; that may be changed."""
-        wide = meta.with_dtype(torch.float32)
         limit = min(torch.finfo(meta.dtype).max, torch.finfo(torch.float32).max)
         if self.basis is not None:
-            tokens = Tokens.of(wide)
-            y = tokens.split(x).clamp_(-_LIMIT, _LIMIT)
-            x = tokens.join(self.basis.vectors(y))
+            tokens = self._tokens(meta)
+            x = tokens.join(self.basis.vectors(_finite(tokens, x)))
         return x.clamp_(-limit, limit).to(meta.dtype)
 
-    def heard(self, payload: Payload, meta: TensorMeta) -> Basis | None:
-        """The new basis in a payload, if there is one.
 
-        Raises:
-            RuntimeError: the payload is damaged.
-        """
-        if not self.room:
-            return None
-        (news,), _ = self._parts(meta).parted(payload)
-        return Basis.decoded(news, Tokens.of(meta).width) if news.numel() else None
-
-    def _parts(self, meta: TensorMeta) -> Parts:
-        """A new basis, and what the inner compressor sends."""
-        inner = self.method.inner
-        layout = inner.layout(meta.with_dtype(torch.float32))
-        if not self.room:
-            return Parts((layout,), (inner.variable_length,))
-        width = Tokens.of(meta).width
-        if width > _LARGEST_WIDTH:
-            raise ValueError(
-                f"{self.method}: {width} channels cross here, and a basis is of at most "
-                f"{_LARGEST_WIDTH}; use {inner}"
-            )
-        room = TensorMeta((entropy.max_bytes(width, width),), torch.uint8)
-        return Parts(((room,), layout), (True, inner.variable_length))
+def _finite(tokens: Tokens, x: Tensor) -> Tensor:
+    """A tensor's vectors without what is too large."""
+    return tokens.split(x).clamp_(-_LIMIT, _LIMIT)

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Callable, Sequence
-from typing import ClassVar, Literal, TypeAlias, get_args
+from dataclasses import fields, replace
+from typing import ClassVar, Literal, Self, TypeAlias, get_args
 
 from torch import Tensor
 
-from mpcomp.compressors.base import Compressor, check_contractive
+from mpcomp.compressors.base import Compressor, RoundCompressors, check_contractive
 from mpcomp.compressors.identity import Identity
-from mpcomp.core.spec import SpecValue, shown
+from mpcomp.core.spec import shown
 from mpcomp.core.step import Key, MessageContext, SampleIds
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.feedback.memory import Memory, State
@@ -32,7 +33,7 @@ _EvalWord: TypeAlias = Literal["compressed", "first", "raw"]
 EvalChoice: TypeAlias = _EvalWord | Compressor
 
 
-class Feedback(SpecValue, Memory, ABC):
+class Feedback(RoundCompressors, Memory, ABC):
     """A memory round any compressor: a frozen dataclass with at least the field ``inner``.
 
     Attributes:
@@ -89,6 +90,11 @@ class Feedback(SpecValue, Memory, ABC):
                 f"eval={self.eval!r}: evaluation is {', '.join(words)} or a compressor"
             )
         self.storage_plan  # noqa: B018  (raises for a bad storage or cap)
+
+    def with_coders(self, change: Callable[[Compressor], Compressor]) -> Self:
+        settings = [(each.name, getattr(self, each.name)) for each in fields(self)]  # type: ignore[arg-type]
+        changed = {name: change(each) for name, each in settings if isinstance(each, Compressor)}
+        return replace(self, **changed)  # type: ignore[type-var]
 
     @property
     def selects(self) -> bool:  # type: ignore[override]

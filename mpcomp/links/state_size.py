@@ -36,8 +36,7 @@ def state_bytes_of(
             "pass num_samples=<size of the training set>"
         )
     for side, stage in ((Side.SENDER, link.sender_stage), (Side.RECEIVER, link.receiver_stage)):
-        size = link.endpoint.state_size(side, meta, num_samples) if stage in here else None
-        if size is not None:
+        for size in link.endpoint.state_size(side, meta, num_samples) if stage in here else ():
             yield {
                 "boundary": link.boundary,
                 "direction": link.direction,

@@ -6,8 +6,9 @@ from methods import drawn, same_bits
 from torch import Tensor
 
 import mpcomp
-from mpcomp import ECSQ, KLT, Identity, Quantize, TensorMeta, parse
+from mpcomp import AQSGD, ECSQ, KLT, Identity, Quantize, TensorMeta, parse
 from mpcomp.compressors.klt import Basis, InBasis
+from mpcomp.core.step import Step
 from mpcomp.links.build import method_of
 
 WIDTH = 24
@@ -25,8 +26,8 @@ def correlated(*shape: int, seed: int = 0) -> Tensor:
     return ((x * 0.5 ** (torch.arange(shape[-1]) / 2)) @ orthonormal(shape[-1])).float()
 
 
-def coder(inner: mpcomp.Compressor, *, news: Basis | None = None, room: bool = True) -> InBasis:
-    return KLT(inner).at(Basis.rounded(orthonormal()), news, room=room)
+def coder(inner: mpcomp.Compressor) -> InBasis:
+    return KLT(inner).at(Basis.rounded(orthonormal()))
 
 
 def test_a_basis_travels_as_its_numbers():
@@ -51,7 +52,7 @@ def test_it_takes_the_coding_gain_less(step):
     inner, x = ECSQ(step, scale="tensor"), correlated(4, 500, WIDTH)
     meta, numel = TensorMeta.of(x), x.numel()
     (plain,) = inner.compress(x)
-    (payload,) = coder(inner, room=False).compress(x)
+    (payload,) = coder(inner).compress(x)
     vectors = x.reshape(-1, WIDTH).double()
     unit = step * float(vectors.square().mean().sqrt())
 
@@ -62,7 +63,7 @@ def test_it_takes_the_coding_gain_less(step):
     gain = float(rate(vectors) - rate(vectors @ orthonormal().T))
     saved = 8 * (plain.numel() - payload.numel()) / numel
     assert saved == pytest.approx(gain, rel=0.25) and saved > 0.5
-    error = (coder(inner, room=False).decompress((payload,), meta) - x).square().mean()
+    error = (coder(inner).decompress((payload,), meta) - x).square().mean()
     assert error < 1.1 * (inner.decompress((plain,), meta) - x).square().mean()
 
 
@@ -81,7 +82,7 @@ def test_a_basis_of_weights_takes_less_for_the_same_cost():
     inner, meta = ECSQ(0.02, scale="tensor"), TensorMeta.of(x)
     bits, costs = [], []
     for basis in (Basis.of(covariance), Basis.of(covariance, weights)):
-        each = KLT(inner).at(basis, None, room=False)
+        each = KLT(inner).at(basis)
         (payload,) = each.compress(x)
         error = (each.decompress((payload,), meta) - x).reshape(-1, WIDTH).double()
         bits.append(8 * payload.numel() / x.numel())
@@ -103,23 +104,19 @@ def test_what_arrives_is_like_the_input(shape, dtype, inner):
     x = torch.randn(shape).to(dtype)
     if len(shape) == 4:
         x = x.contiguous(memory_format=torch.channels_last)
-    basis = Basis.rounded(orthonormal(seed=3))
-    for news, room in ((None, False), (None, True), (basis, True)):
-        each = coder(inner, news=news, room=room)
-        payload = each.compress(x, drawn())
-        for part, meta in zip(payload[:-1], each.layout(TensorMeta.of(x))[:-1], strict=True):
-            assert TensorMeta.of(part) == meta
-        assert payload[-1].numel() <= each.layout(TensorMeta.of(x))[-1].numel
-        y = each.decompress(payload, TensorMeta.of(x), drawn())
-        assert TensorMeta.of(y) == TensorMeta.of(x)
-        assert (y.float() - x.float()).norm() < 0.12 * x.float().norm()
-        heard = each.heard(payload, TensorMeta.of(x))
-        assert heard is None if news is None else same_bits(heard.numbers, basis.numbers)
+    each, meta = coder(inner), TensorMeta.of(x)
+    payload, layout = each.compress(x, drawn()), each.layout(meta)
+    for part, of in zip(payload[:-1], layout[:-1], strict=True):
+        assert TensorMeta.of(part) == of
+    assert payload[-1].numel() <= layout[-1].numel
+    y = each.decompress(payload, meta, drawn())
+    assert TensorMeta.of(y) == meta
+    assert (y.float() - x.float()).norm() < 0.12 * x.float().norm()
 
 
 def test_without_a_basis_it_is_the_inner_compressor():
     x = correlated(8, WIDTH)
-    payload = KLT(ECSQ(0.3)).at(None, None, room=False).compress(x)
+    payload = KLT(ECSQ(0.3)).at(None).compress(x)
     assert same_bits(payload[0], ECSQ(0.3).compress(x)[0])
 
 
@@ -132,23 +129,26 @@ def test_what_is_too_large_arrives_finite(value):
 
 
 def test_damage_is_an_error_or_a_finite_tensor():
+    """Of a basis, and of coordinates."""
     x, basis = correlated(64, WIDTH), Basis.rounded(orthonormal(seed=5))
-    each, meta = coder(ECSQ(0.3), news=basis), TensorMeta.of(x)
-    (sound,) = each.compress(x)
+    each, meta = coder(ECSQ(0.3)), TensorMeta.of(x)
+    readers = (
+        (basis.coded, lambda coded: Basis.decoded(coded, WIDTH).rows),
+        (each.compress(x)[0], lambda payload: each.decompress((payload,), meta)),
+    )
     outcomes = set()
-    for place in range(0, sound.numel(), 7):
-        damaged = sound.clone()
-        damaged[place] ^= 0x55
-        for payload in (damaged, damaged[: place + 1]):
-            try:
-                heard = each.heard((payload,), meta)
-                y = each.decompress((payload,), meta)
-            except RuntimeError:
-                outcomes.add("error")
-            else:
-                outcomes.add("tensor")
-                assert y.isfinite().all()
-                assert heard is None or heard.rows.isfinite().all()
+    for sound, read in readers:
+        for place in range(0, sound.numel(), 7):
+            damaged = sound.clone()
+            damaged[place] ^= 0x55
+            for payload in (damaged, damaged[: place + 1]):
+                try:
+                    y = read(payload)
+                except RuntimeError:
+                    outcomes.add("error")
+                else:
+                    outcomes.add("tensor")
+                    assert y.isfinite().all()
     assert outcomes == {"error", "tensor"}
 
 
@@ -159,16 +159,24 @@ def test_settings():
     assert str(KLT(ECSQ(0.15))) == str(coder(ECSQ(0.15))) == "klt+step:0.15"
     with pytest.raises(ValueError, match="gains nothing"):
         KLT(Identity())
-    with pytest.raises(TypeError, match="neither round nor inside feedback"):
-        KLT(parse("ef+topk:0.1"))
+    memory = parse("klt+aqsgd:first=step/0.3+step:0.4")
+    assert memory == KLT(AQSGD(ECSQ(0.4), first=ECSQ(0.3))) and memory.by_sample
+    assert str(memory) == "klt+aqsgd:first=step/0.3+step:0.4"
+    with pytest.raises(TypeError, match="an adaptive method takes no basis"):
+        KLT(parse("adaptive+ef21+topk:0.1"))
+    with pytest.raises(ValueError, match="along= goes with no basis"):
+        KLT(parse("aqsgd:along=bf16+step:0.4"))
+    with pytest.raises(ValueError, match="gains nothing"):
+        KLT(parse("aqsgd:first=none+none"))
     with pytest.raises(ValueError, match="goes round a compressor"):
         parse("ef+klt+step:0.5")
     with pytest.raises(ValueError, match="a basis is for cuts"):
         method_of("tie_comp", "klt+step:0.5")
     with pytest.raises(ValueError, match="gradients of an activation, so it is for act_comp"):
         method_of("grad_comp", weighted)
-    with pytest.raises(ValueError, match="5000 channels.*at most 4096; use step:0.5"):
-        coder(ECSQ(0.5)).layout(TensorMeta((2, 5000)))
+    link, wide = mpcomp.Link(weighted, boundary=0, direction="act"), torch.randn(2, 5000)
+    with pytest.raises(ValueError, match="5000 channels.*at most 4096; use step:0.15"):
+        link.encode(wide, Step(0, True), 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -176,16 +184,14 @@ def test_settings():
     "inner", [ECSQ(0.3), ECSQ(0.5, centre=True), ECSQ(1.0, rounding="dither"), Quantize(4)], ids=str
 )
 def test_a_sender_knows_what_arrives_without_reading_its_message(inner, dtype):
-    """With a basis, with news of one, and before the first."""
+    """With a basis, and before the first; also of what is left of a tensor."""
     x = correlated(3, 20, WIDTH).to(dtype)
     meta = TensorMeta.of(x)
-    for each in (
-        coder(inner, room=False),
-        coder(inner, news=Basis.rounded(orthonormal(seed=1))),
-        KLT(inner).at(None, None, room=True),
-    ):
-        payload, said = each.round_trip(x, x, meta, drawn)
-        for part, other in zip(payload, each.compress(x, drawn()), strict=True):
-            assert same_bits(part, other)
-        assert same_bits(said, each.decompress(payload, meta, drawn()))
-        assert not same_bits(said, x)  # compressed
+    for each in (coder(inner), KLT(inner).at(None)):
+        for left in (x, x / 8):
+            payload, said = each.round_trip(left, x if left is x else 8 * left, meta, drawn)
+            other = each.compress_against(left, x if left is x else 8 * left, drawn())
+            for part, same in zip(payload, other, strict=True):
+                assert same_bits(part, same)
+            assert same_bits(said, each.decompress(payload, meta, drawn()))
+            assert not same_bits(said, left)  # compressed

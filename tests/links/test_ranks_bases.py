@@ -11,12 +11,14 @@ from models import assert_same_state, assert_same_training, links_state, sgd
 from torch import Tensor, nn
 
 import mpcomp
-from mpcomp import ECSQ, KLT, Identity, Link, TensorMeta
+from mpcomp import AQSGD, ECSQ, KLT, Identity, Link, TensorMeta
 from mpcomp.core.step import Step
 
 WIDTH, ROWS = 32, 400
 METHOD = KLT(ECSQ(0.2, centre=True))
 WEIGHTED = KLT(ECSQ(0.2, centre=True), weighted=True)
+#: A memory whose compressors work in the basis.
+MEMORY = KLT(AQSGD(ECSQ(0.4), first=ECSQ(0.2, centre=True)), weighted=True)
 
 METHODS = [METHOD, KLT(ECSQ(1.0, scale="tensor", rounding="dither"))]
 OF_OTHERS = [  # laws of compressors alone, and of feedback
@@ -25,7 +27,7 @@ OF_OTHERS = [  # laws of compressors alone, and of feedback
     "test_evaluation_reads_and_writes_no_state",
     "test_another_shape_per_sample_starts_anew",
 ]
-LINKS = [*METHODS, WEIGHTED]  # in pipelines that is for one way only
+LINKS = [*METHODS, WEIGHTED, MEMORY]  # in pipelines that is for one way only
 globals().update(laws_over("links/test_link.py", without=OF_OTHERS, method=LINKS))
 globals().update(laws_over("engines/test_local.py", method=METHODS))
 
@@ -219,6 +221,51 @@ def test_what_is_padded_is_not_learned_from():
     assert bases(links[0])
 
 
+# -- a memory in a basis --------------------------------------------------------------------------
+
+
+def visits(index: int, **kwargs: object) -> Step:
+    """A step in which the same samples come."""
+    return Step(index, True, sample_ids=(tuple((row,) for row in range(ROWS)),), **kwargs)
+
+
+def test_changes_of_samples_are_coded_in_the_basis():
+    """They take fewer bytes than without one, at the same error; both ends keep the same."""
+    memory = AQSGD(ECSQ(0.4), first=ECSQ(0.2, centre=True))
+    link, plain = (
+        Link(KLT(memory), boundary=0, direction="act"),
+        Link(memory, boundary=0, direction="act"),
+    )
+    base, sent = correlated(0), []
+    for i in range(12):
+        x = base + 0.5 * correlated(i)
+        sent.append([carry(each, x, visits(i)) for each in (link, plain)])
+        ends = [link.state_dict()[f"{role}.rows0"] for role in ("sender", "receiver")]
+        assert same_bits(*ends)
+        estimates = [each.state_dict()["sender.rows0"].view(ROWS, WIDTH) for each in (link, plain)]
+        errors = [(estimate - x).norm() for estimate in estimates]
+        assert errors[0] < 1.1 * errors[1]
+    agree(link.state_dict())
+    assert all(here < 0.75 * there for here, there in sent[6:])
+
+
+def test_a_discarded_visit_leaves_no_trace_in_memory_or_basis():
+    links = [Link(MEMORY, boundary=0, direction="act") for _ in range(2)]
+    for i in range(6):
+        carry(links[0], 3 * correlated(100 + i), visits(i), keep=False)
+        sizes = {carry(each, correlated(i), visits(i)) for each in links}
+        assert len(sizes) == 1
+        assert_same_kept(links[0], links[1].state_dict())
+    assert bases(links[0])
+
+
+def test_a_dense_visit_is_remembered_and_not_learned_from():
+    link = Link(MEMORY, boundary=0, direction="act")
+    carry(link, correlated(0), visits(0, compress_act=False))
+    assert same_bits(link.state_dict()["sender.rows0"].view(ROWS, WIDTH), correlated(0))
+    assert not any(f".{WIDTH}." in name for name in link.state_dict())
+
+
 # -- pipelines ------------------------------------------------------------------------------------
 
 
@@ -230,30 +277,35 @@ def model() -> nn.Module:
     )
 
 
-def pipe_of(split: int = 3, act: KLT = WEIGHTED) -> mpcomp.Pipeline:
+GRADIENTS = KLT(ECSQ(0.5))
+OF_MEMORY = KLT(AQSGD(ECSQ(1.0), first=ECSQ(1.2, rounding="dither")))
+
+
+def pipe_of(split: int = 3, act: KLT = WEIGHTED, grad: KLT = GRADIENTS) -> mpcomp.Pipeline:
     return mpcomp.pipeline(
-        model(), 2, split=split, act_comp=act, grad_comp="klt+step:0.5", loss_fn=F.cross_entropy
+        model(), 2, split=split, act_comp=act, grad_comp=grad, loss_fn=F.cross_entropy
     )
 
 
 def train(pipe: mpcomp.Pipeline, optimizer: torch.optim.Optimizer, first: int, last: int) -> Tensor:
     losses = []
     for i in range(first, last):
-        x = torch.randn(ROWS, 6, generator=torch.Generator().manual_seed(i))
-        losses.append(pipe.forward_backward(x, x[:, :3].argmax(1)))
+        x = torch.randn(ROWS, 6, generator=torch.Generator().manual_seed(i % 3))
+        ids = (i % 3) * ROWS + torch.arange(ROWS)  # read by memories alone
+        losses.append(pipe.forward_backward(x, x[:, :3].argmax(1), sample_ids=ids))
         optimizer.step()
         optimizer.zero_grad()
     return torch.stack(losses)
 
 
-def on_ranks(folder: str) -> tuple[Tensor, dict, int]:
+def on_ranks(folder: str, *methods: KLT) -> tuple[Tensor, dict, int]:
     """Trains, saves, trains on; then a fresh pipeline goes on from what was saved."""
-    pipe = pipe_of(split=2)
+    pipe = pipe_of(2, *methods)
     optimizer = sgd(pipe)
     train(pipe, optimizer, 0, 6)
     pipe.save(folder, optimizer=optimizer)
     losses = train(pipe, optimizer, 6, 10)
-    again = pipe_of(split=2)
+    again = pipe_of(2, *methods)
     other = sgd(again)
     again.load(folder, optimizer=other)
     assert same_bits(train(again, other, 6, 10), losses)
@@ -262,9 +314,12 @@ def on_ranks(folder: str) -> tuple[Tensor, dict, int]:
     return losses, links_state(pipe), pipe.wire_bytes
 
 
-def test_two_ranks_are_one_and_go_on_as_if_never_stopped(ranks, tmp_path):
-    (losses, first, sent), (_, second, _) = ranks(on_ranks, 2, str(tmp_path / "two"))
-    alone, state, alone_sent = on_ranks(str(tmp_path / "one"))
+@pytest.mark.parametrize(
+    "methods", [(WEIGHTED, GRADIENTS), (MEMORY, OF_MEMORY)], ids=["plain", "memory"]
+)
+def test_two_ranks_are_one_and_go_on_as_if_never_stopped(ranks, tmp_path, methods):
+    (losses, first, sent), (_, second, _) = ranks(on_ranks, 2, str(tmp_path / "two"), *methods)
+    alone, state, alone_sent = on_ranks(str(tmp_path / "one"), *methods)
     assert same_bits(losses, alone) and sent == alone_sent
     names = sorted({name for link in state.values() for name in link if ".basis" in name})
     assert names == [f"{role}.{WIDTH}.basis" for role in ("receiver", "sender")]

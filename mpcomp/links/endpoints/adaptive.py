@@ -95,7 +95,7 @@ class AdaptiveEndpoint(Endpoint, of=Adaptive):
     def copies(self, side: Side) -> Iterator[tuple[Sequence[str], Tensor]]:
         return self.inner.copies(side)
 
-    def state_size(self, side: Side, meta: TensorMeta, num_samples: int | None) -> StateSize | None:
+    def state_size(self, side: Side, meta: TensorMeta, num_samples: int | None) -> list[StateSize]:
         return self.inner.state_size(side, meta, num_samples)
 
     # -- both -----------------------------------------------------------------------------------

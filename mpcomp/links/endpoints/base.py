@@ -235,15 +235,15 @@ class Endpoint(ABC):
         """
         yield from ()
 
-    def state_size(self, side: Side, meta: TensorMeta, num_samples: int | None) -> StateSize | None:
-        """The size of what an end will keep; None of an end that keeps nothing.
+    def state_size(self, side: Side, meta: TensorMeta, num_samples: int | None) -> list[StateSize]:
+        """The sizes of what an end will keep, by kind.
 
         Args:
             side: the end.
             meta: of all tensors of a step together.
             num_samples: of the training set, for methods that keep a row for each of them.
         """
-        return None
+        return []
 
     def state_dict(self) -> dict[str, Any]:
         """All that is kept: tensors, and what JSON can hold."""
@@ -343,9 +343,9 @@ class PlainEndpoint(Endpoint, of=Compressor):
 
     def __init__(self, method: Compressor) -> None:
         super().__init__(method)
-        #: Coder and layout of tensors that have crossed.
+        #: The method, coder and layout of tensors that have crossed last, by side and tensor.
         self._forms: dict[
-            tuple[Compressor, TensorMeta], tuple[Compressor, tuple[TensorMeta, ...]]
+            tuple[Side, TensorMeta], tuple[Compressor, Compressor, tuple[TensorMeta, ...]]
         ] = {}
 
     @property
@@ -367,9 +367,9 @@ class PlainEndpoint(Endpoint, of=Compressor):
     ) -> Plan:
         if not context.on or context.num_rows is not None:
             return PlainPlan(self.method if context.on else Identity(), meta, context, device)
-        form = self._forms.get((self.method, meta))
-        if form is None:
+        form = self._forms.get((side, meta))
+        if form is None or form[0] is not self.method:
             coder = or_dense(self.method, meta)
-            form = self._forms[self.method, meta] = coder, coder.layout(meta)
-        coder, layout = form
+            form = self._forms[side, meta] = self.method, coder, coder.layout(meta)
+        _, coder, layout = form
         return PlainPlan(coder, meta, context, device, layout)

@@ -25,17 +25,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpcomp import entropy
 from mpcomp.compressors.base import Compressor
-from mpcomp.compressors.identity import Identity
-from mpcomp.compressors.klt import KLT, Basis
+from mpcomp.compressors.klt import KLT, LARGEST_WIDTH, Basis, InBasis
 from mpcomp.compressors.tokens import Tokens
 from mpcomp.core.padding import padded_positions, zero_padding
 from mpcomp.core.randomness import generator_for
-from mpcomp.core.step import MessageContext
+from mpcomp.core.spec import SpecValue
+from mpcomp.core.step import MessageContext, SampleIds
 from mpcomp.core.tensor_meta import TensorMeta
-from mpcomp.core.wire import Payload
+from mpcomp.core.wire import Parts, Payload
 from mpcomp.feedback.memory import Side
-from mpcomp.links.endpoints.base import Endpoint, PlainPlan, Plan, StateSize
+from mpcomp.feedback.state import EndState
+from mpcomp.links.endpoints.base import Endpoint, Plan, StateSize, endpoint_of
 
 __all__ = ["BasisEndpoint"]
 
@@ -198,7 +200,7 @@ class _Sender:
 
     def _bytes(self, x: Tensor, basis: Basis | None) -> int:
         """Bytes that a tensor takes in a basis."""
-        coder = self._method.at(basis, None, room=False)
+        coder = InBasis(self._method.coder, basis, "")
         return sum(part.nbytes for part in coder.compress(x, generator_for("a look")))
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -251,34 +253,108 @@ def _basis(state: Mapping[str, Tensor], name: str) -> Basis | None:
     return Basis(state[name].cpu()) if name in state else None
 
 
+class _WithNews(Plan):
+    """A message with room in front for a new basis.
+
+    Args:
+        plan: of the rest.
+        method: of the link.
+        news: the new basis, at a sender that has one.
+    """
+
+    def __init__(self, plan: Plan, method: KLT, news: Basis | None) -> None:
+        self.meta, self.context, self.check = plan.meta, plan.context, plan.check
+        self.plan, self._news = plan, news
+        self._width = width = Tokens.of(plan.meta).width
+        if width > LARGEST_WIDTH:
+            raise ValueError(
+                f"{method}: {width} channels cross here, and a basis is of at most "
+                f"{LARGEST_WIDTH}; use {method.inner}"
+            )
+        room = TensorMeta((entropy.max_bytes(width, width),), torch.uint8)
+        self._parts = Parts(((room,), plan.layout), (True, plan.variable))
+        self.layout = self._parts.layout
+        self.variable = True
+
+    def encode(self, x: Tensor, *, asked: bool = False) -> Payload:
+        own = self.plan.encode(x, asked=asked)
+        self.lags = self.plan.lags
+        news = torch.empty(0, dtype=torch.uint8) if self._news is None else self._news.coded
+        return self._parts.joined([(news.to(x.device),), own])
+
+    def heard(self, payload: Payload) -> Basis | None:
+        """The new basis in a payload, if there is one.
+
+        Raises:
+            RuntimeError: the payload is damaged.
+        """
+        (news,), _ = self._parts.parted(payload)
+        return Basis.decoded(news, self._width) if news.numel() else None
+
+    def decode(self, payload: Payload) -> Tensor:
+        return self.plan.decode(self._own(payload))
+
+    def arrived(self, payload: Payload) -> Tensor:
+        return self.plan.arrived(self._own(payload))
+
+    def positions(self, payload: Payload) -> Tensor | None:
+        return self.plan.positions(self._own(payload))
+
+    def _own(self, payload: Payload) -> Payload:
+        """The payload without the new basis."""
+        _, own = self._parts.parted(payload)
+        return own
+
+
 class BasisEndpoint(Endpoint, of=KLT):
-    """The ends of one link that are on this rank, with a basis for each width of its vectors."""
+    """The ends of one link that are on this rank, with a basis for each width of its vectors.
+
+    Args:
+        method: of the link.
+
+    Attributes:
+        inner: endpoint of what codes in the basis.
+    """
 
     method: KLT
 
     def __init__(self, method: KLT) -> None:
         super().__init__(method)
+        self.inner = endpoint_of(method.inner)
         self._senders: dict[int, _Sender] = {}
         self._receivers: dict[int, _Receiver] = {}
+        #: What codes in the basis of an end, and that basis.
+        self._coded: dict[tuple[Side, int], tuple[Basis | None, SpecValue]] = {}
 
     @property
     def follows(self) -> bool:  # type: ignore[override]
         """Whether gradients say what an error costs."""
         return self.method.weighted
 
+    @property
+    def makes_good(self) -> bool:  # type: ignore[override]
+        """Whether what codes in the basis does."""
+        return self.inner.makes_good
+
+    @property
+    def coders(self) -> Sequence[Compressor]:
+        return self.inner.coders
+
     def plan(
         self, side: Side, meta: TensorMeta, context: MessageContext, device: torch.device
     ) -> Plan:
-        if not context.on:
-            return PlainPlan(Identity(), meta, context, device)
         width, news = Tokens.of(meta).width, None
         if side is Side.SENDER:
             sender = self._sender(width)
-            basis, news = sender.basis, sender.news if context.learns else None
+            basis, news = sender.basis, sender.news
         else:
             basis = self._receiver(width).basis
-        coder: Compressor = self.method.at(basis, news, room=context.learns)
-        return PlainPlan(coder, meta, context, device)
+        self.inner.method = self._in_basis(side, width, basis)
+        plan = self.inner.plan(side, meta, context, device)
+        return _WithNews(plan, self.method, news) if context.on and context.learns else plan
+
+    def check(self, context_of: Callable[[int], MessageContext], sizes: Sequence[int]) -> None:
+        self.inner.check(context_of, sizes)
 
     def observe(self, x: Tensor, num_bytes: int, plan: Plan) -> None:
         context = plan.context
@@ -291,10 +367,8 @@ class BasisEndpoint(Endpoint, of=KLT):
             sender.observe(_zero_padding(x, context))
 
     def hear(self, payload: Payload, plan: Plan) -> None:
-        if plan.context.learns:
-            receiver = self._receiver(Tokens.of(plan.meta).width)
-            coder = self.method.at(receiver.basis, None, room=True)
-            receiver.heard = coder.heard(payload, plan.meta)
+        if isinstance(plan, _WithNews):
+            self._receiver(Tokens.of(plan.meta).width).heard = plan.heard(payload)
 
     def crossed(
         self,
@@ -309,42 +383,69 @@ class BasisEndpoint(Endpoint, of=KLT):
                 _zero_padding(arrived(), context)
             )
 
+    @property
+    def ends(self) -> Mapping[str, EndState]:
+        return self.inner.ends
+
+    def prefetch(self, ids: Sequence[SampleIds]) -> None:
+        self.inner.prefetch(ids)
+
+    def measured(self, x: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+        return self.inner.measured(x, plan.plan if isinstance(plan, _WithNews) else plan)
+
     def copies(self, side: Side) -> Iterator[tuple[Sequence[str], Tensor]]:
         known = {w: e.basis for of, w, e in self._ends if of is side and e.basis is not None}
         if known:
             yield ["basis"], torch.tensor([sum(w * basis.checksum for w, basis in known.items())])
+        yield from self.inner.copies(side)
 
-    def state_size(self, side: Side, meta: TensorMeta, num_samples: int | None) -> StateSize | None:
+    def state_size(self, side: Side, meta: TensorMeta, num_samples: int | None) -> list[StateSize]:
         averages = (1 + self.method.weighted) if side is Side.SENDER else 0
         entry = _ENTRY_BYTES[side] + averages * _MOMENT_BYTES
-        return StateSize(1, entry * Tokens.of(meta).width ** 2)
+        basis = StateSize(1, entry * Tokens.of(meta).width ** 2)
+        return [basis, *self.inner.state_size(side, meta, num_samples)]
 
     def commit(self) -> None:
+        self.inner.commit()
         for _, _, end in self._ends:
             end.commit()
 
     def discard(self, *, unused: bool = False) -> None:
+        self.inner.discard(unused=unused)
         for _, _, end in self._ends:
             end.discard()
 
     def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = {  # as the ends of memories have it
+        bases = {
             f"{side.value}.{width}.{name}": value
             for side, width, end in self._ends
             for name, value in end.state_dict().items()
         }
-        return {**state, "sample": {}} if state else {}
+        of_memory = self.inner.state_dict()
+        return {"sample": {}, **bases, **of_memory} if bases or of_memory else {}
 
     def load_state_dict(self, state: Mapping[str, Any], device: Mapping[str, torch.device]) -> None:
         self._senders, self._receivers = {}, {}
         found: dict[tuple[Side, int], dict[str, Tensor]] = {}
+        of_memory: dict[str, Any] = {}
         for key, value in state.items():
-            if isinstance(value, Tensor):
-                role, width, name = key.split(".")
+            role, _, rest = key.partition(".")
+            width, _, name = rest.partition(".")
+            if width.isdigit():
                 found.setdefault((Side(role), int(width)), {})[name] = value
+            elif key != "sample" or value:  # empty beside a basis alone
+                of_memory[key] = value
         for (side, of), entries in found.items():
             end = self._sender(of) if side is Side.SENDER else self._receiver(of)
             end.load_state_dict(entries)
+        self.inner.load_state_dict(of_memory, device)
+
+    def _in_basis(self, side: Side, width: int, basis: Basis | None) -> SpecValue:
+        """What codes in a basis of one end; the same value as long as the basis is."""
+        known = self._coded.get((side, width))
+        if known is None or known[0] is not basis:
+            known = self._coded[side, width] = basis, self.method.at(basis)
+        return known[1]
 
     def _sender(self, width: int) -> _Sender:
         return self._senders.setdefault(width, _Sender(self.method))

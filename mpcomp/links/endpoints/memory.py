@@ -172,16 +172,16 @@ class MemoryEndpoint(Endpoint, of=Feedback):
             for keys, rows in self._held.ends[side].copies():
                 yield [str(key[0] if len(key) == 1 else key) for key in keys], rows
 
-    def state_size(self, side: Side, meta: TensorMeta, num_samples: int | None) -> StateSize | None:
+    def state_size(self, side: Side, meta: TensorMeta, num_samples: int | None) -> list[StateSize]:
         # Without rows an end is the same on any device, and this one is never written to.
         end = end_of(self._memory, side, meta, torch.device("cpu"))
         if not end.fields:
-            return None
+            return []
         by_sample = num_samples is not None and self._memory.by_sample
         wanted = num_samples if by_sample else meta.num_rows
         assert wanted is not None
         rows = wanted if end.max_rows is None else min(wanted, end.max_rows)
-        return StateSize(rows, end.row_bytes, rows < wanted, end.location)
+        return [StateSize(rows, end.row_bytes, rows < wanted, end.location)]
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {}
@@ -329,7 +329,7 @@ class MemoryPlan(Plan):
             self._add(False, keys, None)
         else:
             known = end.fields[end.estimate].known(keys)
-            self.check = zlib.crc32(repr((list(keys), known)).encode())
+            self.check = zlib.crc32(repr((list(keys), known)).encode()) ^ method.inner.check
             for flag in (False, True):
                 rows = [row for row, held in enumerate(known) if held is flag]
                 if rows:
