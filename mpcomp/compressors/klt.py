@@ -73,8 +73,9 @@ class KLT(SpecValue):
     Each link has its own basis. Its sender keeps the covariance of what it sent in training, and
     puts a new basis (5 bits an entry) into a message as soon as those sent since the last one would
     have been shorter by that much (`mpcomp.links.endpoints.basis`). Until the first it is ``inner``
-    alone, as in a run that only evaluates, and behind a ReLU, whose zeros are worth more, it may
-    remain so. ``pipe.state_bytes`` counts what has been learned.
+    alone, as in a run that only evaluates. Behind a ReLU, whose zeros are worth more, it may remain
+    so; vectors of more than 4096 channels have none. ``pipe.state_bytes`` counts what has been
+    learned.
 
     A link resolves it for each message into the basis that its ends have, so it is no
     `Compressor` itself.
@@ -93,8 +94,7 @@ class KLT(SpecValue):
 
     Raises:
         TypeError: inner is neither.
-        ValueError: inner compresses nothing, or looks at gradients (``along=``). At a cut: more
-            than 4096 channels.
+        ValueError: inner compresses nothing, or looks at gradients (``along=``).
     """
 
     inner: Compressor | RoundCompressors

@@ -174,9 +174,28 @@ def test_settings():
         method_of("tie_comp", "klt+step:0.5")
     with pytest.raises(ValueError, match="gradients of an activation, so it is for act_comp"):
         method_of("grad_comp", weighted)
-    link, wide = mpcomp.Link(weighted, boundary=0, direction="act"), torch.randn(2, 5000)
-    with pytest.raises(ValueError, match="5000 channels.*at most 4096; use step:0.15"):
-        link.encode(wide, Step(0, True), 0)
+
+
+def test_wider_vectors_have_no_basis():
+    """They go as they would without one, and a warning says so."""
+    links = [
+        mpcomp.Link(method, boundary=0, direction="act")
+        for method in (KLT(ECSQ(0.15), weighted=True), ECSQ(0.15))
+    ]
+    wide, meta = torch.randn(2, 5000), TensorMeta((2, 5000))
+    for i in range(3):
+        step = Step(i, True)
+        with pytest.warns(
+            UserWarning, match="5000 channels.*at most 4096; they go as with step:0.15"
+        ):
+            messages = [link.encode(wide, step, 0) for link in links]
+        arrived = [
+            link.decode(message, meta, step, 0)
+            for link, message in zip(links, messages, strict=True)
+        ]
+        assert same_bits(*arrived) and messages[0].numel() == messages[1].numel()
+        links[0].commit()
+    assert not links[0].state_dict()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -18,6 +18,7 @@ nothing happens in a step that is discarded.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -258,19 +259,13 @@ class _WithNews(Plan):
 
     Args:
         plan: of the rest.
-        method: of the link.
         news: the new basis, at a sender that has one.
     """
 
-    def __init__(self, plan: Plan, method: KLT, news: Basis | None) -> None:
+    def __init__(self, plan: Plan, news: Basis | None) -> None:
         self.meta, self.context, self.check = plan.meta, plan.context, plan.check
         self.plan, self._news = plan, news
         self._width = width = Tokens.of(plan.meta).width
-        if width > LARGEST_WIDTH:
-            raise ValueError(
-                f"{method}: {width} channels cross here, and a basis is of at most "
-                f"{LARGEST_WIDTH}; use {method.inner}"
-            )
         room = TensorMeta((entropy.max_bytes(width, width),), torch.uint8)
         self._parts = Parts(((room,), plan.layout), (True, plan.variable))
         self.layout = self._parts.layout
@@ -344,6 +339,13 @@ class BasisEndpoint(Endpoint, of=KLT):
         self, side: Side, meta: TensorMeta, context: MessageContext, device: torch.device
     ) -> Plan:
         width, news = Tokens.of(meta).width, None
+        if width > LARGEST_WIDTH:
+            warnings.warn(
+                f"{self.method}: {width} channels cross here, and a basis is of at most "
+                f"{LARGEST_WIDTH}; they go as with {self.method.inner}",
+                stacklevel=2,
+            )
+            return self.inner.plan(side, meta, context, device)
         if side is Side.SENDER:
             sender = self._sender(width)
             basis, news = sender.basis, sender.news
@@ -351,18 +353,18 @@ class BasisEndpoint(Endpoint, of=KLT):
             basis = self._receiver(width).basis
         self.inner.method = self._in_basis(side, width, basis)
         plan = self.inner.plan(side, meta, context, device)
-        return _WithNews(plan, self.method, news) if context.on and context.learns else plan
+        return _WithNews(plan, news) if context.learns else plan
 
     def check(self, context_of: Callable[[int], MessageContext], sizes: Sequence[int]) -> None:
         self.inner.check(context_of, sizes)
 
     def observe(self, x: Tensor, num_bytes: int, plan: Plan) -> None:
         context = plan.context
-        if not (context.train and context.on):
-            return
         tokens = Tokens.of(plan.meta)
+        if not (context.train and context.on) or tokens.width > LARGEST_WIDTH:
+            return
         sender = self._sender(tokens.width)
-        sender.count(tokens.num, announces=context.learns)
+        sender.count(tokens.num, announces=isinstance(plan, _WithNews))
         if context.learns:
             sender.observe(_zero_padding(x, context))
 
@@ -378,10 +380,9 @@ class BasisEndpoint(Endpoint, of=KLT):
         arrived: Callable[[], Tensor],
         context: MessageContext,
     ) -> None:
-        if side is Side.RECEIVER and context.learns:
-            self._sender(Tokens.of(plan.meta).width).observe_gradient(
-                _zero_padding(arrived(), context)
-            )
+        width = Tokens.of(plan.meta).width
+        if side is Side.RECEIVER and context.learns and width <= LARGEST_WIDTH:
+            self._sender(width).observe_gradient(_zero_padding(arrived(), context))
 
     @property
     def ends(self) -> Mapping[str, EndState]:
@@ -441,7 +442,7 @@ class BasisEndpoint(Endpoint, of=KLT):
         self.inner.load_state_dict(of_memory, device)
 
     def _in_basis(self, side: Side, width: int, basis: Basis | None) -> SpecValue:
-        """What codes in a basis of one end; the same value as long as the basis is."""
+        """The coder in a basis of one end: the same value for as long as the basis is."""
         known = self._coded.get((side, width))
         if known is None or known[0] is not basis:
             known = self._coded[side, width] = basis, self.method.at(basis)
