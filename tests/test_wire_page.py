@@ -112,7 +112,7 @@ def test_constants_are_the_codes():
     }
     assert f"stripes of ⌈n / connections⌉ bytes, and of {stripes.LEAST_BYTES} at the least" in PAGE
     (basis,) = (row["value"] for row in TABLES["limit"] if row["limit"] == "channels of a basis")
-    assert int(basis) == klt._LARGEST_WIDTH
+    assert int(basis) == klt.LARGEST_WIDTH
     assert entropy.max_bytes(7, 11) == 1 + 2 * 7 * 11
 
 
