@@ -27,6 +27,7 @@ from mpcomp.core.spec import SpecValue
 from mpcomp.core.step import Step
 from mpcomp.feedback import Side
 from mpcomp.links.endpoints import Endpoint, PlainPlan, StateSize, endpoint_of
+from mpcomp.links.endpoints.basis import WithNews
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,11 @@ class LearnedEndpoint(Endpoint, of=Learned):
             return PlainPlan(Identity(), meta, context, device)
         end = self.at(side, Tokens.of(meta).width)
         news = end.news if context.learns and side is Side.SENDER else None
-        coder = InBasis(self.method, end.basis, news, context.learns)
-        return PlainPlan(coder, meta, context, device)
+        plan = PlainPlan(self.coder(end.basis), meta, context, device)
+        return WithNews(plan, news) if context.learns else plan
+
+    def coder(self, basis: Basis | None) -> InBasis:
+        return InBasis(self.method.inner, basis, str(self.method))
 
     def observe(self, x, num_bytes, plan):
         context, tokens = plan.context, Tokens.of(plan.meta)
@@ -79,8 +83,7 @@ class LearnedEndpoint(Endpoint, of=Learned):
     def hear(self, payload, plan):
         if plan.context.learns:
             width = Tokens.of(plan.meta).width
-            coder = InBasis(self.method, self.at(Side.RECEIVER, width).basis, None, True)
-            self.noted(Side.RECEIVER, width).news = coder.heard(payload, plan.meta)
+            self.noted(Side.RECEIVER, width).news = plan.heard(payload)
 
     def commit(self):
         for width, noted in self.open[Side.RECEIVER].items():
@@ -113,12 +116,7 @@ class LearnedEndpoint(Endpoint, of=Learned):
             end.due = max(end.steps + 1, math.ceil(1.25 * end.steps))
             new = Basis.of(end.second - torch.outer(end.mean, end.mean))
             sizes = [
-                sum(
-                    part.nbytes
-                    for part in InBasis(self.method, basis, None, False).compress(
-                        x, generator_for("a look")
-                    )
-                )
+                sum(part.nbytes for part in self.coder(basis).compress(x, generator_for("a look")))
                 for basis in (end.basis, new)
             ]
             if (sizes[0] - sizes[1]) * (end.vectors / tokens.num) >= new.coded.numel():
@@ -136,7 +134,7 @@ class LearnedEndpoint(Endpoint, of=Learned):
 
     def state_size(self, side, meta, num_samples):
         entry = (2 + 4 + 4 + 8) if side is Side.SENDER else (2 + 4)
-        return StateSize(1, entry * Tokens.of(meta).width ** 2)
+        return [StateSize(1, entry * Tokens.of(meta).width ** 2)]
 
     def state_dict(self):
         state: dict[str, Any] = {}

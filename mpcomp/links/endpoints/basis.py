@@ -40,7 +40,7 @@ from mpcomp.feedback.memory import Side
 from mpcomp.feedback.state import EndState
 from mpcomp.links.endpoints.base import Endpoint, Plan, StateSize, endpoint_of
 
-__all__ = ["BasisEndpoint"]
+__all__ = ["BasisEndpoint", "WithNews"]
 
 #: Microbatches, and vectors a channel, that moments go back at least.
 _MICROBATCHES, _VECTORS = 16, 64
@@ -254,7 +254,7 @@ def _basis(state: Mapping[str, Tensor], name: str) -> Basis | None:
     return Basis(state[name].cpu()) if name in state else None
 
 
-class _WithNews(Plan):
+class WithNews(Plan):
     """A message with room in front for a new basis.
 
     Args:
@@ -353,7 +353,7 @@ class BasisEndpoint(Endpoint, of=KLT):
             basis = self._receiver(width).basis
         self.inner.method = self._in_basis(side, width, basis)
         plan = self.inner.plan(side, meta, context, device)
-        return _WithNews(plan, news) if context.learns else plan
+        return WithNews(plan, news) if context.learns else plan
 
     def check(self, context_of: Callable[[int], MessageContext], sizes: Sequence[int]) -> None:
         self.inner.check(context_of, sizes)
@@ -364,12 +364,12 @@ class BasisEndpoint(Endpoint, of=KLT):
         if not (context.train and context.on) or tokens.width > LARGEST_WIDTH:
             return
         sender = self._sender(tokens.width)
-        sender.count(tokens.num, announces=isinstance(plan, _WithNews))
+        sender.count(tokens.num, announces=isinstance(plan, WithNews))
         if context.learns:
             sender.observe(_zero_padding(x, context))
 
     def hear(self, payload: Payload, plan: Plan) -> None:
-        if isinstance(plan, _WithNews):
+        if isinstance(plan, WithNews):
             self._receiver(Tokens.of(plan.meta).width).heard = plan.heard(payload)
 
     def crossed(
@@ -392,7 +392,7 @@ class BasisEndpoint(Endpoint, of=KLT):
         self.inner.prefetch(ids)
 
     def measured(self, x: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
-        return self.inner.measured(x, plan.plan if isinstance(plan, _WithNews) else plan)
+        return self.inner.measured(x, plan.plan if isinstance(plan, WithNews) else plan)
 
     def copies(self, side: Side) -> Iterator[tuple[Sequence[str], Tensor]]:
         known = {w: e.basis for of, w, e in self._ends if of is side and e.basis is not None}
