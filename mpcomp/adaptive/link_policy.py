@@ -16,8 +16,7 @@ from torch import Tensor
 from mpcomp.adaptive.gain import base_energy, gain_of, rest_energy
 from mpcomp.adaptive.method import Adaptive
 from mpcomp.adaptive.search import Branch, Search
-from mpcomp.compressors.base import Compressor
-from mpcomp.compressors.identity import Identity
+from mpcomp.compressors.base import Compressor, Identity
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.feedback.base import Feedback
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from mpcomp.compressors import Compressor
-from mpcomp.compressors.coding import Coding, Encoded
+from mpcomp.compressors.base import Coding, Encoded
 from mpcomp.core.spec import SpecValue
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.data_parallel.network import ReplicaNetwork

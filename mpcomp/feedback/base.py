@@ -16,8 +16,7 @@ from typing import ClassVar, Literal, TypeAlias, get_args
 
 from torch import Tensor
 
-from mpcomp.compressors.base import Compressor, check_contractive
-from mpcomp.compressors.identity import Identity
+from mpcomp.compressors.base import Compressor, Identity, check_contractive
 from mpcomp.core.spec import SpecValue, shown
 from mpcomp.core.step import Key, MessageContext, SampleIds
 from mpcomp.core.tensor_meta import TensorMeta

@@ -16,8 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from mpcomp.compressors.base import Compressor
-from mpcomp.compressors.coding import Coding
+from mpcomp.compressors.base import Coding, Compressor
 from mpcomp.core.padding import keep_padded, zero_padding
 from mpcomp.core.step import Key
 from mpcomp.core.tensor_meta import TensorMeta

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mpcomp.compressors.base import Compressor
+from mpcomp.compressors.base import Compressor, Identity
 from mpcomp.compressors.cast import Cast
-from mpcomp.compressors.identity import Identity
 from mpcomp.compressors.quantize import Quantize
 from mpcomp.core.step import Key
 from mpcomp.core.tensor_meta import TensorMeta

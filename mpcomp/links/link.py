@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mpcomp.comm.channels import Channel
-from mpcomp.compressors.identity import Identity, shrinks
+from mpcomp.compressors.base import Identity, shrinks
 from mpcomp.compressors.rows import InRows
 from mpcomp.core.bit_sum import bit_sum
 from mpcomp.core.checks import check_tensor, nonfinite_error

@@ -21,8 +21,7 @@ from torch import Tensor
 from mpcomp.adaptive.clock import Clock, ModelledClock, WallClock
 from mpcomp.adaptive.search import POLICIES, Branch, Search, checked_cfs
 from mpcomp.compressors import Compressor, MultiLevel, Selecting
-from mpcomp.compressors.base import check_contractive
-from mpcomp.compressors.coding import Coding, Encoded
+from mpcomp.compressors.base import Coding, Encoded, check_contractive
 from mpcomp.compressors.multi_level import levels
 from mpcomp.core.spec import shown
 from mpcomp.core.tensor_meta import TensorMeta

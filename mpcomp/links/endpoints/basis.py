@@ -25,8 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpcomp.compressors.base import Compressor
-from mpcomp.compressors.identity import Identity
+from mpcomp.compressors.base import Compressor, Identity
 from mpcomp.compressors.klt import KLT, Basis
 from mpcomp.compressors.tokens import Tokens
 from mpcomp.core.padding import padded_positions, zero_padding
