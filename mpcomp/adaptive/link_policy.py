@@ -102,7 +102,7 @@ class LinkState(ABC):
         Args:
             wanted: what is compressed, of one microbatch; zero where it is padded.
             against: what its energy is compared with.
-            padded: of `mpcomp.core.padding.padded_positions`.
+            padded: of `mpcomp.core.tensor_meta.padded_positions`.
             draw: a fresh generator for a part of the message.
         """
         self._base = base_energy(against, padded, centred=self.method.gain == "centred")

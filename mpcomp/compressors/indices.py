@@ -1,4 +1,4 @@
-"""What every selection sends: values, and which elements they are.
+"""Values and their positions: all that a selection sends.
 
 Which ones are ``k`` ascending positions below ``n``, in the smallest of three codes. All sizes
 follow from ``n`` and ``k``, so both ends choose alike and buffers are posted without data:

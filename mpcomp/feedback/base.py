@@ -20,8 +20,7 @@ from mpcomp.compressors.base import Compressor, Identity, check_contractive
 from mpcomp.core.spec import SpecValue, shown
 from mpcomp.core.step import Key, MessageContext, SampleIds
 from mpcomp.core.tensor_meta import TensorMeta
-from mpcomp.feedback.memory import Memory, State
-from mpcomp.feedback.residual import Residual
+from mpcomp.feedback.memory import Memory, Residual, State
 from mpcomp.feedback.slots import StoragePlan
 
 __all__ = ["EvalChoice", "Feedback", "row_keys"]

@@ -23,12 +23,11 @@ from mpcomp.compressors.base import Identity, shrinks
 from mpcomp.compressors.rows import InRows
 from mpcomp.core.bit_sum import bit_sum
 from mpcomp.core.checks import check_tensor, nonfinite_error
-from mpcomp.core.padding import padded_positions, zero_padding
 from mpcomp.core.randomness import generator_for
 from mpcomp.core.side_effects import way_back
 from mpcomp.core.spec import SpecValue
 from mpcomp.core.step import MessageContext, SampleIds, Step
-from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.tensor_meta import TensorMeta, padded_positions, zero_padding
 from mpcomp.core.traffic import Meter, Traffic
 from mpcomp.core.wire import (
     COMPRESSED,

@@ -26,9 +26,8 @@ from mpcomp.compressors.multi_level import levels
 from mpcomp.core.spec import shown
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.data_parallel.base import Codec, Controller, Draw, ReplicaMethod, RunInfo
-from mpcomp.feedback.memory import NO_MEMORY, Memory
+from mpcomp.feedback.memory import NO_MEMORY, Memory, Residual
 from mpcomp.feedback.momentum import check_momentum, momentum_memory, refuse_momentum
-from mpcomp.feedback.residual import Residual
 
 __all__ = ["GraVAC", "GraVACController"]
 

@@ -28,10 +28,9 @@ from torch import Tensor
 
 from mpcomp.compressors.base import Coding, Compressor, Identity, or_dense
 from mpcomp.compressors.rows import InRows
-from mpcomp.core.padding import padded_positions, zero_padding
 from mpcomp.core.spec import SpecValue, import_all
 from mpcomp.core.step import MessageContext, SampleIds
-from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.tensor_meta import TensorMeta, padded_positions, zero_padding
 from mpcomp.core.wire import Payload
 from mpcomp.feedback.memory import Side
 from mpcomp.feedback.state import EndState

@@ -28,10 +28,9 @@ from torch import Tensor
 from mpcomp.compressors.base import Compressor, Identity
 from mpcomp.compressors.klt import KLT, Basis
 from mpcomp.compressors.tokens import Tokens
-from mpcomp.core.padding import padded_positions, zero_padding
 from mpcomp.core.randomness import generator_for
 from mpcomp.core.step import MessageContext
-from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.tensor_meta import TensorMeta, padded_positions, zero_padding
 from mpcomp.core.wire import Payload
 from mpcomp.feedback.memory import Side
 from mpcomp.links.endpoints.base import Endpoint, PlainPlan, Plan, StateSize

@@ -19,9 +19,8 @@ from torch import Tensor
 
 from mpcomp.compressors.base import Coding, Compressor, Identity, or_dense
 from mpcomp.compressors.rows import InRows
-from mpcomp.core.padding import padded_positions, zero_padding
 from mpcomp.core.step import Key, MessageContext, SampleIds
-from mpcomp.core.tensor_meta import TensorMeta, cast_saturating
+from mpcomp.core.tensor_meta import TensorMeta, cast_saturating, padded_positions, zero_padding
 from mpcomp.core.wire import Parts, Payload
 from mpcomp.feedback.base import Feedback
 from mpcomp.feedback.memory import Sent, Side
