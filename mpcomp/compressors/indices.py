@@ -118,8 +118,8 @@ def decode_indices(code: Tensor, n: int, k: int) -> Tensor:
     positions = _decoded(code, n, k)
     if positions.device.type != "cpu":
         return positions.clamp_(0, n - 1)
-    ascending = bool((positions[1:] > positions[:-1]).all())
-    if not ascending or not 0 <= int(positions[0]) <= int(positions[-1]) < n:
+    found = positions.numpy()  # several times as fast as torch where positions are few
+    if not (found[1:] > found[:-1]).all() or not 0 <= found[0] <= found[-1] < n:
         raise _damaged(n, k)
     return positions
 
@@ -155,8 +155,7 @@ def _damaged(n: int, k: int) -> ValueError:
 
 def _mask(positions: Tensor, n: int) -> Tensor:
     mask = torch.zeros(n, dtype=torch.bool, device=positions.device)
-    mask[positions] = True
-    return mask
+    return mask.index_fill_(0, positions, True)
 
 
 # -- values at positions ---------------------------------------------------------------------------

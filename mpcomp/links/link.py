@@ -11,7 +11,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -527,17 +526,16 @@ class Link:
         self._nonfinite.add(self._traffic(step), nonfinite, counts=True)
         return nonfinite.to(torch.uint8)
 
-    def _header(self, plan: Plan, step: Step) -> Header:
-        """The header of a message without a status."""
+    def _header(self, plan: Plan, step: Step, *, status: int = 0, checked: bool = False) -> Header:
         kind = DENSE if plan.dense else COMPRESSED
         check = plan.check ^ layout_check(plan.layout)
-        return Header(kind, 0, check, step.index & 0xFFFFFFFF, plan.cf)
+        return Header(kind, status, check, step.index & 0xFFFFFFFF, plan.cf, checked=checked)
 
     def _payload(self, message: Tensor, plan: Plan) -> Payload:
         return unframe(message, plan.layout, variable=plan.variable, checked=self.checked)
 
     def _check_header(self, got: Header, plan: Plan, step: Step) -> None:
-        expected = replace(self._header(plan, step), status=got.status, checked=self.checked)
+        expected = self._header(plan, step, status=got.status, checked=self.checked)
         if got != expected:
             raise RuntimeError(
                 f"the two ends disagree (message says {got}, this end expects {expected})"
