@@ -19,10 +19,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mpcomp.adaptive.gain import gain_of, shrinks
+from mpcomp.adaptive.gain import gain_of
 from mpcomp.adaptive.link_policy import LinkState
 from mpcomp.adaptive.method import Adaptive
-from mpcomp.compressors.identity import Identity
+from mpcomp.compressors.base import Identity, shrinks
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.core.wire import message_bytes
 

@@ -6,9 +6,9 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
-__all__ = ["Clock", "ModelledClock", "WallClock"]
+__all__ = ["Clock", "ModelledClock", "WallClock", "modelled_clock"]
 
 
 class Clock(Protocol):
@@ -80,3 +80,22 @@ class ModelledClock:
         """compute + messages * latency + bytes / bandwidth, in seconds."""
         waits = (self.compute_ms + num_messages * self.latency_ms) / 1000
         return waits + traffic_bytes * 8 / (self.bandwidth_mbps * 1e6)
+
+
+def modelled_clock(method: Any) -> ModelledClock | None:
+    """The clock of the links that a method describes; None where steps are measured.
+
+    Args:
+        method: with ``bandwidth_mbps``, ``latency_ms`` and ``compute_ms``.
+
+    Raises:
+        ValueError: a setting outside those of `ModelledClock`, or times without a bandwidth.
+    """
+    if method.bandwidth_mbps is not None:
+        return ModelledClock(method.compute_ms, method.bandwidth_mbps, method.latency_ms)
+    if method.latency_ms or method.compute_ms:
+        raise ValueError(
+            f"latency_ms={method.latency_ms}, compute_ms={method.compute_ms} without "
+            "bandwidth_mbps: give it as well, or leave them out to measure the time of a step"
+        )
+    return None

@@ -12,11 +12,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from mpcomp.compressors.base import Compressor
-from mpcomp.core.padding import zero_padding
-from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.compressors.base import Compressor, shrinks
+from mpcomp.core.tensor_meta import TensorMeta, zero_padding
 
-__all__ = ["base_energy", "gain_of", "rest_energy", "shrinks"]
+__all__ = ["base_energy", "gain_of", "rest_energy"]
 
 
 def base_energy(x: Tensor, padded: Tensor | None, *, centred: bool) -> Tensor:
@@ -24,7 +23,7 @@ def base_energy(x: Tensor, padded: Tensor | None, *, centred: bool) -> Tensor:
 
     Args:
         x: zero where it is padded.
-        padded: of `mpcomp.core.padding.padded_positions`.
+        padded: of `mpcomp.core.tensor_meta.padded_positions`.
         centred: less the mean of each channel: dim 1 of [b, c, h, w], else the last.
     """
     x = x.detach().double()
@@ -50,7 +49,7 @@ def rest_energy(
     Args:
         compressor: C.
         x: zero where it is padded, as what arrives is.
-        padded: of `mpcomp.core.padding.padded_positions`.
+        padded: of `mpcomp.core.tensor_meta.padded_positions`.
         draw: a fresh generator for a part of the message.
     """
     meta = TensorMeta.of(x)
@@ -74,8 +73,3 @@ def gain_of(base: float, rests: Sequence[float], *, clamped: bool = True) -> lis
         return None
     gains = [1.0 - rest / base for rest in rests]
     return [min(1.0, max(0.0, gain)) for gain in gains] if clamped else gains
-
-
-def shrinks(compressor: Compressor, meta: TensorMeta) -> bool:
-    """Whether a tensor like ``meta`` takes fewer bytes compressed; else it goes dense."""
-    return compressor.wire_bytes(meta) < meta.dense_bytes

@@ -6,8 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
-from mpcomp.adaptive.clock import Clock, ModelledClock
-from mpcomp.adaptive.search import POLICIES, checked_cfs, ladder
+from mpcomp.adaptive.clock import Clock, modelled_clock
+from mpcomp.adaptive.search import between, check_search, checked_cfs, ladder
 from mpcomp.compressors.base import Compressor
 from mpcomp.core.spec import SpecValue, shown
 from mpcomp.feedback.base import Feedback
@@ -93,23 +93,17 @@ class Adaptive(SpecValue):
     def __post_init__(self) -> None:
         object.__setattr__(self, "cf", checked_cfs(self.cf, like=(2, 50)))
         self._check_inner()
-        for name in ("eps", "omega", "budget"):
-            value = getattr(self, name)
-            if not (value is None and name == "budget") and not _in(value, 0, 1):
-                raise ValueError(f"{name}={value!r}: expected a number in (0, 1)")
-        whole = isinstance(self.window, int) and not isinstance(self.window, bool)
-        if not (whole and self.window >= 1):
-            raise ValueError(f"window={self.window!r}: expected a number of steps, 1 or more")
-        if self.policy not in POLICIES:
-            raise ValueError(f"policy={self.policy!r}: expected {' or '.join(POLICIES)}")
-        if self.smoothing is not None and not (self.smoothing == 1 or _in(self.smoothing, 0, 1)):
-            raise ValueError(
-                f"smoothing={self.smoothing!r}: expected a weight in (0, 1], or None to leave it "
-                "to the budget"
-            )
+        check_search(self, smoothing="to leave it to the budget")
+        if self.budget is not None and not between(self.budget, 0, 1):
+            raise ValueError(f"budget={self.budget!r}: expected a number in (0, 1)")
         if self.gain not in GAINS:
             raise ValueError(f"gain={self.gain!r}: expected {', '.join(GAINS)}")
-        self._check_clock()
+        if self.bandwidth_mbps is not None and self.budget is not None:
+            raise ValueError(
+                f"bandwidth_mbps={self.bandwidth_mbps} with budget={self.budget}: a budget is "
+                "shared out by gains and bytes, whatever the time of a step; leave out one of them"
+            )
+        self.clock()  # raises for links that cannot be
 
     def _check_inner(self) -> None:
         inner: Any = self.inner
@@ -129,19 +123,6 @@ class Adaptive(SpecValue):
                 f"cf={self.cf}: {self.compressor(lowest)} at both ends, which leaves nothing to "
                 "choose; set them further apart, or use that compressor itself"
             )
-
-    def _check_clock(self) -> None:
-        if self.bandwidth_mbps is None and (self.latency_ms or self.compute_ms):
-            raise ValueError(
-                f"latency_ms={self.latency_ms}, compute_ms={self.compute_ms} without "
-                "bandwidth_mbps: give it as well, or leave them out to measure the time of a step"
-            )
-        if self.bandwidth_mbps is not None and self.budget is not None:
-            raise ValueError(
-                f"bandwidth_mbps={self.bandwidth_mbps} with budget={self.budget}: a budget is "
-                "shared out by gains and bytes, whatever the time of a step; leave out one of them"
-            )
-        self.clock()  # raises for a bandwidth or a time that cannot be
 
     def check_place(self, argument: str) -> None:
         if argument == "tie_comp":
@@ -189,10 +170,4 @@ class Adaptive(SpecValue):
 
     def clock(self) -> Clock | None:
         """The clock of the links described; None where steps are measured."""
-        if self.bandwidth_mbps is None:
-            return None
-        return ModelledClock(self.compute_ms, self.bandwidth_mbps, self.latency_ms)
-
-
-def _in(value: Any, low: float, high: float) -> bool:
-    return isinstance(value, int | float) and low < value < high
+        return modelled_clock(self)

@@ -57,7 +57,7 @@ from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 from typing import Any, Final, Literal, TypeAlias
 
-__all__ = ["POLICIES", "Branch", "Search", "checked_cfs", "ladder"]
+__all__ = ["POLICIES", "Branch", "Search", "between", "check_search", "checked_cfs", "ladder"]
 
 #: Windows that `Search.history` goes back.
 _DECISIONS = 200
@@ -100,6 +100,33 @@ def checked_cfs(cf: Any, *, like: tuple[int, int]) -> tuple[float, float]:
     if lowest > highest:
         raise ValueError(f"cf={cf}: the smallest comes first; write cf=({highest}, {lowest})")
     return float(lowest), float(highest)
+
+
+def check_search(method: Any, *, smoothing: str) -> None:
+    """Checks the settings of a search that a method has, but for its CFs.
+
+    Args:
+        method: with the settings of `Search`, of which ``smoothing`` may be None.
+        smoothing: what None stands for, for messages.
+
+    Raises:
+        ValueError: a setting outside those.
+    """
+    for name in ("eps", "omega"):
+        if not between(getattr(method, name), 0, 1):
+            raise ValueError(f"{name}={getattr(method, name)!r}: expected a number in (0, 1)")
+    window, weight = method.window, method.smoothing
+    if not (isinstance(window, int) and not isinstance(window, bool) and window >= 1):
+        raise ValueError(f"window={window!r}: expected a number of steps, 1 or more")
+    if method.policy not in POLICIES:
+        raise ValueError(f"policy={method.policy!r}: expected {' or '.join(POLICIES)}")
+    if weight is not None and not (weight == 1 or between(weight, 0, 1)):
+        raise ValueError(f"smoothing={weight!r}: expected a weight in (0, 1], or None {smoothing}")
+
+
+def between(value: Any, low: float, high: float) -> bool:
+    """Whether it is a number between the two."""
+    return isinstance(value, int | float) and low < value < high
 
 
 @dataclass

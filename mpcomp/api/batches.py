@@ -25,10 +25,10 @@ from mpcomp.core.microbatch import (
     rows_of_chunks,
     scatter,
 )
-from mpcomp.core.padding import valid_positions
 from mpcomp.core.sample_ids import split_sample_ids
 from mpcomp.core.sent import Sent
 from mpcomp.core.step import Step
+from mpcomp.core.tensor_meta import valid_positions
 from mpcomp.engines.base import Engine
 from mpcomp.engines.first_data import FirstData
 from mpcomp.engines.outline import Outline

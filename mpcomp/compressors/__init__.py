@@ -1,10 +1,9 @@
 """Pure functions on one tensor: what goes on the wire."""
 
-from mpcomp.compressors.base import Compressor, Selecting
+from mpcomp.compressors.base import Compressor, Identity, Selecting
 from mpcomp.compressors.cast import Cast
 from mpcomp.compressors.ecsq import ECSQ
 from mpcomp.compressors.fixedpoint import FixedPoint
-from mpcomp.compressors.identity import Identity
 from mpcomp.compressors.klt import KLT
 from mpcomp.compressors.lloyd import LloydMax
 from mpcomp.compressors.lowrank import LowRank

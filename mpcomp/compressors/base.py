@@ -6,7 +6,11 @@ buffers can be posted, and bytes counted, before there is data.
 
 A new compressor is one file in this folder: a frozen dataclass deriving from `Compressor`,
 whose class attribute ``spec`` is its name on command lines and whose other class attributes
-say what it can do. `mpcomp.parse` finds it, and a test asks for examples to run the laws over.
+say what it can do. `mpcomp.parse` finds it, and a test asks for examples to run the laws over. The
+simplest one is here: `Identity`, which sends a tensor as it is.
+
+A `Coding` is a compressor for one tensor: a part of a message at a cut, a parameter or a piece of
+one between replicas. Each end makes an equal one, so that a payload is all that travels.
 """
 
 from __future__ import annotations
@@ -14,26 +18,33 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Self, TypeVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from mpcomp.core.spec import SpecValue
 from mpcomp.core.tensor_meta import TensorMeta
-from mpcomp.core.wire import Payload
+from mpcomp.core.wire import Payload, packed_length, unpack
 
 __all__ = [
+    "Coding",
     "Compressor",
+    "Encoded",
+    "Identity",
     "RoundCompressors",
     "Selecting",
     "check_cf",
     "check_contractive",
     "check_keep",
     "num_kept",
+    "or_dense",
     "put_at",
+    "shrinks",
 ]
 
 
@@ -328,6 +339,161 @@ class RoundCompressors(SpecValue, ABC):
     @abstractmethod
     def with_coders(self, change: Callable[[Compressor], Compressor]) -> Self:
         """The method with each of its compressors changed."""
+
+
+@dataclass(frozen=True)
+class Identity(Compressor):
+    """Sends every element as it is. Spec ``none``.
+
+    * Source: this project's own, for what is not to be compressed.
+    * Theory: x^ = x, so whatever is proved of the plain method.
+    """
+
+    spec: ClassVar[str] = "none"
+    aliases: ClassVar[dict[str, dict[str, Any]]] = {"identity": {}}
+    draws = False
+    summable = True
+    sends_dense = True
+
+    def layout(self, meta: TensorMeta) -> tuple[TensorMeta, ...]:
+        return (TensorMeta((meta.num_rows, meta.row_numel), meta.dtype),)
+
+    def compress(self, x: Tensor, generator: torch.Generator | None = None) -> Payload:
+        return (TensorMeta.of(x).flatten(x),)
+
+    def decompress(
+        self, payload: Payload, meta: TensorMeta, generator: torch.Generator | None = None
+    ) -> Tensor:
+        return meta.unflatten(payload[0])
+
+
+def shrinks(compressor: Compressor, meta: TensorMeta) -> bool:
+    """Whether a tensor like ``meta`` is sent by ``compressor``, and not as it is."""
+    if compressor.sends_dense or compressor.variable_length:
+        return True
+    return compressor.wire_bytes(meta) < meta.dense_bytes
+
+
+def or_dense(compressor: Compressor, meta: TensorMeta) -> Compressor:
+    """``compressor``, or `Identity` where it would not make a tensor like ``meta`` smaller.
+
+    Both ends decide alike, as the layout follows from ``meta``. (Of messages that vary in length it
+    says only the most, which is not what is sent.) Says so once (Python's warning filter folds
+    repeats).
+    """
+    if shrinks(compressor, meta):
+        return compressor
+    warnings.warn(
+        f"{compressor} would not shrink {list(meta.shape)} {meta.dtype} tensors "
+        f"({compressor.wire_bytes(meta)} of {meta.dense_bytes} bytes): sending them dense",
+        stacklevel=2,
+    )
+    return Identity()
+
+
+# -- one tensor -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Coding:
+    """The way of a tensor to a payload, and of that to a tensor again.
+
+    Attributes:
+        compressor: what does it.
+        meta: the tensor.
+        draw: makes a fresh generator; equal at all ends, and equal again when called again.
+    """
+
+    compressor: Compressor
+    meta: TensorMeta
+    draw: Callable[[], torch.Generator]
+
+    def _generator(self) -> torch.Generator | None:
+        """A fresh generator; None for a compressor that reads none, as seeding one takes time."""
+        return self.draw() if self.compressor.draws else None
+
+    @property
+    def layout(self) -> tuple[TensorMeta, ...]:
+        """Wire tensors of the payload."""
+        return self.compressor.layout(self.meta)
+
+    def compress(self, x: Tensor) -> Payload:
+        """The payload of ``x``."""
+        return self.compressor.compress(x, self._generator())
+
+    def round_trip(self, x: Tensor, whole: Tensor) -> tuple[Payload, Tensor]:
+        """The payload of ``x``, which is what is left of a tensor, and what it says."""
+        return self.compressor.round_trip(x, whole, self.meta, self.draw)
+
+    def encode(self, x: Tensor) -> Encoded:
+        """The payload of ``x``, one scope as a whole; of a selection with its positions."""
+        if not isinstance(self.compressor, Selecting):
+            return Encoded(self, self.compress(x))
+        generator, flat = self._generator(), x.reshape(-1)
+        kept = self.compressor.num_kept(flat.numel())
+        positions = self.compressor.choose(flat, kept, generator)
+        return Encoded(self, self.compressor.take(x, positions, generator), positions)
+
+    def take(self, x: Tensor, positions: Tensor) -> Encoded:
+        """The payload of a selection that was made before."""
+        assert isinstance(self.compressor, Selecting)
+        return Encoded(self, self.compressor.take(x, positions, self._generator()), positions)
+
+    def unpack(self, buffer: Tensor, start: int) -> tuple[Payload, int]:
+        """The payload that begins at this byte of `mpcomp.core.wire.pack`, and where it ends."""
+        return unpack(buffer, self.layout, start), packed_length(self.layout, start)
+
+    def decompress(self, payload: Payload) -> Tensor:
+        """The tensor that a payload says, like `meta`."""
+        return self.compressor.decompress(payload, self.meta, self._generator())
+
+    def positions(self, payload: Payload) -> Tensor | None:
+        """Elements that a payload carries, ascending in memory order; None for all."""
+        if not isinstance(self.compressor, Selecting):
+            return None
+        return self.compressor.indices(payload, self.meta, self._generator())
+
+    def add_to(
+        self,
+        total: Tensor,
+        payload: Payload,
+        *,
+        scale: float = 1.0,
+        positions: Tensor | None = None,
+    ) -> None:
+        """Adds the tensor that a payload says, see `Compressor.add_to`."""
+        self.compressor.add_to(
+            total, payload, self.meta, self._generator(), scale=scale, positions=positions
+        )
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A tensor that was encoded here.
+
+    Attributes:
+        coding: how.
+        payload: on the tensor's device.
+        positions: of the elements that it carries, where the coding chose them.
+    """
+
+    coding: Coding
+    payload: Payload
+    positions: Tensor | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the payload."""
+        return sum(part.nbytes for part in self.payload)
+
+    def without(self, y: Tensor) -> Tensor:
+        """A tensor [n] less what the payload says."""
+        y = y.clone()
+        self.coding.add_to(y, self.payload, scale=-1.0, positions=self.positions)
+        return y
+
+
+# -- what methods have in common -------------------------------------------------------------------
 
 
 def put_at(positions: Tensor, values: Tensor, meta: TensorMeta) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mpcomp.compressors.base import Compressor, Selecting, check_keep
-from mpcomp.compressors.gather import ValuesAt, check_values
+from mpcomp.compressors.indices import ValuesAt, check_values
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.core.wire import Payload
 

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mpcomp.compressors.base import Compressor
-from mpcomp.compressors.identity import Identity, or_dense, shrinks
+from mpcomp.compressors.base import Compressor, Identity, or_dense, shrinks
 from mpcomp.compressors.indices import decode_indices, encode_indices, index_bytes, nonzero
 from mpcomp.core.kernels import kernel
 from mpcomp.core.tensor_meta import TensorMeta

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mpcomp.compressors.base import Compressor
-from mpcomp.compressors.gather import ValuesAt, check_values
+from mpcomp.compressors.indices import ValuesAt, check_values
 from mpcomp.core.spec import SpecValue
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.core.wire import Payload

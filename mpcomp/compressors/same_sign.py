@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mpcomp.compressors.base import Compressor, check_keep
-from mpcomp.compressors.gather import SentPositions
+from mpcomp.compressors.indices import SentPositions
 from mpcomp.compressors.threshold import SampledTopK, count_set
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.core.wire import Payload

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from mpcomp.compressors.base import Compressor, check_keep
-from mpcomp.compressors.gather import SentPositions, check_values
-from mpcomp.compressors.indices import nonzero
+from mpcomp.compressors.indices import SentPositions, check_values, nonzero
 from mpcomp.compressors.topk import kth_largest, largest_positions
 from mpcomp.core.kernels import kernel
 

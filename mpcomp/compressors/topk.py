@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from mpcomp.compressors.base import Compressor, check_keep, put_at
-from mpcomp.compressors.gather import SentPositions, ValuesAt, check_values
-from mpcomp.compressors.indices import nonzero
+from mpcomp.compressors.indices import SentPositions, ValuesAt, check_values, nonzero
 from mpcomp.core.kernels import kernel
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.core.wire import Payload

@@ -81,7 +81,7 @@ class Step:
         lr: learning rate, for methods that follow it.
         call: number of this call, where one pass makes several (a token each, in generation): each
             draws anew.
-        valid: per microbatch which positions count, of `mpcomp.core.padding.valid_positions`.
+        valid: per microbatch which positions count, of `mpcomp.core.tensor_meta.valid_positions`.
         num_microbatches: in this step.
         trace: takes down when this rank does what; None of steps that nobody looks at.
     """

@@ -58,6 +58,7 @@ __all__ = [
     "no_tensor",
     "pack",
     "packed_length",
+    "says_constant",
     "says_no_tensor",
     "seal",
     "set_constant",
@@ -260,8 +261,6 @@ class Header:
         length: bytes of the whole message where it says so, else None. Not compared, as who
             expects a message may not know it.
         checked: whether there is a sum over the message's bits.
-        constant: whether the sender wants no gradient of the tensor, as `set_constant` writes.
-            Not compared, as the receiver learns it here.
     """
 
     kind: int
@@ -272,11 +271,10 @@ class Header:
     version: int = VERSION
     length: int | None = field(default=None, compare=False)
     checked: bool = False
-    constant: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
-        # As it travels, so that what arrives is equal to what is expected.
-        object.__setattr__(self, "cf", _FP32.unpack(_FP32.pack(self.cf))[0])
+        if self.cf:  # as it travels, so that what arrives is equal to what is expected
+            object.__setattr__(self, "cf", _FP32.unpack(_FP32.pack(self.cf))[0])
 
     def to_tensor(self) -> Tensor:
         """The header as uint8 [16], [24] with a length, [32] with a sum to be; on the CPU."""
@@ -311,8 +309,7 @@ class Header:
         length = None
         if form & _LONG and len(raw) == LONG_HEADER_BYTES:
             (length,) = _LENGTH.unpack_from(raw, HEADER_BYTES)
-        checked, constant = bool(form & _CHECKED), bool(form & _CONSTANT)
-        return cls(kind, status, check, step, cf, version, length, checked, constant)
+        return cls(kind, status, check, step, cf, version, length, bool(form & _CHECKED))
 
 
 def set_status(message: Tensor, status: Tensor | int) -> None:
@@ -323,6 +320,11 @@ def set_status(message: Tensor, status: Tensor | int) -> None:
 def set_constant(message: Tensor) -> None:
     """Writes into the header that no gradient of the tensor is wanted."""
     message[_FORM] |= _CONSTANT
+
+
+def says_constant(message: Tensor) -> bool:
+    """Whether a message says so (on an accelerator this waits for it)."""
+    return bool(int(message[_FORM]) & _CONSTANT)
 
 
 def status_of(message: Tensor) -> Tensor:

@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 
 from mpcomp.compressors import Compressor
-from mpcomp.compressors.coding import Coding, Encoded
+from mpcomp.compressors.base import Coding, Encoded
 from mpcomp.core.spec import SpecValue
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.data_parallel.network import ReplicaNetwork
-from mpcomp.feedback.kept import Draw
 from mpcomp.feedback.memory import Memory
+from mpcomp.feedback.slots import Draw
 
 __all__ = [
     "Codec",

@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mpcomp.comm.collectives import Works
 from mpcomp.core.randomness import generator_for
 from mpcomp.core.step import HISTORY_STEPS
 from mpcomp.core.tensor_meta import TensorMeta
@@ -37,7 +36,7 @@ from mpcomp.data_parallel.base import (
     matrices,
     matrix_of,
 )
-from mpcomp.data_parallel.network import Connections, ReplicaNetwork
+from mpcomp.data_parallel.network import Connections, ReplicaNetwork, Works
 from mpcomp.data_parallel.paths import PATH_OF, Path, broadcast, mean_inside, routes
 from mpcomp.data_parallel.plan import Context, GradientPlan, ReplicaState
 

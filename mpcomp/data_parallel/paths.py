@@ -21,13 +21,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mpcomp.comm.collectives import Peers, Works
 from mpcomp.compressors import Compressor
-from mpcomp.compressors.coding import Encoded
+from mpcomp.compressors.base import Encoded
 from mpcomp.core.tensor_meta import TensorMeta, cast_saturating
 from mpcomp.core.wire import Payload, aligned_length, pack
 from mpcomp.data_parallel.base import Controller, Draw, Factored, Static, matrix_of
-from mpcomp.data_parallel.network import ReplicaNetwork
+from mpcomp.data_parallel.network import Peers, ReplicaNetwork, Works
 from mpcomp.data_parallel.plan import RESIDUAL_STREAM, Context, GradientPlan, shape_for
 from mpcomp.feedback.memory import NO_MEMORY
 from mpcomp.feedback.state import EndState

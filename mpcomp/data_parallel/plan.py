@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpcomp.comm.collectives import Peers
 from mpcomp.compressors import Compressor
-from mpcomp.compressors.coding import Coding, Encoded
+from mpcomp.compressors.base import Coding, Encoded
 from mpcomp.core.tensor_meta import TensorMeta, cast_saturating
 from mpcomp.core.traffic import ReplicaTraffic
 from mpcomp.data_parallel.base import Controller, Draw, ReplicaMethod, matrix_of
+from mpcomp.data_parallel.network import Peers
 from mpcomp.feedback.memory import Field, Memory, Sent, State
 from mpcomp.feedback.state import EndState
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mpcomp.compressors import Compressor, Identity
-from mpcomp.compressors.coding import Coding
+from mpcomp.compressors.base import Coding
 from mpcomp.core.randomness import generator_for
 from mpcomp.core.tensor_meta import TensorMeta, cast_saturating
 from mpcomp.core.traffic import ReplicaTraffic

@@ -14,13 +14,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from mpcomp.core.tensor_meta import TensorMeta
-from mpcomp.feedback.kept import Fp32Rows
 from mpcomp.feedback.memory import Field, Memory, Sent, Side, State
 from mpcomp.feedback.momentum import advanced
-from mpcomp.feedback.slots import StoragePlan
+from mpcomp.feedback.slots import FieldState, FieldStorage, StoragePlan, as_rows
 
 __all__ = ["ANCHOR", "OUTER_VELOCITY", "Anchored"]
 
@@ -49,7 +49,7 @@ class Anchored(Memory):
 
     def fields(self, slot: TensorMeta) -> Mapping[str, Field]:
         # Exact, also beside a residual in few bits: replicas return to it again and again.
-        exact = Field(Side.RECEIVER, kept=Fp32Rows(slot.numel))
+        exact = Field(Side.RECEIVER, kept=_Fp32Rows(slot.numel))
         own = (ANCHOR, OUTER_VELOCITY) if self.momentum else (ANCHOR,)
         return {**self.inner.fields(slot), **dict.fromkeys(own, exact)}
 
@@ -70,3 +70,17 @@ class Anchored(Memory):
 
     def second_stage_memory(self) -> Memory:
         return self.inner.second_stage_memory()
+
+
+@dataclass(frozen=True)
+class _Fp32Rows(FieldStorage):
+    """As it is, in fp32, whatever precision other fields of the memory are stored in.
+
+    Attributes:
+        numel: of a slot.
+    """
+
+    numel: int
+
+    def state(self, plan: StoragePlan, device: torch.device) -> FieldState:
+        return as_rows(self.numel, replace(plan, storage="fp32"), device)

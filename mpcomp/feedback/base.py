@@ -17,13 +17,11 @@ from typing import ClassVar, Literal, Self, TypeAlias, get_args
 
 from torch import Tensor
 
-from mpcomp.compressors.base import Compressor, RoundCompressors, check_contractive
-from mpcomp.compressors.identity import Identity
+from mpcomp.compressors.base import Compressor, Identity, RoundCompressors, check_contractive
 from mpcomp.core.spec import shown
 from mpcomp.core.step import Key, MessageContext, SampleIds
 from mpcomp.core.tensor_meta import TensorMeta
-from mpcomp.feedback.memory import Memory, State
-from mpcomp.feedback.residual import Residual
+from mpcomp.feedback.memory import Memory, Residual, State
 from mpcomp.feedback.slots import StoragePlan
 
 __all__ = ["EvalChoice", "Feedback", "row_keys"]

@@ -21,19 +21,23 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import partial
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
-from mpcomp.compressors.base import Compressor
+from mpcomp.compressors.base import Coding, Compressor
 from mpcomp.core.spec import shown
-from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.step import Key
+from mpcomp.core.tensor_meta import TensorMeta, zero_padding
+from mpcomp.core.wire import Payload
 from mpcomp.feedback.base import EvalChoice, Feedback
-from mpcomp.feedback.kept import FieldStorage, Payloads, Sketched
 from mpcomp.feedback.memory import Field, Memory, Sent, Side, State
 from mpcomp.feedback.sketch import HASHES, VectorSketch
+from mpcomp.feedback.slots import Draw, FieldState, FieldStorage, Rows, SlotStore, StoragePlan
 
 __all__ = ["IMPROVED", "ConEF"]
 
@@ -181,8 +185,8 @@ class ConEF(Feedback):
 
     def _kept(self, coder: Compressor | None, slot: TensorMeta) -> FieldStorage:
         if coder is None:
-            return Sketched(self.sketch(slot))
-        return Payloads(coder, slot if coder.by_matrix else TensorMeta((1, slot.numel)))
+            return _Sketched(self.sketch(slot))
+        return _Payloads(coder, slot if coder.by_matrix else TensorMeta((1, slot.numel)))
 
     @property
     def _errors(self) -> tuple[str, ...]:
@@ -217,3 +221,130 @@ class ConEF(Feedback):
 def _least(rest: float) -> float:
     """The smallest fraction 1 / n with n (1 - beta) < 2, rounded up to be written."""
     return math.ceil(1e4 / max(1, math.ceil(2 / rest - 1e-9) - 1)) / 1e4
+
+
+# -- how errors are kept ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Sketched(FieldStorage):
+    """As a count sketch of each row, which is told of changes alone."""
+
+    sketch: VectorSketch
+
+    def state(self, plan: StoragePlan, device: torch.device) -> FieldState:
+        return _Sketches(self.sketch, SlotStore(self.sketch.cells, plan, device))
+
+
+class _Sketches(Rows):
+    """Cells in the precision of the storage plan; what is read is decoded from them."""
+
+    def __init__(self, sketch: VectorSketch, store: SlotStore) -> None:
+        super().__init__(store)
+        self._sketch = sketch
+
+    def read(self, keys: Sequence[Key], unit: float, padded: Tensor | None) -> Tensor:
+        return zero_padding(self._sketch.estimate(self.recall(keys, unit)), padded)
+
+    def stage(
+        self,
+        keys: Sequence[Key],
+        value: Tensor,
+        change: Tensor | None,
+        unit: float,
+        padded: Tensor | None,
+        draw: Draw | None,
+    ) -> tuple[Any, Tensor]:
+        assert change is not None, "a sketch that was decoded cannot be sketched again"
+        # A cell may hold padded positions too, which this message says nothing of.
+        cells = self.recall(keys, unit) + self._sketch.sketch(zero_padding(change, padded))
+        return (cells if unit == 1 else cells / unit), self._sketch.estimate(cells)
+
+    def cleared(self, keys: Sequence[Key], unit: float, padded: Tensor | None) -> Any:
+        return torch.zeros(len(keys), self.numel, dtype=torch.float32, device=self.store.device)
+
+
+@dataclass(frozen=True)
+class _Payloads(FieldStorage):
+    """As the payload of a compressor, of one slot alone: between replicas.
+
+    Attributes:
+        compressor: an unbiased one.
+        meta: the shape in which it is given the row.
+    """
+
+    compressor: Compressor
+    meta: TensorMeta
+
+    def state(self, plan: StoragePlan, device: torch.device) -> FieldState:
+        return _Payload(self.compressor, self.meta, device)
+
+
+class _Payload(FieldState):
+    """The payload, and the seed of choices that decoding must draw again."""
+
+    def __init__(self, compressor: Compressor, meta: TensorMeta, device: torch.device) -> None:
+        self._compressor = compressor
+        self._meta = meta
+        self._device = device
+        self._held: tuple[Payload, Tensor] | None = None
+
+    @property
+    def row_bytes(self) -> int:
+        return self._compressor.wire_bytes(self._meta)
+
+    def known(self, keys: Sequence[Key]) -> list[bool]:
+        return [self._held is not None for _ in keys]
+
+    def read(self, keys: Sequence[Key], unit: float, padded: Tensor | None) -> Tensor:
+        if self._held is None:
+            return torch.zeros(1, self._meta.numel, dtype=torch.float32, device=self._device)
+        return self._decoded(*self._held) * unit
+
+    def stage(
+        self,
+        keys: Sequence[Key],
+        value: Tensor,
+        change: Tensor | None,
+        unit: float,
+        padded: Tensor | None,
+        draw: Draw | None,
+    ) -> tuple[Any, Tensor]:
+        assert draw is not None and padded is None
+        seed = torch.tensor([draw(False).initial_seed()])
+        x = (value / unit).reshape(self._meta.shape)
+        payload = self._coding(seed).compress(x)
+        return (payload, seed), self._decoded(payload, seed) * unit
+
+    def cleared(self, keys: Sequence[Key], unit: float, padded: Tensor | None) -> Any:
+        raise AssertionError("between replicas nothing is cleared")
+
+    def write(self, keys: Sequence[Key], staged: Any) -> None:
+        self._held = staged
+
+    def _decoded(self, payload: Payload, seed: Tensor) -> Tensor:
+        return self._coding(seed).decompress(payload).reshape(1, -1)
+
+    def _coding(self, seed: Tensor) -> Coding:
+        return Coding(self._compressor, self._meta, partial(_generator, seed))
+
+    def state_dict(self, name: str) -> dict[str, Tensor]:
+        if self._held is None:
+            return {}
+        payload, seed = self._held
+        return {f"{name}:seed": seed, **{f"{name}:{i}": part for i, part in enumerate(payload)}}
+
+    def load_state_dict(self, name: str, state: Mapping[str, Tensor]) -> None:
+        layout = self._compressor.layout(self._meta)
+        parts = tuple(state[f"{name}:{i}"] for i in range(len(layout)))
+        for part, meta in zip(parts, layout, strict=True):
+            if tuple(part.shape) != meta.shape:
+                raise ValueError(
+                    f"{name} is of shape {list(part.shape)}, here it has {list(meta.shape)}: use "
+                    "the same model"
+                )
+        self._held = parts, state[f"{name}:seed"].cpu()
+
+
+def _generator(seed: Tensor) -> torch.Generator:
+    return torch.Generator().manual_seed(int(seed))

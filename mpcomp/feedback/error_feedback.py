@@ -11,8 +11,7 @@ from torch import Tensor
 
 from mpcomp.compressors.base import Compressor, Selecting
 from mpcomp.feedback.base import EvalChoice, Feedback
-from mpcomp.feedback.memory import State
-from mpcomp.feedback.residual import ErrorMemory
+from mpcomp.feedback.memory import ErrorMemory, State
 
 __all__ = ["EFMixed", "ErrorFeedback"]
 

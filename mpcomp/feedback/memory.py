@@ -13,22 +13,32 @@ of what is kept, the loss scale, padding, skipped steps and checkpoints are `End
 (`mpcomp.feedback.state`), and formulas see none of them: the rows they are given are those of one
 message's slots, in the units of its tensor, and what they set is kept once the step is known to be
 finite everywhere.
+
+The oldest one is here, as others are made of it: what a message leaves out is added to the next.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final, Protocol
 
 from torch import Tensor
 
 from mpcomp.core.tensor_meta import TensorMeta
-from mpcomp.feedback.kept import FieldStorage
-from mpcomp.feedback.slots import StoragePlan
+from mpcomp.feedback.slots import FieldStorage, StoragePlan
 
-__all__ = ["NO_MEMORY", "Field", "Memory", "Sent", "Side", "State"]
+__all__ = [
+    "NO_MEMORY",
+    "ErrorMemory",
+    "Field",
+    "Memory",
+    "Residual",
+    "Sent",
+    "Side",
+    "State",
+]
 
 
 class Side(Enum):
@@ -199,3 +209,45 @@ class Memory:
 
 #: The gradient itself is sent, and the mean of all is the result.
 NO_MEMORY = Memory()
+
+
+class ErrorMemory(Memory):
+    """w = x + d e; e <- w - sent. Seide et al. 2014; Stich et al. 2018, d = 1 in both.
+
+    Attributes:
+        decay: d, the part of the residual that is still due when the next message is.
+    """
+
+    decay: float = 1.0
+
+    def fields(self, slot: TensorMeta) -> Mapping[str, Field]:
+        return {"residual": Field(Side.SENDER, merge="owed")}
+
+    def compensate(self, x: Tensor, state: State) -> Tensor:
+        return x + self.due(state) if "residual" in state else x
+
+    def due(self, state: State) -> Tensor:
+        """The part of the residual that goes into the next message."""
+        residual = state["residual"]
+        return residual if self.decay == 1 else self.decay * residual
+
+    def sent(self, sent: Sent, state: State) -> None:
+        state["residual"] = sent.left
+
+    def dense(self, x: Tensor, state: State) -> None:
+        state.clear("residual")
+
+
+@dataclass(frozen=True)
+class Residual(ErrorMemory):
+    """Error feedback as a memory alone, for methods that choose compressors themselves.
+
+    Args:
+        plan: precision and place of the residual.
+    """
+
+    plan: StoragePlan = field(default_factory=StoragePlan)
+
+    @property
+    def storage_plan(self) -> StoragePlan:
+        return self.plan

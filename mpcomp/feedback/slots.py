@@ -4,26 +4,40 @@ One row is one sample's flattened activation or gradient. Rows are stored in a c
 on the link's device, in host memory or in files, and admitted in order of arrival until a cap is
 reached. Both ends of a link see the same keys in the same order and hold equal caps, so they admit
 alike without a word on the wire.
+
+A `FieldState` is what formulas see of a store. What an end keeps changes in two strokes: a step
+*stages* what it would keep, and the end writes it when the step is known to be finite. Values are
+staged in the units of the message at hand; what is kept is free of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from mpcomp.compressors.base import Compressor
+from mpcomp.compressors.base import Compressor, Identity
 from mpcomp.compressors.cast import Cast
-from mpcomp.compressors.identity import Identity
 from mpcomp.compressors.quantize import Quantize
 from mpcomp.core.step import Key
-from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.tensor_meta import TensorMeta, keep_padded, zero_padding
 from mpcomp.feedback.prefetch import ReadAhead
 from mpcomp.feedback.tables import table_for
 
-__all__ = ["SlotStore", "StoragePlan"]
+__all__ = [
+    "SINGLE_SLOT",
+    "Draw",
+    "FieldState",
+    "FieldStorage",
+    "Rows",
+    "SlotStore",
+    "StoragePlan",
+    "as_rows",
+]
 
 _FLOATS: dict[str, Compressor] = {"fp32": Identity(), "fp16": Cast("fp16"), "bf16": Cast("bf16")}
 
@@ -203,3 +217,161 @@ class SlotStore:
         for i, table in enumerate(self._tables):
             if keys:
                 table.write(range(len(keys)), state[f"rows{i}"], len(keys))
+
+
+# -- a field ---------------------------------------------------------------------------------------
+
+
+#: Makes a fresh generator; ``alike`` says whether all senders draw the same from it.
+Draw: TypeAlias = Callable[[bool], torch.Generator]
+
+
+class FieldState(ABC):
+    """One field at one end, slot by slot.
+
+    Attributes:
+        numel: numbers kept of a slot; 0 where they are not one tensor.
+        store: the rows; None where they are not kept in a `SlotStore`.
+    """
+
+    numel: int = 0
+    store: SlotStore | None = None
+
+    @property
+    @abstractmethod
+    def row_bytes(self) -> int:
+        """Bytes kept of a slot."""
+
+    @abstractmethod
+    def known(self, keys: Sequence[Key]) -> list[bool]:
+        """Whether anything was ever written of each slot."""
+
+    @abstractmethod
+    def read(self, keys: Sequence[Key], unit: float, padded: Tensor | None) -> Tensor:
+        """Committed rows [keys, n] times ``unit``, zero where they are padded or unknown."""
+
+    @abstractmethod
+    def stage(
+        self,
+        keys: Sequence[Key],
+        value: Tensor,
+        change: Tensor | None,
+        unit: float,
+        padded: Tensor | None,
+        draw: Draw | None,
+    ) -> tuple[Any, Tensor]:
+        """Argument of `write` for new rows ``value`` [keys, n], and the rows to be read then.
+
+        Args:
+            keys: their slots.
+            value: the rows; of no meaning where padded.
+            change: of the rows since what was committed, for what is kept of changes alone.
+            unit: of the message at hand.
+            padded: of `mpcomp.core.tensor_meta.padded_positions`.
+            draw: for what is rounded at random to be kept.
+        """
+
+    @abstractmethod
+    def cleared(self, keys: Sequence[Key], unit: float, padded: Tensor | None) -> Any:
+        """Argument of `write` for rows of zeros; what is padded stays."""
+
+    @abstractmethod
+    def write(self, keys: Sequence[Key], staged: Any) -> None:
+        """Keeps what was staged."""
+
+    @abstractmethod
+    def state_dict(self, name: str) -> dict[str, Tensor]:
+        """The only slot of a parameter, under ``name`` and ``name:...``; nothing if unknown."""
+
+    @abstractmethod
+    def load_state_dict(self, name: str, state: Mapping[str, Tensor]) -> None:
+        """Goes on from what `state_dict` gave under this name.
+
+        Raises:
+            ValueError: it is not of this size.
+        """
+
+
+class FieldStorage(ABC):
+    """A way to keep a field that is not one number an element."""
+
+    @abstractmethod
+    def state(self, plan: StoragePlan, device: torch.device) -> FieldState:
+        """A new state, nothing of which is known."""
+
+
+def as_rows(numel: int, plan: StoragePlan, device: torch.device) -> FieldState:
+    """The state of a field that is kept as it is, one number an element."""
+    return Rows(SlotStore(numel, plan, device))
+
+
+#: The slot of what is kept of a parameter.
+SINGLE_SLOT: list[Key] = [(0,)]
+
+
+class Rows(FieldState):
+    """One number an element, in the precision of the storage plan."""
+
+    def __init__(self, store: SlotStore) -> None:
+        self.store: SlotStore = store
+        self.numel = store.row_numel
+
+    @property
+    def row_bytes(self) -> int:
+        return self.store.row_bytes
+
+    def known(self, keys: Sequence[Key]) -> list[bool]:
+        return self.store.known(keys)
+
+    def recall(self, keys: Sequence[Key], unit: float) -> Tensor:
+        """Committed rows times ``unit``."""
+        rows = self.store.read(keys)
+        return rows if unit == 1 else rows * unit
+
+    def read(self, keys: Sequence[Key], unit: float, padded: Tensor | None) -> Tensor:
+        return zero_padding(self.recall(keys, unit), padded)
+
+    def stage(
+        self,
+        keys: Sequence[Key],
+        value: Tensor,
+        change: Tensor | None,
+        unit: float,
+        padded: Tensor | None,
+        draw: Draw | None,
+    ) -> tuple[Any, Tensor]:
+        value = value.to(torch.float32)
+        if padded is not None:
+            value = keep_padded(value, self.recall(keys, unit), padded)
+        return (value if unit == 1 else value / unit), value
+
+    def cleared(self, keys: Sequence[Key], unit: float, padded: Tensor | None) -> Any:
+        zeros = torch.zeros(len(keys), self.numel, dtype=torch.float32, device=self.store.device)
+        return self.stage(keys, zeros, None, unit, padded, None)[0]
+
+    def write(self, keys: Sequence[Key], staged: Any) -> None:
+        self.store.write(keys, staged)
+
+    def state_dict(self, name: str) -> dict[str, Tensor]:
+        if not len(self.store):
+            return {}
+        # Bits would be rounded again when that is stored, so they are under ``name:0`` ... as well.
+        state = {name: self.store.read(SINGLE_SLOT)[0]}
+        if self.store.rounds:
+            rows = self.store.state_dict()
+            state |= {f"{name}:{k.removeprefix('rows')}": v for k, v in rows.items() if k != "keys"}
+        return state
+
+    def load_state_dict(self, name: str, state: Mapping[str, Tensor]) -> None:
+        found = state[name].numel()
+        if found != self.numel:
+            raise ValueError(
+                f"{name} is of {found} elements, here it has {self.numel}: use the same model"
+            )
+        rows = {
+            f"rows{k.partition(':')[2]}": v for k, v in state.items() if k.startswith(name + ":")
+        }
+        if rows and self.store.rounds:
+            self.store.load_state_dict({**rows, "keys": torch.tensor(SINGLE_SLOT)})
+        else:
+            self.store.write(SINGLE_SLOT, state[name].to(torch.float32)[None])

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from mpcomp.core.step import Key
 from mpcomp.core.tensor_meta import TensorMeta
-from mpcomp.feedback.kept import SINGLE_SLOT, Draw, FieldState, as_rows
 from mpcomp.feedback.memory import Memory, Side
-from mpcomp.feedback.slots import StoragePlan
+from mpcomp.feedback.slots import SINGLE_SLOT, Draw, FieldState, StoragePlan, as_rows
 
 __all__ = ["BOTH", "EndState", "SlotState"]
 
@@ -111,7 +110,7 @@ class EndState:
             keys: its slots.
             unit: factor from what is kept to the units of the message.
             order: its microbatch, in the order of which is committed.
-            padded: of `mpcomp.core.padding.padded_positions`.
+            padded: of `mpcomp.core.tensor_meta.padded_positions`.
             draw: for what is rounded at random to be kept.
             flat: whether formulas see the only slot as [n], and not as [1, n].
             names: other names for fields.

@@ -17,7 +17,7 @@ from torch import Tensor
 from mpcomp.comm.channels import Channel
 from mpcomp.core.step import Step
 from mpcomp.core.tensor_meta import TensorMeta
-from mpcomp.core.wire import HEADER_BYTES, Header
+from mpcomp.core.wire import HEADER_BYTES, says_constant
 from mpcomp.feedback.memory import Side
 from mpcomp.links.link import Link
 
@@ -180,8 +180,8 @@ class Crossing(NamedTuple):
             else step.during("receive", link.receiver_stage, microbatch, link.name)
         ):
             message = self.channel.receive(microbatch)
-        constant = message.device.type == "cpu" and Header.of(message).constant
-        return self._decoded(message, meta, step, microbatch), constant
+        x = self._decoded(message, meta, step, microbatch)
+        return x, message.device.type == "cpu" and says_constant(message)
 
     def receive_any(
         self, meta: TensorMeta, step: Step, microbatch: int, *, arrived: bool = False

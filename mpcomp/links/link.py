@@ -11,7 +11,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,16 +18,15 @@ import torch
 from torch import Tensor
 
 from mpcomp.comm.channels import Channel
-from mpcomp.compressors.identity import Identity, shrinks
+from mpcomp.compressors.base import Identity, shrinks
 from mpcomp.compressors.rows import InRows
 from mpcomp.core.bit_sum import bit_sum
 from mpcomp.core.checks import check_tensor, nonfinite_error
-from mpcomp.core.padding import padded_positions, zero_padding
 from mpcomp.core.randomness import generator_for
 from mpcomp.core.side_effects import way_back
 from mpcomp.core.spec import SpecValue
 from mpcomp.core.step import MessageContext, SampleIds, Step
-from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.tensor_meta import TensorMeta, padded_positions, zero_padding
 from mpcomp.core.traffic import Meter, Traffic
 from mpcomp.core.wire import (
     COMPRESSED,
@@ -528,17 +526,16 @@ class Link:
         self._nonfinite.add(self._traffic(step), nonfinite, counts=True)
         return nonfinite.to(torch.uint8)
 
-    def _header(self, plan: Plan, step: Step) -> Header:
-        """The header of a message without a status."""
+    def _header(self, plan: Plan, step: Step, *, status: int = 0, checked: bool = False) -> Header:
         kind = DENSE if plan.dense else COMPRESSED
         check = plan.check ^ layout_check(plan.layout)
-        return Header(kind, 0, check, step.index & 0xFFFFFFFF, plan.cf)
+        return Header(kind, status, check, step.index & 0xFFFFFFFF, plan.cf, checked=checked)
 
     def _payload(self, message: Tensor, plan: Plan) -> Payload:
         return unframe(message, plan.layout, variable=plan.variable, checked=self.checked)
 
     def _check_header(self, got: Header, plan: Plan, step: Step) -> None:
-        expected = replace(self._header(plan, step), status=got.status, checked=self.checked)
+        expected = self._header(plan, step, status=got.status, checked=self.checked)
         if got != expected:
             raise RuntimeError(
                 f"the two ends disagree (message says {got}, this end expects {expected})"

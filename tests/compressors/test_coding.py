@@ -7,8 +7,7 @@ import torch
 from methods import COMPRESSORS, same_bits
 
 from mpcomp import TensorMeta
-from mpcomp.compressors.base import Selecting
-from mpcomp.compressors.coding import Coding
+from mpcomp.compressors.base import Coding, Selecting
 from mpcomp.core.randomness import generator_for
 from mpcomp.core.wire import aligned_length, pack
 

@@ -7,7 +7,7 @@ import torch
 from methods import COMPRESSORS, FLOATS, round_trip, same_bits
 
 from mpcomp import Cast, Identity, Quantize, TensorMeta, TopK
-from mpcomp.compressors.identity import or_dense
+from mpcomp.compressors.base import or_dense
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

@@ -11,7 +11,7 @@ from methods import FLOATS, drawn, epsilon, round_trip, same_bits
 from test_compressor_laws import SHAPES, contents
 
 from mpcomp import EF21, LowRank, TensorMeta
-from mpcomp.compressors.identity import or_dense
+from mpcomp.compressors.base import or_dense
 from mpcomp.compressors.lowrank import matrix_shape, orthonormal_
 
 

@@ -30,7 +30,9 @@ def given():
     cpu = torch.device("cpu")
     return {
         "compressors.bits.pack_low": [((q & ((1 << b) - 1)).to(torch.uint8), b) for b in (1, 2, 4)],
-        "compressors.bits.unpack_low": [(q.to(torch.uint8), b, WIDTH * 8 // b - 3) for b in (1, 4)],
+        "compressors.bits.unpack_low": [
+            (q.to(torch.uint8), b, WIDTH * 8 // b - 3) for b in (1, 2, 4)
+        ],
         "compressors.indices.nonzero": [(mask, int(mask.sum()))],
         "compressors.topk.mask_of_largest": [(x, 100), (x.bfloat16(), 700), (x[:1, :9], 1)],
         "compressors.topk.kth_largest": [(q.long(), 100), (x.abs(), 1)],

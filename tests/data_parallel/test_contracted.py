@@ -21,8 +21,7 @@ from mpcomp import (
 )
 from mpcomp.core.randomness import generator_for
 from mpcomp.data_parallel.plan import Context, GradientPlan, load_tensors, tensors_of
-from mpcomp.feedback.memory import Memory
-from mpcomp.feedback.residual import Residual
+from mpcomp.feedback.memory import Memory, Residual
 from mpcomp.feedback.sketch import VectorSketch, num_cells
 from mpcomp.feedback.slots import StoragePlan
 from mpcomp.feedback.state import EndState

@@ -100,7 +100,7 @@ def test_a_gradient():
     walk = walk_of_a_gradient()
     files = set(walk.files)
     own = {name for name in files if name.startswith("data_parallel/")}
-    assert len(files) <= 27, sorted(files)
+    assert len(files) <= 20, sorted(files)
     assert len(own) <= 6, sorted(own)
-    assert walk.changes <= 187
+    assert walk.changes <= 166
     assert len(walk.classes) <= 27, sorted(walk.classes)

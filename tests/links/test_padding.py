@@ -25,8 +25,8 @@ from mpcomp import (
     TopK,
 )
 from mpcomp.core.microbatch import rows_of_chunks, scatter
-from mpcomp.core.padding import valid_positions
 from mpcomp.core.step import Step
+from mpcomp.core.tensor_meta import valid_positions
 from mpcomp.core.traffic import Traffic
 from mpcomp.core.wire import DENSE, Header
 

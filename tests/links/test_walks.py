@@ -83,10 +83,10 @@ def walks(act: str, grad: str = "none") -> dict[str, Walk]:
 
 
 CEILINGS = {
-    ("topk:0.1", "send"): Walk(14, 51, 83),
-    ("topk:0.1", "receive"): Walk(15, 50, 87),
-    ("ef21+topk:0.1", "send"): Walk(24, 93, 145),
-    ("ef21+topk:0.1", "receive"): Walk(24, 79, 139),
+    ("topk:0.1", "send"): Walk(13, 49, 82),
+    ("topk:0.1", "receive"): Walk(13, 50, 84),
+    ("ef21+topk:0.1", "send"): Walk(19, 84, 144),
+    ("ef21+topk:0.1", "receive"): Walk(19, 73, 136),
 }
 
 

@@ -32,8 +32,7 @@ from torch import Tensor
 from mpcomp.compressors.base import Compressor
 from mpcomp.core.spec import SpecValue, shown
 from mpcomp.data_parallel.base import Codec, Controller, Draw, Factored, ReplicaMethod, RunInfo
-from mpcomp.feedback.memory import NO_MEMORY, Memory
-from mpcomp.feedback.residual import Residual
+from mpcomp.feedback.memory import NO_MEMORY, Memory, Residual
 
 __all__ = ["Accordion", "AccordionController", "Detector"]
 

@@ -18,18 +18,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mpcomp.adaptive.clock import Clock, ModelledClock, WallClock
-from mpcomp.adaptive.search import POLICIES, Branch, Search, checked_cfs
+from mpcomp.adaptive.clock import Clock, WallClock, modelled_clock
+from mpcomp.adaptive.search import Branch, Search, check_search, checked_cfs
 from mpcomp.compressors import Compressor, MultiLevel, Selecting
-from mpcomp.compressors.base import check_contractive
-from mpcomp.compressors.coding import Coding, Encoded
+from mpcomp.compressors.base import Coding, Encoded, check_contractive
 from mpcomp.compressors.multi_level import levels
 from mpcomp.core.spec import shown
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.data_parallel.base import Codec, Controller, Draw, ReplicaMethod, RunInfo
-from mpcomp.feedback.memory import NO_MEMORY, Memory
+from mpcomp.feedback.memory import NO_MEMORY, Memory, Residual
 from mpcomp.feedback.momentum import check_momentum, momentum_memory, refuse_momentum
-from mpcomp.feedback.residual import Residual
 
 __all__ = ["GraVAC", "GraVACController"]
 
@@ -103,31 +101,14 @@ class GraVAC(ReplicaMethod):
     def __post_init__(self) -> None:
         object.__setattr__(self, "cf", checked_cfs(self.cf, like=(10, 1000)))
         self._check_inner()
-        for name in ("eps", "omega"):
-            if not 0 < getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: expected a number in (0, 1)")
-        whole = isinstance(self.window, int) and not isinstance(self.window, bool)
-        if not (whole and self.window >= 1):
-            raise ValueError(f"window={self.window!r}: expected a number of steps, 1 or more")
-        if self.policy not in POLICIES:
-            raise ValueError(f"policy={self.policy!r}: expected {' or '.join(POLICIES)}")
-        if self.smoothing is not None and not 0 < self.smoothing <= 1:
-            raise ValueError(
-                f"smoothing={self.smoothing}: expected a weight in (0, 1], or None for the number "
-                "of replicas / 100"
-            )
+        check_search(self, smoothing="for the number of replicas / 100")
         check_momentum(self.momentum)
         if not self.masking and not self.momentum:
             raise ValueError(
                 "masking=False without momentum: there is no velocity to clear; give momentum=0.9 "
                 "as well, or leave it out"
             )
-        if self.bandwidth_mbps is None and (self.latency_ms or self.compute_ms):
-            raise ValueError(
-                f"latency_ms={self.latency_ms}, compute_ms={self.compute_ms} without "
-                "bandwidth_mbps: give it as well, or leave them out to measure the time of a step"
-            )
-        self.clock()  # raises for a bandwidth or a time that cannot be
+        self.clock()  # raises for links that cannot be
 
     def _check_inner(self) -> None:
         if not isinstance(self.inner, Compressor):
@@ -158,9 +139,7 @@ class GraVAC(ReplicaMethod):
 
     def clock(self) -> Clock:
         """A new clock: of the links described, or on the wall."""
-        if self.bandwidth_mbps is None:
-            return WallClock()
-        return ModelledClock(self.compute_ms, self.bandwidth_mbps, self.latency_ms)
+        return modelled_clock(self) or WallClock()
 
     def controller(self, run: RunInfo) -> Controller:
         return GraVACController(

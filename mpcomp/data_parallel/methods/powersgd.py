@@ -10,7 +10,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mpcomp.comm.collectives import Works
 from mpcomp.compressors.lowrank import orthonormal_, times, transposed_times
 from mpcomp.core.randomness import normal
 from mpcomp.core.tensor_meta import TensorMeta
@@ -22,10 +21,10 @@ from mpcomp.data_parallel.base import (
     Static,
     matrix_of,
 )
+from mpcomp.data_parallel.network import Works
 from mpcomp.data_parallel.paths import PATH_OF, Path
 from mpcomp.data_parallel.plan import Context, GradientPlan
-from mpcomp.feedback.memory import NO_MEMORY, Memory
-from mpcomp.feedback.residual import Residual
+from mpcomp.feedback.memory import NO_MEMORY, Memory, Residual
 from mpcomp.feedback.slots import StoragePlan
 
 __all__ = ["PowerSGD"]

@@ -13,9 +13,8 @@ from mpcomp.adaptive.budget import Budgeted
 from mpcomp.adaptive.link_policy import LinkState, Searching
 from mpcomp.adaptive.method import Adaptive
 from mpcomp.compressors.base import Compressor
-from mpcomp.core.padding import padded_positions, zero_padding
 from mpcomp.core.step import MessageContext, SampleIds
-from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.tensor_meta import TensorMeta, padded_positions, zero_padding
 from mpcomp.feedback.memory import Side
 from mpcomp.feedback.state import EndState
 from mpcomp.links.endpoints.base import Endpoint, Plan, StateSize, endpoint_of

@@ -26,14 +26,11 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from mpcomp.compressors.base import Compressor
-from mpcomp.compressors.coding import Coding
-from mpcomp.compressors.identity import Identity, or_dense
+from mpcomp.compressors.base import Coding, Compressor, Identity, or_dense
 from mpcomp.compressors.rows import InRows
-from mpcomp.core.padding import padded_positions, zero_padding
 from mpcomp.core.spec import SpecValue, import_all
 from mpcomp.core.step import MessageContext, SampleIds
-from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.tensor_meta import TensorMeta, padded_positions, zero_padding
 from mpcomp.core.wire import Payload
 from mpcomp.feedback.memory import Side
 from mpcomp.feedback.state import EndState

@@ -30,11 +30,10 @@ from mpcomp import entropy
 from mpcomp.compressors.base import Compressor
 from mpcomp.compressors.klt import KLT, LARGEST_WIDTH, Basis, InBasis
 from mpcomp.compressors.tokens import Tokens
-from mpcomp.core.padding import padded_positions, zero_padding
 from mpcomp.core.randomness import generator_for
 from mpcomp.core.spec import SpecValue
 from mpcomp.core.step import MessageContext, SampleIds
-from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.tensor_meta import TensorMeta, padded_positions, zero_padding
 from mpcomp.core.wire import Parts, Payload
 from mpcomp.feedback.memory import Side
 from mpcomp.feedback.state import EndState

@@ -17,13 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpcomp.compressors.base import Compressor
-from mpcomp.compressors.coding import Coding
-from mpcomp.compressors.identity import Identity, or_dense
+from mpcomp.compressors.base import Coding, Compressor, Identity, or_dense
 from mpcomp.compressors.rows import InRows
-from mpcomp.core.padding import padded_positions, zero_padding
 from mpcomp.core.step import Key, MessageContext, SampleIds
-from mpcomp.core.tensor_meta import TensorMeta, cast_saturating
+from mpcomp.core.tensor_meta import TensorMeta, cast_saturating, padded_positions, zero_padding
 from mpcomp.core.wire import Parts, Payload
 from mpcomp.feedback.base import Feedback
 from mpcomp.feedback.memory import Sent, Side

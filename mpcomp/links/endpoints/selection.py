@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from mpcomp.compressors.identity import Identity
+from mpcomp.compressors.base import Identity
 from mpcomp.compressors.same_indices import SameIndices
 from mpcomp.core.step import MessageContext
 from mpcomp.core.tensor_meta import TensorMeta
