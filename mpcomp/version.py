@@ -1,3 +1,3 @@
 """The version of this package; ranks compare it before they work together."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -33,7 +33,7 @@ def _paragraphs(text: str) -> list[str]:
     for part in re.split(r"\n\s*\n", NOT_PROSE.sub("", GENERATED.sub("", text))):
         lines = [s for s in part.splitlines() if not s.lstrip().startswith(("|", "#", ":::", "!["))]
         items = re.split(rf"^(?={ITEM.pattern})", "\n".join(lines), flags=re.MULTILINE)
-        found += [" ".join(ITEM.sub("", item, count=1).split()) for item in items]
+        found += [" ".join(re.sub(rf"\A{ITEM.pattern}", "", item).split()) for item in items]
     return [paragraph for paragraph in found if paragraph]
 
 

@@ -8,6 +8,8 @@ import pytest
 import yaml
 from pages import ROOT
 
+from mpcomp.version import __version__
+
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 WORKFLOW = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())
 
@@ -62,3 +64,10 @@ def test_each_command_of_the_workflow_can_be_read():
     assert len(lines) == 3
     for line in lines:
         assert subprocess.run(["bash", "-n"], input=line, text=True).returncode == 0
+
+
+def test_citation_and_changelog_name_the_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    headings = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert citation["version"] == __version__
+    assert headings[:2] == ["Unreleased", __version__]

@@ -1,10 +1,10 @@
 """The program behind the old checkpoints: training that begins, is saved, and goes on.
 
-``checkpoints/`` was written by the code of commit 697b507, the form that 0.1.0 reads and writes::
+``checkpoints/`` was written by the code of commit 697b507, the form that 0.2.0 reads and writes::
 
     python tests/golden/resume.py --write tests/golden/checkpoints
 
-Once 0.1.0 is released, never write them anew to get a test to pass: users have such files.
+Once 0.2.0 is released, never write them anew to get a test to pass: users have such files.
 ``resumed.json`` is what that code went on with, from the files (``--load FOLDER``) as by itself.
 """
 
