@@ -152,7 +152,7 @@ class Batches:
             steps.told += Sent(told)
             return replace(made, same=(updates,))
         first.refuse("forward_backward", batch, target, sample_ids)
-        announce = not steps.adaptation.acts_before()
+        announce = not steps.acts_before()
         outline = first.hear_step(bare, (updates,), announce=announce)
         count = len(outline.sizes)
         return TrainingBatch(

@@ -52,6 +52,7 @@ def pipeline(
     act_comp: Methods = None,
     grad_comp: Methods = None,
     budget: str | float | None = None,
+    link: str | None = None,
     dp_comp: Any = None,
     tie_comp: MethodLike = None,
     ties: str | None = None,
@@ -100,6 +101,9 @@ def pipeline(
         budget: quality that the words' methods may cost, as means of the project's studies: "0.1 %"
             to "5 %", or 0.001 to 0.05, of perplexity, and points of accuracy behind a ReLU. Their
             steps follow (`mpcomp.links.budget`). None for the steps that words have by themselves.
+        link: of every cut, its rate each way and its latency one way, as "100 Mbit/s, 20 ms".
+            "auto" plans with it whether compression pays (`mpcomp.pilot.paying`); None measures
+            the links.
         dp_comp: what compresses gradients between replicas: `GraVAC`, `DGC`, `PowerSGD` ..., a
             compressor, `ErrorFeedback`, `EF21` or `ConEF` round one, or a spec string; or
             `LocalSGD`, which exchanges what parameters have moved by, once a period.

@@ -21,6 +21,7 @@ from mpcomp.data_parallel.network import ReplicaNetwork
 from mpcomp.engines.schedules import schedule_named
 from mpcomp.links.budget import percent_of
 from mpcomp.links.build import MethodLike, Methods
+from mpcomp.plan.network import link_of
 from stages.encoders import check_head_loss
 from stages.language_models import check_own_loss
 from stages.split import Where
@@ -65,6 +66,7 @@ class PipelineConfig:
     act_comp: Methods = field(metadata=_of_rank("links compare the methods that it comes to"))
     grad_comp: Methods = field(metadata=_of_rank("links compare the methods that it comes to"))
     budget: str | float | None = field(metadata=_same(str))
+    link: str | None = field(metadata=_same())
     dp_comp: Any = field(metadata=_same(_method_name))
     tie_comp: MethodLike = field(metadata=_of_rank("links compare the methods that it comes to"))
     ties: str | None = field(metadata=_of_rank("ranks compare the stages that it comes to"))
@@ -104,6 +106,8 @@ class PipelineConfig:
             )
         if self.budget is not None:
             percent_of(self.budget)
+        if self.link is not None:
+            link_of(self.link)
         check_function("loss_fn", self.loss_fn)
         if self.split == "time" and self.sample is None:
             raise ValueError(

@@ -12,23 +12,30 @@ modules before a cut, the model's weights, and whether a step's batch has sample
 * A trained one from there on: ``auto:memory`` if its first batch has sample ids, else plain
   ``auto``. Until it is trained it sends what was measured at inference.
 * Anything else: plain ``auto``.
+
+Once steps have been timed, cuts at which that does not pay send bf16 (`mpcomp.pilot.paying`).
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 from torch import nn
 
 import stages as staging
 from mpcomp.api.config import PipelineConfig
+from mpcomp.comm.handshake import step_name
+from mpcomp.comm.mesh import Mesh
 from mpcomp.core.step import Step
+from mpcomp.engines.base import Engine
 from mpcomp.links.auto import AUTO, INFERENCE, Words
 from mpcomp.links.boundary import Boundary
 from mpcomp.links.budget import percent_of, spelt
 from mpcomp.links.build import given_at, method_of
+from mpcomp.pilot.paying import Paying, sends_bf16
+from mpcomp.plan.network import link_of
 
 __all__ = ["RELEASED", "Dial"]
 
@@ -37,6 +44,8 @@ __all__ = ["RELEASED", "Dial"]
 #: own 18 % of perplexity (docs/results/wikitext.md). What lies between was not measured.
 RELEASED: Final = 100_000_000
 
+#: In place of a word, where that does not pay.
+_BF16: Final = "bf16"
 _ARGUMENTS: Final = ("act_comp", "grad_comp")
 
 
@@ -52,7 +61,7 @@ class Dial:
         is_open: whether the first training step has still to show something.
 
     Raises:
-        ValueError: a budget without a word, or one that was not measured.
+        ValueError: a budget without a word, or one that was not measured; a link without ``auto``.
     """
 
     def __init__(self, cut: Sequence[staging.Stage], config: PipelineConfig) -> None:
@@ -61,6 +70,8 @@ class Dial:
         at_cuts = zip(*(given_at(name, each, names) for name, each in given.items()), strict=True)
         self._given = [tuple(each) for each in at_cuts]
         self._budget = None if config.budget is None else percent_of(config.budget)
+        self._link = None if config.link is None else link_of(config.link)
+        self._paying: Paying | None = None
         self._reasons: dict[str, str] = {}
         self._choices = self._chosen(cut, config)
         self.is_open = INFERENCE in self._choices
@@ -70,6 +81,13 @@ class Dial:
                 f"budget={config.budget!r} with act_comp={config.act_comp!r} and "
                 f"grad_comp={config.grad_comp!r}: a budget moves the steps of a word; pass 'auto' "
                 "for both, or leave budget out"
+            )
+
+        if self._link is not None and not any(self._choices):
+            raise ValueError(
+                f"link={config.link!r} with act_comp={config.act_comp!r} and "
+                f"grad_comp={config.grad_comp!r}: it is for 'auto', which compresses where that "
+                "pays; pass 'auto' for both, or leave link out"
             )
 
     def _chosen(self, cut: Sequence[staging.Stage], config: PipelineConfig) -> list[str]:
@@ -123,6 +141,54 @@ class Dial:
             for link, other in (boundary.links, boundary.links[::-1]):
                 link.method.check_beside(other.method, i)
 
+    def agree(self, mesh: Mesh, step: Step) -> None:
+        """Before a training step, finds out whether all replicas have come to the same.
+
+        Raises:
+            ValueError: batches of some have sample ids, those of others none; on all ranks.
+        """
+        if not self.asks(mesh):
+            return
+        found = mesh.all_gather([bool(step.sample_ids)], "whether batches have sample_ids")
+        have = [rank for rank, (given,) in enumerate(found) if given]
+        if 0 < len(have) < len(found):
+            raise ValueError(
+                f"ranks {', '.join(map(str, have))} were given sample_ids in {step_name(step)} and "
+                "the others were not, so 'auto' is not the same for all: give them on every rank "
+                "or on none, or name methods"
+            )
+
+    def asks(self, mesh: Mesh) -> bool:
+        """Whether replicas must tell each other before the next training step."""
+        return self.is_open and mesh.num_replicas > 1
+
+    def watch(self, engine: Engine, boundaries: Sequence[Boundary], warmup_steps: int) -> None:
+        """Looks at the steps to come, to see where compression pays."""
+        self._paying = Paying(engine, boundaries, self._link, warmup_steps)
+
+    def look(
+        self,
+        boundaries: Sequence[Boundary],
+        step: Step,
+        times: Sequence[tuple[float, float]],
+        *,
+        tells: bool,
+    ) -> None:
+        """After a training step, changes methods where it is time, and says so.
+
+        Args:
+            boundaries: the cuts.
+            step: that has ended.
+            times: of the last steps on this rank: seconds, and of these waiting for messages.
+            tells: whether this rank tells the user.
+        """
+        if self._paying is not None and self._paying.after_step(step, times):
+            self.tell(boundaries, tells=tells, stacklevel=7)  # up to who calls forward_backward
+
+    def state_dict(self) -> dict[str, Any]:
+        """Measurements that say where compression pays."""
+        return {} if self._paying is None else self._paying.state_dict()
+
     def close(self, boundaries: Sequence[Boundary], *, tells: bool) -> None:
         """Ends the choice, once a step has been trained by it.
 
@@ -134,13 +200,21 @@ class Dial:
             self.is_open = False
             self.tell(boundaries, tells=tells, stacklevel=8)  # up to who calls forward_backward
 
-    def go_on(self, boundaries: Sequence[Boundary], before: Sequence[str]) -> None:
+    def go_on(
+        self,
+        boundaries: Sequence[Boundary],
+        before: Sequence[str],
+        state: Mapping[str, Any],
+    ) -> None:
         """Takes note of what a checkpoint's run had chosen.
 
         Args:
             boundaries: the cuts.
             before: of each link, its method before the checkpoint was loaded.
+            state: as of `state_dict`; empty of runs that had measured nothing.
         """
+        if self._paying is not None:
+            self._paying.load_state_dict(state)
         links = [link for boundary in boundaries for link in boundary.links]
         for link, old in zip(links, before, strict=True):
             if str(link.method) != old:
@@ -159,15 +233,22 @@ class Dial:
         for i, boundary in enumerate(boundaries):
             for link in boundary.links:
                 if link.chosen:
-                    cuts.setdefault(link.chosen, {})[i] = None
+                    name = _BF16 if sends_bf16(link) else link.chosen
+                    cuts.setdefault(name, {})[i] = None
         if not cuts:
             return ""
         parts = [
-            f"{_name(word)}{_at(list(where), len(boundaries))} ({self._reasons[word]})"
+            f"{_name(word)}{_at(list(where), len(boundaries))} ({self._reason(word)})"
             for word, where in cuts.items()
         ]
         budget = "" if self._budget is None else f", with steps for a loss of {self._budget:g} %"
         return f"'auto' is {' and '.join(parts)}{budget}"
+
+    def _reason(self, word: str) -> str:
+        if word == _BF16:
+            assert self._paying is not None
+            return self._paying.reason
+        return self._reasons[word]
 
 
 def _word_of_model(cut: Sequence[staging.Stage], config: PipelineConfig) -> tuple[str, str]:
@@ -205,7 +286,7 @@ def _name(word: str) -> str:
         return "itself"
     if word == INFERENCE:
         return f"{spelt(INFERENCE, None)['act_comp']} until it is trained"
-    return repr(word)
+    return word if word == _BF16 else repr(word)
 
 
 def _at(cuts: Sequence[int], count: int) -> str:

@@ -321,6 +321,7 @@ class Pipeline(Figures, OriginalModel):
         since = steps.now()
         count = None if within is None else within.count
         given = self._batches.for_training(steps, batch, target, sample_ids, count)
+        steps.agree_on_choice(given.step)
         steps.begin_adaptation(given.parts)
         loss = StepLoss(
             self._loss_fn,
@@ -618,7 +619,7 @@ class Pipeline(Figures, OriginalModel):
         before = [str(link.method) for each in self.boundaries for link in each.links]
         extra = checkpoint.load(run, Path(folder), optimizer=optimizer, scheduler=scheduler)
         # Only now: a load that fails leaves an open step open.
-        self._steps.go_on(run.num_steps, before)
+        self._steps.go_on(run.num_steps, before, run.dial)
         return extra
 
     # -- inside -------------------------------------------------------------------------------
@@ -635,6 +636,7 @@ class Pipeline(Figures, OriginalModel):
             exchange=self.exchange,
             scaler=self.scaler,
             num_steps=self.num_steps,
+            dial=self._steps.of_dial,
         )
 
     def _output_on_all(self, output: Tensor | None) -> Tensor:

@@ -17,7 +17,7 @@ import copy
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -149,6 +149,8 @@ class TrainingSteps:
         self.compresses = True, True, True
         self.optimizer: torch.optim.Optimizer | None = None
         self.updating = False
+        if dial is not None:
+            dial.watch(engine, self._boundaries, warmup_steps)
         self._sent_by_all = Sent()
         self.told = Sent()
         #: Steps, and what this rank had sent its replicas, when a checkpoint was loaded.
@@ -246,6 +248,20 @@ class TrainingSteps:
             engine=self._engine,
         )
 
+    def acts_before(self) -> bool:
+        """Whether ranks do something together before the next training step."""
+        asks = self._dial is not None and self._dial.asks(self._mesh)
+        return asks or self.adaptation.acts_before()
+
+    def agree_on_choice(self, step: Step) -> None:
+        """Before a training step, finds out whether ``auto`` is the same on all ranks.
+
+        Raises:
+            ValueError: it is not; on all of them.
+        """
+        if self._dial is not None:
+            self._dial.agree(self._mesh, step)
+
     def begin_adaptation(self, parts: Sequence[Any]) -> None:
         """Lets adaptive links with a budget begin, before the first step has sent anything."""
 
@@ -323,6 +339,8 @@ class TrainingSteps:
         self.waited_s += waited
         for log in self.logs:
             log.step(self.num_steps - 1, total)
+        if self._dial is not None:
+            self._dial.look(self._boundaries, step, self.times, tells=self._mesh.rank == 0)
         return total
 
     def finish(self, loss: StepLoss | None = None) -> Tensor | None:
@@ -451,16 +469,17 @@ class TrainingSteps:
         finally:
             self.tracing = None
 
-    def go_on(self, num_steps: int, methods: Sequence[str]) -> None:
+    def go_on(self, num_steps: int, methods: Sequence[str], dial: Mapping[str, Any]) -> None:
         """Goes on from a checkpoint that has been loaded; drops an open step.
 
         Args:
             num_steps: of the checkpoint.
             methods: of each link of a cut before.
+            dial: of the checkpoint, as `of_dial`.
         """
         self.num_steps = num_steps
         if self._dial is not None:
-            self._dial.go_on(self._boundaries, methods)
+            self._dial.go_on(self._boundaries, methods, dial)
         self._open = None
         for each in self._crossings:
             each.finish_step(finite=False)
@@ -468,6 +487,11 @@ class TrainingSteps:
         self._sent_by_all = Sent.of(self._mesh.all_reduce_sum([*self._sent_here()]))
         self.told = Sent()
         self._loaded = num_steps, Sent() if self._sync is None else self._sync.sent
+
+    @property
+    def of_dial(self) -> dict[str, Any]:
+        """Measurements of the dial, for a checkpoint."""
+        return {} if self._dial is None else self._dial.state_dict()
 
     @property
     def chosen(self) -> str:

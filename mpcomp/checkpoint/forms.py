@@ -37,6 +37,9 @@ _TRAFFIC = Only(
 )
 _PHASES = Only({f"{phase}?": _TRAFFIC for phase in Meter().phases})
 _CUT = {"chunks": Whole(1), "stages": [[str]]}
+_WAY = Only(
+    {"method": str} | dict.fromkeys(("encode_s", "decode_s", "wire_bytes", "bf16_bytes"), NUMBER)
+)
 _REPLICAS = {
     "method": str,
     "network": {"path": str, "per_machine": COUNT},
@@ -64,6 +67,7 @@ OF_PART = {
     ),
     "scheduler": (None, {str: ANY}),
     "scaler": (None, {str: ANY}),
+    "dial?": {"step_s?": (None, NUMBER), "ways?": {str: _WAY}},
     "extra": {str: ANY},
     "checksums": Only({"weights": {str: COUNT}, "state": {str: COUNT}}),
 }

@@ -23,6 +23,7 @@ from mpcomp.checkpoint.optimizers import restored_optimizer
 from mpcomp.checkpoint.replicas import check_replicas, needs_all_replicas, restored_replicas
 from mpcomp.checkpoint.run_state import RunState
 from mpcomp.comm.agreement import SharedOutcome
+from mpcomp.core.spec import parse
 
 __all__ = ["load"]
 
@@ -78,6 +79,7 @@ def load(
         run.model.load_state_dict(restoration.weights)
         set_generators(mesh, restoration.generators)
         run.num_steps = saved.num_steps
+        run.dial = restoration.dial
     return restoration.extra
 
 
@@ -107,6 +109,7 @@ class _Restoration:
         weights: by name.
         generators: states by device.
         extra: for the caller.
+        dial: of ``auto``.
         put: puts everything else in place; what it changes is among ``changed``.
         changed: objects whose attributes it binds anew, and ...
         states: those that have a ``state_dict``, for what they change in place.
@@ -115,6 +118,7 @@ class _Restoration:
     weights: dict[str, Tensor]
     generators: dict[str, Tensor]
     extra: dict[str, Any]
+    dial: dict[str, Any]
     put: Callable[[], None]
     changed: list[Any]
     states: list[Any]
@@ -185,6 +189,9 @@ def _prepared(
             puts.append(partial(each.load_state_dict, state))
     puts.append(restored_links(run, parts, links, None if unchanged else links))
     puts.append(restored_replicas(run, saved, _by_replica(run, saved, parts), unchanged))
+    dial = nearest.meta.get("dial", {})
+    for way in dial.get("ways", {}).values():
+        parse(way["method"])  # which may be taken up later
     meters = [traffic for link in run.links for traffic in link.meter.phases.values()]
     rebound = [optimizer, run.exchange, *run.links, *meters]
 
@@ -196,6 +203,7 @@ def _prepared(
         weights,
         generators,
         nearest.meta["extra"],
+        dial,
         put,
         [each for each in rebound if each is not None],
         [each for each, _ in plainly if each is not None],

@@ -32,6 +32,7 @@ class RunState:
         exchange: what compresses gradients between replicas; None where nothing does.
         scaler: loss scaler, if any.
         num_steps: training steps so far; set by `mpcomp.checkpoint.load`.
+        dial: what ``auto`` has measured (`mpcomp.pilot.paying`); set likewise.
     """
 
     mesh: Mesh
@@ -44,6 +45,7 @@ class RunState:
     exchange: Exchange | None
     scaler: torch.amp.GradScaler | None
     num_steps: int
+    dial: dict[str, Any]
 
     def cut_entry(self) -> dict[str, Any]:
         """The cut that links' state depends on."""

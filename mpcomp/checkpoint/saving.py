@@ -113,6 +113,7 @@ def _written(
                 "optimizer": optimizer_entry(run, optimizer, tensors) if optimizer else None,
                 "scheduler": of_scheduler,
                 "scaler": run.scaler.state_dict() if run.scaler else None,
+                "dial": run.dial,
                 "extra": dict(extra or {}),
             }
             part = part_name(mesh.rank, mesh.num_ranks) if several else ""

@@ -114,6 +114,8 @@ class Link:
         self.defers_nonfinite = False
         self._seed = (seed, replica, boundary, direction)
         self.endpoint = endpoint_of(method)
+        #: Whether channels are open for messages that may be shorter than both ends know ahead.
+        self._may_vary = self.endpoint.varies
         #: The word that ``auto`` became here; empty where it was not asked.
         self.chosen = ""
         #: The link of the cut's other direction.
@@ -137,16 +139,16 @@ class Link:
             self._other.endpoint.partner = self.endpoint
 
     def become(self, method: SpecValue, chosen: str) -> None:
-        """Takes another method, before this one has trained anything.
+        """Takes another method between two steps, which remembers nothing of those before.
 
         Args:
-            method: to be taken.
+            method: to be taken, at both ends.
             chosen: the word that stands for it.
         """
         self._take(method, endpoint_of(method), chosen)
 
     def _take(self, method: SpecValue, endpoint: Endpoint, chosen: str) -> None:
-        assert endpoint.varies == self.endpoint.varies, "channels are open for the other"
+        assert self._may_vary or not endpoint.varies, "channels are open for the other"
         if method != self.method:
             self.method, self._warnings = method, LinkWarnings(self.name, method)
         self.endpoint, self.chosen = endpoint, chosen
@@ -372,7 +374,7 @@ class Link:
     @property
     def varies(self) -> bool:
         """Whether a message may be shorter than both ends know ahead."""
-        return self.endpoint.varies or self.num_rows is not None
+        return self._may_vary or self.num_rows is not None
 
     def room(self, meta: TensorMeta) -> int:
         """Bytes that are kept for a message, as it may be another than the one that is due.

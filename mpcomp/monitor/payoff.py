@@ -14,15 +14,24 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Final
 
 from mpcomp.plan import Coding, Compute, CutCost, Messages, Network, predict
-from mpcomp.plan.curve import LONGEST, RATES, break_even_mbps, rate_text, time_text
+from mpcomp.plan.curve import (
+    LONGEST,
+    RATES,
+    WORTHWHILE,
+    break_even_mbps,
+    rate_text,
+    time_text,
+)
 from mpcomp.plan.network import FIRST_WINDOW
 from mpcomp.plan.planner import at_rate
 
 __all__ = ["CutTimes", "PayOff", "RankTimes", "Simulation"]
 
+#: What a step has to be times shorter by another choice, for a run to change to that.
+_CHANGES: Final = 1.05
 #: A backward takes about twice as long as its forward.
 _FORWARD_SHARE = 1 / 3
 
@@ -66,6 +75,20 @@ class CutTimes:
     dense: Messages
     bf16: Messages
     link: tuple[float, float] | None
+
+    def in_bf16(self, act: bool = True, grad: bool = True) -> CutCost:
+        """The cost where activations, gradients or both go in bf16, which is hardly coded."""
+        coding, wire, bf16 = self.coding, self.wire, self.bf16
+        return CutCost(
+            Coding(
+                *((0.0, 0.0) if act else coding[:2]),
+                *((0.0, 0.0) if grad else coding[2:]),
+            ),
+            Messages(
+                bf16.act_bytes if act else wire.act_bytes,
+                bf16.grad_bytes if grad else wire.grad_bytes,
+            ),
+        )
 
 
 @dataclass(frozen=True)
@@ -205,7 +228,7 @@ class Simulation:
         ]
         self.compressed = [CutCost(cut.coding, cut.wire) for cut in cuts]
         self.dense = [CutCost(Coding(), cut.dense) for cut in cuts]
-        self.bf16 = [CutCost(Coding(), cut.bf16) for cut in cuts]
+        self.bf16 = [cut.in_bf16() for cut in cuts]
         links = [cut.link or (math.inf, 0.0) for cut in cuts]
         rates = [rate for rate, _ in links]
         # A host can do what its faster link can; both share that.
@@ -223,6 +246,45 @@ class Simulation:
         return predict(
             self._compute, cuts, network, chunks=self._chunks, in_flight=self._in_flight
         ).step_s
+
+    def at_cuts(self, pays: Sequence[bool], others: Sequence[CutCost]) -> float:
+        """Seconds of a step that is compressed at the cuts where it pays.
+
+        Args:
+            pays: of each cut.
+            others: costs of the cuts where nothing is compressed.
+        """
+        each = zip(pays, self.compressed, others, strict=True)
+        return self.seconds(self.network, [own if here else other for here, own, other in each])
+
+    def where_it_pays(
+        self, others: Sequence[CutCost], now: Sequence[bool] | None = None
+    ) -> list[bool]:
+        """Of each cut whether compression pays there.
+
+        One cut after the other goes without, the one with the fastest link first, unless the step
+        then is worthwhile longer; and all of them do where that is no worse.
+
+        Args:
+            others: costs of the cuts where nothing is compressed.
+            now: of a run that has chosen: it changes only for what is well worth it.
+        """
+        count = len(others)
+        pays = [True] * count
+        least = self.at_cuts(pays, others)
+        rates = self.network.link_mbps or ()
+        tried = [{cut} for cut in sorted(range(count), key=lambda cut: -rates[cut])]
+        for cuts in [
+            *(tried if len(self._compute) * self._chunks <= LONGEST else []),
+            set(range(count)),
+        ]:
+            without = [here and cut not in cuts for cut, here in enumerate(pays)]
+            seconds = self.at_cuts(without, others)
+            if seconds <= WORTHWHILE * least:
+                pays, least = without, min(least, seconds)
+        if now is not None and _CHANGES * self.at_cuts(pays, others) > self.at_cuts(now, others):
+            return list(now)
+        return pays
 
     def break_even_mbps(self) -> float | None:
         if len(self._compute) * self._chunks > LONGEST:

@@ -22,7 +22,7 @@ from mpcomp.links.adaptation import Adaptation
 from mpcomp.links.link import Link
 from mpcomp.links.tied_weights import TiedWeights
 from mpcomp.monitor.payoff import PayOff
-from mpcomp.monitor.step_costs import chunks_of, cut_times, stage_times
+from mpcomp.monitor.step_costs import step_costs
 from stages import Stage
 
 __all__ = ["names_of_crossings", "print_report", "report_of"]
@@ -178,42 +178,20 @@ def _payoff(
     found: Sequence[dict[str, Any]],
     num_steps: int,
 ) -> dict[str, Any] | None:
-    """Whether compression pays; None where there is nothing to say.
-
-    That is without a cut, before anything has been sent, on accelerators with several stages in a
-    process, whose clocks are not its own, and with several stages a rank, as such steps are not
-    simulated: but for the first and the last stage on the first rank.
-    """
-    num_ranks = engine.mesh.pp_size
+    """Whether compression pays; None where there is nothing to say (`step_costs`)."""
     directions = [i for i, entry in enumerate(boundaries) if entry["direction"] in ("act", "grad")]
-    num_stages = sum(len(rank["shares"]) for rank in found[:num_ranks])
-    # Every rank must probe, if one does: they tell each other what stages they have.
-    if not all(rank["shares"] for rank in found) or len(directions) != 2 * (num_stages - 1):
-        return None
-    if not directions:
-        return None
     links = [[rank["links"][i]["train"] for rank in found] for i in directions]
-    if (
-        not all(rank["times"] for rank in found)
-        or cut_times(links, [None] * (num_stages - 1)) is None
-    ):
+    alone = engine.mesh.pp_size == 1
+    costs = step_costs(engine, found, links, num_steps, engine.probe)
+    if costs is None:
         return None
-    alone = num_ranks == 1
-    cuts = cut_times(links, [None] * (num_stages - 1) if alone else engine.probe())
-    assert cuts is not None
-    chunks = chunks_of(links, num_steps)
-    # Of replicas the one whose step takes longest.
-    slowest = [
-        max(found[place::num_ranks], key=lambda rank: rank["times"]) for place in range(num_ranks)
-    ]
-    times, shares = ([rank[name] for rank in slowest] for name in ("times", "shares"))
     model = PayOff.of(
-        stage_times(times, shares, cuts, chunks, together=engine.together),
-        cuts,
-        chunks=chunks,
+        costs.ranks,
+        costs.cuts,
+        chunks=costs.chunks,
         in_flight=engine.in_flight,
         connections=engine.connections,
-        alone_s=times[0][0] if alone else None,
+        alone_s=found[0]["times"][0] if alone else None,
     )
     return {**model.to_dict(), "says": model.summary()}
 

@@ -6,14 +6,15 @@ coding of a link is shared out evenly between its two ends.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
+from mpcomp.engines.base import Engine
 from mpcomp.monitor.payoff import CutTimes, RankTimes
 from mpcomp.plan import Coding, Messages
 
-__all__ = ["chunks_of", "cut_times", "stage_times"]
+__all__ = ["StepCosts", "cut_times", "stage_times", "step_costs"]
 
 
 #: Of an element.
@@ -80,12 +81,6 @@ def cut_times(
     ]
 
 
-def chunks_of(links: Sequence[Sequence[Mapping[str, Any]]], num_steps: int) -> int:
-    """Microbatches of a step, by the messages of the first link; arguments as of `cut_times`."""
-    messages: int = max(state["messages"] for state in links[0])
-    return round(messages / num_steps)
-
-
 def stage_times(
     ranks: Sequence[Sequence[float]],
     shares: Sequence[Sequence[float]],
@@ -122,3 +117,53 @@ def stage_times(
     if together:
         found[0] = replace(found[0], last_share=own[-1] / ((own[0] + own[-1]) or 1.0))
     return found
+
+
+class StepCosts(NamedTuple):
+    """The costs of a step: times of machines, costs of cuts, and its microbatches."""
+
+    ranks: list[RankTimes]
+    cuts: list[CutTimes]
+    chunks: int
+
+
+def step_costs(
+    engine: Engine,
+    found: Sequence[Mapping[str, Any]],
+    links: Sequence[Sequence[Mapping[str, Any]]],
+    num_steps: int,
+    probe: Callable[[], Sequence[tuple[float, float] | None]],
+) -> StepCosts | None:
+    """The costs of some steps, of all ranks together; None where such steps are not simulated.
+
+    That is without a cut, before anything has been sent, on accelerators with several stages in a
+    process, whose clocks are not its own, and with several stages a rank: but for the first and the
+    last stage on the first rank.
+
+    Args:
+        engine: that ran them.
+        found: of each rank ``times`` (seconds of a step, of these waiting and coding) and
+            ``shares`` of its stages.
+        links: as of `cut_times`.
+        num_steps: how many.
+        probe: gives Mbit/s and round trip of each cut, or nothing; called by every rank or none.
+    """
+    places = engine.mesh.pp_size
+    unknown = [None] * (len(links) // 2)
+    num_stages = sum(len(rank["shares"]) for rank in found[:places])
+    if not links or len(unknown) != num_stages - 1:
+        return None
+    if not all(rank["shares"] and rank["times"] for rank in found):
+        return None
+    if cut_times(links, unknown) is None:
+        return None
+    cuts = cut_times(links, probe() or unknown)
+    assert cuts is not None
+    messages: int = max(state["messages"] for state in links[0])
+    chunks = round(messages / num_steps)
+    # Of replicas the one whose step takes longest.
+    slowest = [max(found[place::places], key=lambda rank: rank["times"]) for place in range(places)]
+    times, shares = ([rank[name] for rank in slowest] for name in ("times", "shares"))
+    return StepCosts(
+        stage_times(times, shares, cuts, chunks, together=engine.together), cuts, chunks
+    )

@@ -9,7 +9,15 @@ from typing import Final
 
 from mpcomp.plan.planner import PlannedStep, Planner, at_rate
 
-__all__ = ["LONGEST", "RATES", "break_even_mbps", "rate_text", "step_times", "time_text"]
+__all__ = [
+    "LONGEST",
+    "RATES",
+    "WORTHWHILE",
+    "break_even_mbps",
+    "rate_text",
+    "step_times",
+    "time_text",
+]
 
 #: Mbit/s, evenly spaced on a logarithmic axis: from a poor uplink to a machine room.
 RATES: Final = tuple(10 ** (k / 6) for k in range(25))

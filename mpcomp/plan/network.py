@@ -24,15 +24,49 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
-__all__ = ["Network"]
+__all__ = ["Network", "link_of"]
 
 #: Bytes of Linux' first window: ten packets (RFC 6928).
 FIRST_WINDOW = 14_480
 #: Of 1514 bytes of a packet on Ethernet, 1448 are payload: headers of Ethernet, IPv4 and TCP.
 PACKET_SHARE = 1448 / 1514
+
+_MBPS: Final = {"bit/s": 1e-6, "kbit/s": 1e-3, "Mbit/s": 1.0, "Gbit/s": 1e3}
+_SECONDS: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+_LINK: Final = re.compile(
+    rf"(?P<rate>[\d.]+) ?(?P<unit>{'|'.join(_MBPS)})(?:, ?(?P<time>[\d.]+) ?(?P<of>us|ms|s))?"
+)
+
+
+def link_of(link: str) -> tuple[float, float]:
+    """Mbit/s of a link, each way, and its latency in seconds, one way.
+
+    Args:
+        link: such as "100 Mbit/s, 20 ms", or "1 Gbit/s" for no latency.
+
+    Raises:
+        ValueError: it says something else.
+        TypeError: no string.
+    """
+    if not isinstance(link, str):
+        raise TypeError(f"link={link!r}: expected a string such as '100 Mbit/s, 20 ms'")
+    found = _LINK.fullmatch(link)
+    try:
+        rate, latency = (float(found[name] or 0) for name in ("rate", "time")) if found else (0, 0)
+    except ValueError:  # as of 1.2.3
+        rate = 0
+    if not (found and rate):
+        raise ValueError(
+            f"link={link!r}: expected a rate and a latency one way, such as '100 Mbit/s, 20 ms'; "
+            f"rates are above 0 in {', '.join(_MBPS)} (1 MB/s is 8 Mbit/s), latencies in "
+            f"{', '.join(_SECONDS)}"
+        )
+    return rate * _MBPS[found["unit"]], latency * _SECONDS[found["of"] or "s"]
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from mpcomp.api import dial
 from mpcomp.links.auto import AUTO, INFERENCE, TIE_COMP
 from mpcomp.links.budget import spelt
 from mpcomp.links.build import method_of
+from mpcomp.pilot import paying
 
 BOTH = {"act_comp": "auto", "grad_comp": "auto"}
 AT_INFERENCE = spelt(INFERENCE, None)
@@ -394,3 +395,151 @@ def test_a_resumed_run_keeps_its_steps(tmp_path):
     resumed.load(tmp_path / "run")
     assert of_cuts(resumed) == of_cuts(pipe)
     assert resumed.report(show=False)["auto"] == "'auto' is 'auto:relu' (as in the checkpoint)"
+
+
+# -- where it pays --------------------------------------------------------------------------------
+
+#: Links whose rates decide, however long steps take here.
+SLOW, FAST = "1 kbit/s, 20 ms", "1000000 Gbit/s"
+
+
+@pytest.fixture
+def looks_early(monkeypatch):
+    """Steps are timed from the second on, two at once, and looked at each time."""
+    monkeypatch.setattr(paying, "FIRST", 1)
+    monkeypatch.setattr(paying, "WINDOW", 2)
+    monkeypatch.setattr(paying, "_CHANGED", 0.0)
+
+
+def plan_with(pipe, link):
+    """As if the links had become others."""
+    pipe._steps._dial._paying._link = dial.link_of(link)
+
+
+def memory_step(pipe, number):
+    return step_of(pipe, number % 2, ids=torch.arange(4) + 4 * (number % 2))
+
+
+@pytest.mark.parametrize(
+    "link, word", [(SLOW, "auto:memory"), (FAST, "bf16"), (None, "auto:memory")]
+)
+def test_it_compresses_where_that_pays(link, word, small_is_released, looks_early):
+    pipe = built(trained(lms.llama()), 3, link=link)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in range(6):
+            memory_step(pipe, number)
+    in_bf16 = [("bf16", "bf16")] * 2
+    assert of_cuts(pipe) == (in_bf16 if word == "bf16" else [meant(AUTO[word])] * 2)
+    said = [str(each.message) for each in caught if "'auto' is" in str(each.message)]
+    assert said[-1] == pipe.report(show=False)["auto"]
+    assert len(said) == 1 + (word == "bf16")
+    if word == "bf16":
+        assert said[-1].startswith("'auto' is bf16 (compression does not pay at 1000000.0 Gbit/s: ")
+        assert {each.filename for each in caught if str(each.message) in said} == {__file__}
+
+
+@pytest.mark.parametrize(
+    "given, expected",
+    [
+        ({}, ("bf16", "bf16")),
+        ({"grad_comp": "quant:8"}, ("bf16", "quant:bits=8")),
+        ({"act_comp": None}, ("none", "bf16")),
+        ({"act_comp": "auto:scratch", "grad_comp": "auto"}, ("klt+step:0.1:centre=true", "bf16")),
+    ],
+    ids=str,
+)
+def test_only_what_is_left_to_it_becomes_bf16(given, expected, looks_early):
+    pipe = built(lms.gpt2(), 2, ties="apart", link=FAST, **given)
+    for number in range(6):
+        step_of(pipe, number)
+    wanted = tuple(str(mpcomp.parse(spec)) for spec in expected)
+    assert of_cuts(pipe) == [wanted]
+
+
+def go_on_from(pipe, methods):
+    """A pipeline of these methods with the weights of another, at its step."""
+    other = built(trained(lms.llama()), 3, **methods)
+    other.load_state_dict(pipe.state_dict())
+    other.num_steps = pipe.num_steps
+    return other.train()
+
+
+def test_changed_cuts_train_as_the_method_that_they_changed_to(small_is_released, looks_early):
+    """Bit for bit: there to bf16, and back to memories that are empty."""
+    pipe = built(trained(lms.llama()), 3, link=FAST)
+    number = 0
+    for link, word in ((FAST, "bf16"), (SLOW, "auto:memory"), (FAST, "bf16")):
+        plan_with(pipe, link)
+        methods = dict.fromkeys(BOTH, word)
+        wanted = [meant(AUTO.get(word, methods))] * 2
+        while of_cuts(pipe) != wanted or not number:
+            memory_step(pipe, number)
+            number += 1
+            assert number < 30
+        other, sent = go_on_from(pipe, methods), pipe.wire_bytes
+        losses = [
+            torch.stack([memory_step(each, number + k) for k in range(3)]) for each in (pipe, other)
+        ]
+        assert same_bits(*losses) and pipe.wire_bytes - sent == other.wire_bytes
+        number += 3
+
+
+@pytest.mark.parametrize("link, word", [(SLOW, "auto:memory"), (FAST, "bf16")])
+def test_a_resumed_run_knows_where_it_pays(link, word, small_is_released, looks_early, tmp_path):
+    """It goes on bit for bit, keeps that where nobody looks, and looks again where links change."""
+    pipe = built(trained(lms.llama()), 3, link=link)
+    for number in range(6):
+        memory_step(pipe, number)
+    pipe.save(tmp_path / "run")
+    resumed = built(trained(lms.llama()), 3)
+    resumed.load(tmp_path / "run")
+    assert of_cuts(resumed) == of_cuts(pipe)
+    again = [torch.stack([memory_step(each, k) for k in range(6, 12)]) for each in (pipe, resumed)]
+    assert same_bits(*again) and of_cuts(resumed) == of_cuts(pipe)
+    assert ("bf16 (as in the checkpoint)" in resumed.report(show=False)["auto"]) == (word == "bf16")
+    other = built(trained(lms.llama()), 3, link=FAST if link is SLOW else SLOW)
+    other.load(tmp_path / "run")
+    for number in range(6, 16):
+        memory_step(other, number)
+    assert of_cuts(other) != of_cuts(pipe)
+
+
+@pytest.mark.parametrize(
+    "link",
+    [
+        "100",
+        "100 MB/s",
+        "100 Mbit/s 20 ms",
+        "0 Mbit/s",
+        "1.2.3 Mbit/s",
+        "-5 Mbit/s",
+        "1 Mbit/s, 3",
+        "",
+    ],
+)
+def test_a_link_that_is_none_is_refused(link):
+    with pytest.raises(ValueError, match=r"expected a rate and a latency one way.*8 Mbit/s"):
+        mlp_with(link=link)
+
+
+@pytest.mark.parametrize(
+    "link, expected",
+    [
+        ("100 Mbit/s, 20 ms", (100.0, 0.02)),
+        ("1.5 Gbit/s", (1500.0, 0.0)),
+        ("64kbit/s,1s", (0.064, 1.0)),
+        ("9600 bit/s, 150 us", (0.0096, 0.00015)),
+    ],
+)
+def test_links_are_read(link, expected):
+    assert dial.link_of(link) == pytest.approx(expected)
+
+
+def test_a_link_without_auto_is_refused():
+    with pytest.raises(
+        ValueError, match="link='1 Gbit/s' with act_comp='auto:relu'.*leave link out"
+    ):
+        mlp_with(**dict.fromkeys(BOTH, "auto:relu"), link="1 Gbit/s")
+    with pytest.raises(TypeError, match="link=100: expected a string"):
+        mlp_with(link=100)

@@ -3,6 +3,7 @@
 import warnings
 
 import lms
+import pytest
 import torch
 from methods import same_bits
 from ranks import preload
@@ -10,6 +11,7 @@ from torch import nn
 
 import mpcomp
 from mpcomp.api import dial
+from mpcomp.pilot import paying
 
 preload("test_ranks_dial", "lms")
 
@@ -102,3 +104,60 @@ def test_ranks_that_know_different_things_do_not_begin(ranks):
         assert "auto" in built_so and "different" in built_so
         assert stepped
         assert len(after) == 2 and all(method.startswith("aqsgd") for method in methods)
+
+
+#: Links whose rates decide, however long steps take here: Mbit/s, and seconds of a round trip.
+SLOW, FAST = (1e-3, 0.04), (1e9, 0.0)
+
+
+def looking(links, num_steps):
+    """Methods after each step, losses and sentences, where links are found to be ``links``."""
+    paying.FIRST, paying.WINDOW, paying._CHANGED = 1, 2, 0.0
+    pipe = built(False, {})
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.05)
+    methods, losses = [], []
+    measure = pipe.engine.probe
+    for found in links:
+        pipe.engine.probe = measure if found is None else lambda found=found: found
+        for step in range(num_steps):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                losses.append(float(pipe.forward_backward(lms.text(4, seed=step % 2))))
+            optimizer.step()
+            optimizer.zero_grad()
+        methods.append([str(link.method) for link in pipe.links])
+    return methods, losses, pipe.report(show=False)["auto"]
+
+
+def test_each_cut_goes_by_its_link_and_changes_with_it(ranks):
+    """Both uses of the tie are on the first rank, so there are two cuts."""
+    links = [[SLOW, FAST], [FAST, SLOW], [SLOW, SLOW], None]
+    one, other = ranks(looking, 2, links, 8)
+    assert one == other
+    methods, _, said = one
+    scratch = methods[2][:2]
+    assert scratch[0].startswith("klt") and scratch[1].startswith("klt")
+    in_bf16 = ["bf16", "bf16"]
+    assert methods[:3] == [scratch + in_bf16, in_bf16 + scratch, scratch * 2]
+    assert said.startswith("'auto' is ")
+
+
+def of_replicas():
+    """Errors where the first batches of replicas differ in having ids; methods of steps after."""
+    pipe = built(True, {"replicas": 2})
+    batch = lms.text(4, seed=pipe.replica)
+    ids = IDS if pipe.replica == 0 else None
+    stepped = raised(lambda: pipe.forward_backward(batch, sample_ids=ids))
+    pipe.zero_grad()
+    pipe.forward_backward(batch, sample_ids=IDS)
+    return stepped, pipe.num_steps, [str(link.method) for link in pipe.links]
+
+
+@pytest.mark.slow
+def test_replicas_choose_alike_or_not_at_all(ranks):
+    for stepped, num_steps, methods in ranks(of_replicas, 4):
+        assert (
+            "ranks 0, 1 were given sample_ids in step 0 (training) and the others were" in stepped
+        )
+        assert num_steps == 1
+        assert all(method.startswith("aqsgd") for method in methods)

@@ -1,5 +1,6 @@
 """Does compression pay: the estimate by hand, and what is said about it."""
 
+import itertools
 import json
 
 import pytest
@@ -164,3 +165,59 @@ def test_bf16_is_two_bytes_an_element_whatever_the_tensors_are(element_bytes, of
     (cut,) = cut_times([[sender, idle][:ranks]] * 2, [None])
     assert cut.dense == (250 * element_bytes,) * 2
     assert cut.bf16 == tuple(of_dense * each for each in cut.dense)
+
+
+#: A link on which bf16 takes a quarter of a second a message; one on which it takes no time; and
+#: one on which messages go while stages compute, compressed or not.
+SLOW, FAST, HIDDEN = (4.0, 0.0), (1e6, 0.0), (400.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("links", "pays"),
+    [
+        ([SLOW], [True]),
+        ([FAST], [False]),
+        ([HIDDEN], [False]),
+        ([SLOW, FAST], [True, False]),
+        ([FAST, SLOW, FAST], [False, True, False]),
+        ([SLOW, HIDDEN, SLOW], [True, False, True]),
+    ],
+    ids=str,
+)
+def test_each_cut_compresses_where_that_makes_a_step_shorter(links, pays):
+    simulation, cuts = over(links)
+    others = [cut.in_bf16() for cut in cuts]
+    assert simulation.where_it_pays(others) == pays
+    best = simulation.at_cuts(pays, others)
+    for other in itertools.product([True, False], repeat=len(links)):  # no other choice is faster
+        assert best <= WORTHWHILE ** len(links) * simulation.at_cuts(other, others)
+
+
+def over(links, coding=CODING):
+    cuts = [CutTimes(coding, WIRE, DENSE, BF16, link) for link in links]
+    return Simulation([RankTimes(0.41, 0.1, 0.02)] * (len(links) + 1), cuts, CHUNKS, None), cuts
+
+
+def test_a_run_that_has_chosen_changes_only_for_what_is_well_worth_it():
+    """Between the rates at which it would change there and back lies a band."""
+    chosen = []
+    rates = [10 ** (k / 20) for k in range(20, 60)]
+    for now in (True, False):
+        stays = []
+        for rate in rates:
+            simulation, (cut,) = over([(rate, 0.0)])
+            stays.append(simulation.where_it_pays([cut.in_bf16()], [now]) == [now])
+        chosen.append(stays)
+    compressed, bf16 = chosen
+    assert compressed == sorted(compressed, reverse=True) and bf16 == sorted(bf16)
+    assert any(a and b for a, b in zip(compressed, bf16, strict=True))
+    assert not compressed[-1] and not bf16[0]
+
+
+@pytest.mark.parametrize("act", [True, False])
+@pytest.mark.parametrize("grad", [True, False])
+def test_bf16_one_way_costs_nothing_there_and_the_same_elsewhere(act, grad):
+    coding, messages = CutTimes(CODING, WIRE, DENSE, BF16, FAST).in_bf16(act, grad)
+    assert coding[:2] == ((0, 0) if act else CODING[:2])
+    assert coding[2:] == ((0, 0) if grad else CODING[2:])
+    assert messages == (125_000 if act else 25_000, 125_000 if grad else 25_000)
