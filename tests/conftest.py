@@ -1,5 +1,6 @@
 """What all tests share: one thread, a seed each, and a guard for torch's global generator."""
 
+import fcntl
 import gc
 import os
 import zlib
@@ -8,9 +9,12 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import PurePath
 
+# Before torch: for fixtures of modules, and for all processes that tests start.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 import pytest
 import torch
-from everyday import round_of
+from everyday import LONG, round_of
 from hypothesis import settings
 
 # The same examples on every machine, and no limit in seconds on a loaded one.
@@ -61,10 +65,12 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of tests marked ``each_once``, cases that are in no round are left out."""
+    """Of tests marked ``each_once``, cases that are in no round are left out; long files begin."""
     left_out = [item for item in items if item.stash.get(ROUND, 0) is None]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item.stash.get(ROUND, 0) is not None]
+    places = {name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: places.get(item.path.name, len(LONG)))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -111,11 +117,13 @@ def _no_walk_through_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def _coder_is_compiled() -> None:
-    """The entropy coder's machine code, which the processes of a test then only load."""
+def _coder_is_compiled(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The entropy coder's machine code: one worker compiles it, all other processes load it."""
     from mpcomp.compressors.compiling import compile_coder
 
-    compile_coder()
+    with (tmp_path_factory.getbasetemp().parent / "coder").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        compile_coder()
 
 
 @pytest.fixture(scope="session")

@@ -17,6 +17,28 @@ from typing import Any
 
 import pytest
 
+#: Files of few long tests, the longest first: they begin, or one worker is left with them.
+LONG = (
+    "test_commands_of_pages.py",
+    "test_healing_launchers.py",
+    "test_notebook.py",
+    "test_fault_kinds.py",
+    "test_healing_links.py",
+    "test_ranks_dp.py",
+    "test_launcher.py",
+    "test_healing.py",
+    "test_hf.py",
+    "test_doctor.py",
+    "test_ranks_checkpoint.py",
+    "test_ranks_first_data.py",
+    "test_soak.py",
+    "test_ranks_background.py",
+    "test_ranks_pipelining.py",
+    "test_gpu_studies.py",
+    "test_memory_generalizes.py",
+    "test_stranger_feedback.py",
+)
+
 
 def slow_after(count: int, values: Iterable[Any]) -> list[Any]:
     """Parameters of which the first ``count`` are run every day."""
@@ -90,9 +112,12 @@ def round_of(item: pytest.Item) -> int | None:
     return None
 
 
+_Parameter = type(pytest.param())
+
+
 def _plain(value: Any) -> Any:
     """The value inside a `pytest.param`, or the value itself."""
-    if not isinstance(value, type(pytest.param())):
+    if not isinstance(value, _Parameter):
         return value
     return value.values if len(value.values) > 1 else value.values[0]
 

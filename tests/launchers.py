@@ -52,7 +52,7 @@ class Launchers:
         self.script.write_text(textwrap.dedent(script))
         port = free_port()
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        common = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+        common = {**os.environ, "PYTHONPATH": path}
         command = [str(self.script), str(folder), *arguments]
         torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", *options]
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

@@ -110,6 +110,18 @@ def without_labels(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: value for name, value in batch.items() if name != "labels"}
 
 
+def chained(stages: Sequence[Any], batch: Mapping[str, Tensor]) -> Tensor:
+    """What stages give for a batch, in evaluation mode."""
+    batch = without_labels(batch)
+    for stage in stages:
+        stage.eval()
+    with torch.no_grad():
+        x: Tensor = stages[0](**batch)
+        for stage in stages[1:]:
+            x = stage(x, **stage.takes(batch))
+    return x
+
+
 def parts_of(batch: Mapping[str, Tensor], sizes: Sequence[int]) -> list[dict[str, Tensor]]:
     """Microbatches of these numbers of rows."""
     columns = {name: value.split(list(sizes)) for name, value in batch.items()}

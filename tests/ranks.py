@@ -35,6 +35,8 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 # All that most tests import, as mpcomp itself loads nothing before it is asked for: a rank that had
 # to import torch's pipelining and FSDP would take a second of the processor for it.
 _PRELOADED = [
+    "encodings.idna",  # of addresses
+    "torch.profiler._cupti_monitor",  # of the first step
     "torch.distributed.pipelining",
     "torch.distributed.fsdp",
     "mpcomp.api.build",
@@ -162,7 +164,6 @@ def _main(
     args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
-    os.environ["OMP_NUM_THREADS"] = "1"  # or accelerate gives each process all cores
     os.environ.pop("WORLD_SIZE", None)
     os.environ["TEST_RANK"] = str(rank)  # for functions that join by themselves
     try:

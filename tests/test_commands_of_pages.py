@@ -24,10 +24,13 @@ OWN = "train.py"
 #: What makes a command short, by what is in it: the same program, on little more than a batch.
 #: A run that goes on has its options in its folder.
 LITTLE = {
-    "-m recipes.cifar10 --data": " --train-limit 256 --test-limit 128",
+    "-m recipes.cifar10 --data": " --epochs 1 --train-limit 256 --test-limit 128",
+    "-m recipes.cifar10 --resume": " --epochs 2",
     "-m recipes.wikitext --model": " --epochs 1 --train-limit 24 --eval-limit 16",
-    "mpcomp train --json cifar10": " --train-limit 256 --test-limit 128",
+    "mpcomp train --json cifar10": " --epochs 1 --train-limit 256 --test-limit 128",
     "mpcomp methods": " --repeats 1",
+    "mpcomp methods --shape": " --only topk:0.1 quant:4",  # the line before it has all methods
+    "mpcomp methods --tensor": " --only topk:0.1 quant:4",
 }
 TIMEOUT_S = 600
 
@@ -64,7 +67,6 @@ def end_of(line: str, folder: Path) -> tuple[int, str]:
         **os.environ,
         "PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
     }
     process = subprocess.Popen(
         ["bash", "-c", line],

@@ -1,7 +1,9 @@
 """The everyday suite leaves out no value of a parameter, whatever lists stand together."""
 
+from pathlib import Path
+
 import pytest
-from everyday import by_halves, round_of, slow_after, slow_but, slow_but_one_a_class, together
+from everyday import LONG, by_halves, round_of, slow_after, slow_but, slow_but_one_a_class, together
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -34,6 +36,14 @@ def test_what_is_in_turn_is_not_slow(first, second, same, third, request):
     if marked:  # the second round has the values that follow
         second, third = (second - 1) % len(SECOND), (third - 1) % len(THIRD)
     assert (first, second, third) in turns
+
+
+def test_long_files_are_there_and_begin(request):
+    there = [path.name for path in Path(__file__).parent.rglob("test_*.py")]
+    assert all(there.count(name) == 1 for name in LONG)
+    turns = [item.path.name for item in request.session.items]
+    places = [LONG.index(name) if name in LONG else len(LONG) for name in turns]
+    assert places == sorted(places)
 
 
 def values(parameters):

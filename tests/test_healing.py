@@ -80,7 +80,7 @@ def command(script, folder, *arguments, ranks=1):
 
 def environment():
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    return {**os.environ, "PYTHONPATH": path}
 
 
 def run(*arguments, **options):

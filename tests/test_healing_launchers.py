@@ -237,13 +237,14 @@ LOADS = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number, to, context, way",
     [
         (signal.SIGTERM, "torchrun", "fork", "plain"),
-        slow(signal.SIGINT, "group", "fork", "plain"),
-        slow(signal.SIGTERM, "torchrun", "spawn", "plain"),
-        slow(signal.SIGTERM, "group", "fork", "heal"),
+        (signal.SIGINT, "group", "fork", "plain"),
+        (signal.SIGTERM, "torchrun", "spawn", "plain"),
+        (signal.SIGTERM, "group", "fork", "heal"),
     ],
 )
 def test_a_signal_to_ranks_and_their_workers_ends_with_a_checkpoint(

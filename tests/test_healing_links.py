@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from everyday import slow
 
 from mpcomp import healing
 from recipes.bench.hosts import free_port
@@ -216,7 +217,7 @@ def running(folder, what, patience_s=60.0):
             own = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
             own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str((port, relay.port)[rank])}
             started = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-            started["env"] = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **own}
+            started["env"] = {**os.environ, "PYTHONPATH": path, **own}
             settings.append(started)
             command = [sys.executable, str(script), str(folder), what, str(patience_s)]
             processes.append(subprocess.Popen(command, **started))
@@ -251,7 +252,7 @@ def silence(run):
     run.relay.silent = False
 
 
-FAULTS = [reset, pytest.param(reset_often, marks=pytest.mark.slow), away, silence]
+FAULTS = [reset, slow(reset_often), slow(away), silence]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -267,7 +268,7 @@ def test_a_process_that_waits_finds_the_store_again(tmp_path, fault):
             assert (f"127.0.0.1:{run.relay.port} is out of reach" in words) == (rank == 1), words
 
 
-@pytest.mark.parametrize("times", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [1, slow(3)])
 def test_a_process_that_is_started_again_takes_its_ranks_place(tmp_path, times):
     """The others are not begun anew: all meet in the next attempt."""
     with running(tmp_path, MEET) as run:
@@ -318,6 +319,7 @@ def test_the_attempt_with_which_a_process_begins(monkeypatch, said, expected, is
     assert store.check(["alive/1"])
 
 
+@pytest.mark.slow
 def test_a_training_that_needs_no_store_goes_on_meanwhile(tmp_path):
     with running(tmp_path, TRAINING) as run:
         run.let("go")

@@ -99,7 +99,7 @@ ON_FOUR_RANKS = [
 ]
 
 
-@pytest.mark.parametrize("case", slow_after(2, ON_FOUR_RANKS))
+@pytest.mark.parametrize("case", slow_after(1, ON_FOUR_RANKS))
 def test_uncompressed_on_four_ranks_is_fsdp2_but_for_the_order_of_sums(two, four, case):
     """Here it is that of ranks, in fp32; gloo halves and doubles, in the gradients' own dtype."""
     bound = {"bf16 gradients": 0.02, "fp16 gradients": 0.003}.get(case, 2e-6)

@@ -95,6 +95,7 @@ def test_replicas_are_one_after_their_turn_and_differ_between(ranks, num_ranks):
     assert sent["wire_bytes"] < plain["wire_bytes"] / 3  # few parameters of this model are matrices
 
 
+@pytest.mark.slow
 def test_replicas_are_one_where_each_forms_the_mean_of_a_piece(ranks):
     specs = [APART[1], APART[2]]
     results = ranks(trained, 3, specs, 15, "two-phase")
@@ -194,6 +195,7 @@ def test_a_machine_of_two_replicas_is_one_replica_with_the_rows_of_both(ranks):
         assert memory[0] == memory[2] > memory[1] == memory[3] == 0
 
 
+@pytest.mark.slow
 def test_gradients_inside_a_machine_go_rounded_where_that_is_wanted(ranks):
     """Weights that meet do not."""
     exact, rounded = (ranks(shared, 2, TOGETHER[:1], 2, 3, codec) for codec in (None, "bf16"))

@@ -115,6 +115,7 @@ def tied(alone=False):
     return found
 
 
+@pytest.mark.slow
 def test_a_tie_that_is_larger_than_its_cuts_is_said_so(ranks):
     pytest.importorskip("transformers")
     first, second = ranks(tied, 2)

@@ -102,6 +102,7 @@ def replicas_change_together(methods):
     return found
 
 
+@pytest.mark.slow
 def test_replicas_change_together(ranks):
     """Of their own data each, of different sizes; on the wall clock too."""
     wall = Adaptive(TopK(0.1), cf=(2.0, 20.0), eps=0.5, window=2)

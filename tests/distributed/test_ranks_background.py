@@ -98,9 +98,9 @@ def test_bits_of_more_methods(ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [3, 4])
-def test_bits_of_more_ranks(ranks, num_ranks):
-    runs = [replace(run, stages=num_ranks, chunks=7, rows=(14, 15), ids=20) for run in LAW + MORE]
+@pytest.mark.parametrize("num_ranks, runs", [(3, MORE), (4, LAW)])
+def test_bits_of_more_ranks(ranks, num_ranks, runs):
+    runs = [replace(run, stages=num_ranks, chunks=7, rows=(14, 15), ids=20) for run in runs]
     for threads in check_law(ranks, num_ranks, runs)[1:-1]:
         assert len({name for *_, name in threads}) == 5  # four ways, and evaluation
 

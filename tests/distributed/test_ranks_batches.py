@@ -336,6 +336,7 @@ def losses_of_changes(alone):
     return torch.stack(losses), 0 if alone else len(pipe.engine._planner._known)
 
 
+@pytest.mark.slow
 def test_a_hundred_numbers_and_words_are_the_plain_model_and_not_kept(ranks):
     torch.manual_seed(0)
     model = Given()

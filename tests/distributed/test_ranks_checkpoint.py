@@ -216,6 +216,7 @@ def test_going_on_is_as_if_never_stopped(ranks, num_ranks, optim, shared, tmp_pa
             assert own == [f"disk{rank}/0/last/{name}" for name in ("checkpoint.json", part)]
 
 
+@pytest.mark.slow
 def test_two_stages_on_a_rank_go_on(ranks, tmp_path):
     """One link of the V lies within a rank, which has both of its ends."""
     settings = [

@@ -187,6 +187,7 @@ def test_two_stages_train_as_one_does(ranks, after_many):
                 assert ours.get(figure) == theirs.get(figure), dp
 
 
+@pytest.mark.slow
 def test_one_controller_decides_for_the_whole_pipeline(ranks):
     """Ranks of different stages, whose own gains differ, take the same branch in every step."""
     results = ranks(outcomes, 4, [(GRAVAC, None)], 24, {})
@@ -522,6 +523,7 @@ def clipped(clip):
     return losses, state_of(pipe)
 
 
+@pytest.mark.slow
 def test_dgc_clips_by_the_norm_of_all_stages(ranks):
     two, one = ranks(clipped, 4, 0.05)[0], ranks(clipped, 2, 0.05)[0]
     free = ranks(clipped, 2, None)[0]
@@ -709,6 +711,7 @@ def reported():
     return before, report["replicas"], own, plain
 
 
+@pytest.mark.slow
 def test_the_report_adds_up_all_ranks(ranks):
     results = ranks(reported, 4)
     before, figures, _, plain = results[0]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from everyday import slow_after
+from everyday import slow
 from methods import same_bits
 from test_ranks_dp import (
     GRAVAC,
@@ -63,19 +63,21 @@ FIRST = [
     *((dp, NETWORK) for dp in STATEFUL if dp in ONE_A_CLASS),
     ("ef21+topk:0.2", TWO_PHASE),
 ]
+#: The others, in two stages, where each rank has its part.
+OTHERS = [
+    *((dp, NETWORK) for dp in STATEFUL if (dp, NETWORK) not in FIRST),
+    *((dp, NETWORK) for dp in ("powersgd:2", GRAVAC)),  # of all stages together
+    *((dp, TWO_PHASE) for dp in ("ef:storage=4+topk:0.2", "dgc:0.2")),
+]
 
 
-@pytest.mark.parametrize("num_ranks", slow_after(1, [2, 4]))
-def test_going_on_is_as_if_never_stopped(ranks, num_ranks, tmp_path):
-    """Every stateful method: the sixth step is in the middle of an interval and of a window.
-
-    Those that are not the first of their class in two stages, where each rank has its part.
-    """
-    cases = FIRST
-    if num_ranks == 4:
-        cases = [(dp, NETWORK) for dp in STATEFUL if (dp, NETWORK) not in FIRST]
-        cases += [("powersgd:2", NETWORK), (GRAVAC, NETWORK)]  # of all stages together
-        cases += [(dp, TWO_PHASE) for dp in ("ef:storage=4+topk:0.2", "dgc:0.2")]
+@pytest.mark.parametrize(
+    "num_ranks, cases",
+    [(2, FIRST[::2]), slow(2, FIRST[1::2]), slow(4, OTHERS)],
+    ids=["half", "rest", "others"],
+)
+def test_going_on_is_as_if_never_stopped(ranks, num_ranks, cases, tmp_path):
+    """Every stateful method: the sixth step is in the middle of an interval and of a window."""
     ranks(goes_on, num_ranks, cases, str(tmp_path))
 
 

@@ -115,6 +115,7 @@ def drifted(dp, steps):
     return own_state(pipe), before, after
 
 
+@pytest.mark.slow
 def test_first_moments_are_corrected_when_replicas_have_met(ranks):
     """By where each was moved to from where it was itself; weights and bytes are those without."""
     for steps in (3, 4):
@@ -330,6 +331,7 @@ def moved(root):
     return own_state(other)
 
 
+@pytest.mark.slow
 def test_an_anchor_goes_with_other_replicas(ranks, tmp_path):
     results = ranks(moved, 4, str(tmp_path / "run"))
     for state in results[1:]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from everyday import by_halves
 from lm_runs import check, lm_run, lora, lora_late, not_adapted
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*would not shrink")
@@ -27,29 +28,33 @@ MODELS = (
 )
 
 
-def test_models_and_schedules_on_two_ranks(ranks):
+OF_EACH_SCHEDULE = [
+    lm_run("gpt2"),
+    lm_run("gpt2 left", 2, "GPipe"),
+    lm_run("gpt2 full", 2, "1F1B"),
+    lm_run("gpt2", 4, "ZBVZeroBubble"),
+    lm_run("gpt2 left", 4, "Interleaved1F1B"),
+    lm_run("gpt2", 4, "DualPipeV"),
+    lm_run("llama", 4, "DualPipeV"),
+    lm_run("llama left"),
+    lm_run("llama", 4, "InterleavedZeroBubble"),
+    lm_run("calm gpt2", 4, "InterleavedZeroBubble"),
+    lm_run("tied llama", 2, "GPipe"),
+    lm_run("tied llama", 4, "ZBVZeroBubble"),
+]
+
+
+@pytest.mark.parametrize("runs", by_halves(OF_EACH_SCHEDULE))
+def test_models_and_schedules_on_two_ranks(ranks, runs):
     """Dropout is on in all but one."""
-    of_each_schedule = [
-        lm_run("gpt2"),
-        lm_run("gpt2 left", 2, "GPipe"),
-        lm_run("gpt2 full", 2, "1F1B"),
-        lm_run("gpt2 left", 4, "Interleaved1F1B"),
-        lm_run("gpt2", 4, "ZBVZeroBubble"),
-        lm_run("gpt2", 4, "DualPipeV"),
-        lm_run("llama left"),
-        lm_run("llama", 4, "DualPipeV"),
-        lm_run("llama", 4, "InterleavedZeroBubble"),
-        lm_run("tied llama", 2, "GPipe"),
-        lm_run("tied llama", 4, "ZBVZeroBubble"),
-        lm_run("calm gpt2", 4, "InterleavedZeroBubble"),
-    ]
-    check(ranks, 2, [replace(run, steps=2) for run in of_each_schedule])
+    check(ranks, 2, [replace(run, steps=2) for run in runs])
 
 
 @pytest.mark.timeout(120)
-def test_the_same_parameters_have_no_gradient(ranks):
+@pytest.mark.parametrize("models", by_halves(MODELS))
+def test_the_same_parameters_have_no_gradient(ranks, models):
     """On two ranks as in one process, of every model; adapters leave most without."""
-    runs = [lm_run(model, steps=1) for model in MODELS]
+    runs = [lm_run(model, steps=1) for model in models]
     for model, make in {"lora": lora, "late lora": lora_late}.items():
         runs.append(lm_run(model, steps=1, frozen=not_adapted(make)))
     all_ours = check(ranks, 2, runs)

@@ -241,6 +241,7 @@ def test_recomputation_and_memory_order_in_other_schedules(ranks):
     check(ranks, 2, [replace(run, steps=3) for run in runs])
 
 
+@pytest.mark.slow
 def test_over_several_connections(ranks):
     """Of messages that have one length, of those that vary, and of those that are checked."""
     many = {"rows": (600,), "ids": 600, "steps": 3, "evaluate": True}
@@ -261,6 +262,7 @@ def test_over_several_connections(ranks):
     )
 
 
+@pytest.mark.slow
 def test_three_stages_a_rank(ranks):
     runs = [
         Run("deep", 6, schedule, steps=3, **COMPRESSED)

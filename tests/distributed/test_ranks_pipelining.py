@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from everyday import by_halves, slow_after, slow_but
 from methods import EXAMPLES, beside, same_bits
 from ranks import preload
 from runs import (
@@ -194,14 +195,16 @@ def assert_same(run: Run, ours: Any, alone: Any) -> None:
 BOTH = {"act": "ef21+quant:4", "grad": "ef+topk:0.3"}
 
 
-@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name])
+@pytest.mark.parametrize(
+    "schedule", slow_but(("1F1B", "LoopedBFS", "ZBVZeroBubble"), filter(None, SCHEDULES))
+)
 def test_every_schedule_on_two_ranks_gives_the_pipelines_bits(ranks, schedule):
     """Feedback both ways; of V schedules the middle cut is within a rank, and compressed too."""
     run = with_stages(replace(EVEN, schedule=schedule, **BOTH), 2)
     check(ranks, 2, [run, replace(run, act=None, grad=None)], shrinks=False)
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
+@pytest.mark.parametrize("schedule", slow_after(1, ["ZBVZeroBubble", "1F1B", "Interleaved1F1B"]))
 def test_four_ranks_give_the_pipelines_bits(ranks, schedule):
     """Eight stages where a rank takes two."""
     run = with_stages(replace(EVEN, schedule=schedule, steps=3, **BOTH), 4)
@@ -218,10 +221,10 @@ def both_ways(method: Any) -> Run:
 FIXED = [examples[0] for kind, examples in EXAMPLES.items() if kind is not Adaptive]
 
 
-@pytest.mark.parametrize("half", [0, 1])
-def test_every_method_gives_the_pipelines_bits(ranks, half):
+@pytest.mark.parametrize("methods", by_halves(FIXED))
+def test_every_method_gives_the_pipelines_bits(ranks, methods):
     """The first example of each class, but of those whose ratio adapts."""
-    runs = [both_ways(method) for method in FIXED[half::2]]
+    runs = [both_ways(method) for method in methods]
     assert len(runs) >= 10
     check(ranks, 2, runs, shrinks=False)
 
@@ -229,6 +232,7 @@ def test_every_method_gives_the_pipelines_bits(ranks, half):
 WORDS = ("auto", "auto:scratch", "auto:relu", "auto:memory")
 
 
+@pytest.mark.slow
 def test_words_learned_bases_and_memories_of_samples_give_the_pipelines_bits(ranks):
     """Samples come again: 8 of 12 ids a step. A basis is learned from the messages themselves."""
     runs = [replace(EVEN, act=word, grad=word, ids=12, steps=6) for word in WORDS]
@@ -365,6 +369,7 @@ def train_and_resume(runs: list[Run], after: int, folder: str) -> list[tuple[Tra
     return ended
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(ranks, tmp_path):
     """Memories of rows and of samples, a learned basis, random choices; two stages on a rank."""
     run = replace(EVEN, steps=5, ids=12)
@@ -408,6 +413,7 @@ def train_compiled() -> dict[str, Tensor]:
     return loop.end().state
 
 
+@pytest.mark.slow
 def test_traced_and_compiled_stages_are_compressed_too(ranks):
     traced = ranks(train_traced, 2)
     torch.manual_seed(0)
@@ -450,6 +456,7 @@ def train_sharded(act: str | None) -> tuple[list[float], list[Tensor]]:
     return losses, [p.full_tensor().detach() for p in part.parameters()]
 
 
+@pytest.mark.slow
 def test_sharded_stages_of_several_pipelines_are_compressed_too(ranks):
     """Uncompressed with the bits of torch's own; compressed, pipelines end with equal weights."""
     torchs, none, topk = (ranks(train_sharded, 4, act) for act in (None, "none", "topk:0.5"))

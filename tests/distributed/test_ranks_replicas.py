@@ -179,6 +179,7 @@ def test_replicas_draw_by_themselves(ranks):
             assert not torch.equal(rows0 == 0, results[rank + 2][name] == 0)
 
 
+@pytest.mark.slow
 def test_a_sum_is_summed_over_replicas(ranks):
     """reduction="sum": the gradient of all rows' sum."""
     kwargs = {"loss_fn": nn.CrossEntropyLoss(reduction="sum")}
@@ -213,7 +214,7 @@ def accumulate(schedules, how):
     return found
 
 
-@pytest.mark.parametrize("how", ["no_sync", "each"])
+@pytest.mark.parametrize("how", ["no_sync", slow("each")])
 def test_accumulation_over_calls(ranks, how):
     schedules = (None, "ZBVZeroBubble")
     alone = pipe_of(chunks=8, alone=True)
@@ -298,6 +299,7 @@ def half():
     return loss, [p.grad.clone() for p in pipe.parameters()], list(pipe.buffers())
 
 
+@pytest.mark.slow
 def test_replicas_of_a_model_in_bf16(ranks):
     results = ranks(half, 4)
     for rank, (loss, grads, buffers) in enumerate(results):

@@ -104,6 +104,7 @@ def channels_last():
     assert_near(seen[1][1], seen[0][1], bound=1e-4)
 
 
+@pytest.mark.slow
 def test_weights_in_channels_last_memory(ranks):
     ranks(channels_last, 4)
 
@@ -233,6 +234,7 @@ def added_up():
     assert_near(*ends)
 
 
+@pytest.mark.slow
 def test_accumulation(ranks):
     ranks(added_up, 4)
 

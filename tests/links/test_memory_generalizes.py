@@ -12,10 +12,11 @@ import statistics
 import pytest
 import torch
 import torch.nn.functional as F
-from everyday import slow_after
 from torch import nn
 
 import mpcomp
+
+pytestmark = pytest.mark.slow  # hundreds of steps
 
 TOKENS, LENGTH, WIDTH = 32, 16, 48
 SAMPLES, BATCH, EPOCHS = 96, 8, 6
@@ -151,7 +152,7 @@ HOLDS = {
 }
 
 
-@pytest.mark.parametrize("case", slow_after(1, HOLDS))
+@pytest.mark.parametrize("case", HOLDS)
 def test_what_is_learned_is_not_the_samples(tasks, plain, case):
     *methods, most = HOLDS[case]
     (_, _, (gap, half)), bits = differences(tasks, plain, *methods)
@@ -159,7 +160,6 @@ def test_what_is_learned_is_not_the_samples(tasks, plain, case):
     assert gap + half < MARGIN, (gap, half)
 
 
-@pytest.mark.slow
 def test_a_memory_that_stands_still_learns_its_samples(tasks, plain):
     """What `auto:memory` was: the tests above would see it."""
     with pytest.warns(UserWarning, match="boundary . act: .* what is remembered lags"):

@@ -14,7 +14,6 @@ PARAMETERS = {f"w{i}": TensorMeta((64, 128)) for i in range(3)} | {
     f"b{i}": TensorMeta((64,)) for i in range(3)
 }
 MATRICES, BIASES = 3 * 64 * 128, 3 * 64
-TOPK_BYTES = mpcomp.parse("topk:0.1+quant:4").wire_bytes(TensorMeta((1, 64 * 128)))
 NETWORK = ReplicaNetwork(bandwidth_mbps=10.0, latency_ms=20.0)
 
 

@@ -1,7 +1,6 @@
 """The main recipe in several processes: the run of one process, told once, with one end for all."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -177,7 +176,6 @@ def test_under_torchrun_itself(tmp_path):
     done = subprocess.run(
         command,
         cwd=Path(__file__).parents[2],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=120,

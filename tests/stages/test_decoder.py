@@ -8,6 +8,7 @@ import torch
 import transformers
 from everyday import slow_but
 from lms import (
+    chained,
     gpt2,
     language_model,
     llama,
@@ -35,18 +36,6 @@ OTHERS = [
     "starcoder2",
 ]
 H = [f"transformer.h.{i}" for i in range(4)]
-
-
-def chained(stages, batch):
-    """What the stages give for a batch, in evaluation mode."""
-    batch = without_labels(batch)
-    for stage in stages:
-        stage.eval()
-    with torch.no_grad():
-        x = stages[0](**batch)
-        for stage in stages[1:]:
-            x = stage(x, **stage.takes(batch))
-    return x
 
 
 @pytest.mark.parametrize("family", slow_but(FAMILIES, [*sorted(FAMILIES), *OTHERS]))

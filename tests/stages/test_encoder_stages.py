@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from encoders import TEXT, encoder, image_batch, text_batch
-from lms import VOCABULARY, evaluation, gpt2
+from lms import VOCABULARY, chained, evaluation, gpt2, without_labels
 from methods import same_bits
 from torch import nn
 
@@ -15,21 +15,6 @@ from stages import blocks, merge, split, ties
 from stages.language_models import is_causal_lm, is_pretrained
 
 LAYERS = [f"bert.encoder.layer.{i}" for i in range(4)]
-
-
-def chained(stages, batch):
-    """The stages' output for a batch, in evaluation mode."""
-    for stage in stages:
-        stage.eval()
-    with torch.no_grad():
-        x = stages[0](**batch)
-        for stage in stages[1:]:
-            x = stage(x, **stage.takes(batch))
-    return x
-
-
-def inputs(batch):
-    return {name: x for name, x in batch.items() if name not in ("labels",)}
 
 
 def bert(head="SequenceClassification", **settings):
@@ -40,7 +25,7 @@ def bert(head="SequenceClassification", **settings):
 def test_stages_give_the_models_bits(dtype):
     model = bert().to(dtype)
     keys = list(model.state_dict())
-    batch = inputs(text_batch("SequenceClassification", 3, segments=True))
+    batch = without_labels(text_batch("SequenceClassification", 3, segments=True))
     with evaluation(model):
         expected = model(**batch).logits
     for where in (1, 2, 4, [1, 2, 1], LAYERS[1:2]):
@@ -53,7 +38,7 @@ def test_stages_give_the_models_bits(dtype):
 
 def test_stages_copy_and_pickle():
     model = bert("MaskedLM")
-    batch = inputs(text_batch("MaskedLM", 3))
+    batch = without_labels(text_batch("MaskedLM", 3))
     stages = split(model, 3)
     expected = chained(stages, batch)
     assert same_bits(chained([copy.deepcopy(stage) for stage in stages], batch), expected)
@@ -80,7 +65,7 @@ def test_a_head_that_is_named_before_the_encoder():
 
 
 def test_what_later_stages_take_from_the_batch():
-    batch = inputs(text_batch("SequenceClassification", 2, segments=True))
+    batch = without_labels(text_batch("SequenceClassification", 2, segments=True))
     first, middle, last = split(bert(), 3)
     assert first.takes(batch) == {}
     assert set(middle.takes(batch)) == {"attention_mask"}
@@ -91,7 +76,7 @@ def test_what_later_stages_take_from_the_batch():
 def test_training_mode_follows_the_stage():
     model = bert(hidden_dropout_prob=0.5).eval()
     first, last = split(model, 2)
-    batch = inputs(text_batch("SequenceClassification", 2))
+    batch = without_labels(text_batch("SequenceClassification", 2))
     x = first(**batch)
     assert same_bits(first(**batch), x)
     assert not torch.equal(first.train()(**batch), x)
@@ -101,7 +86,7 @@ def test_training_mode_follows_the_stage():
 def test_an_encoder_without_a_head():
     """Its output is that of its last block, for a head and loss of one's own."""
     model = transformers.AutoModel.from_config(bert().config).train()
-    batch = inputs(text_batch("SequenceClassification", 2))
+    batch = without_labels(text_batch("SequenceClassification", 2))
     with evaluation(model):
         expected = model(**batch).last_hidden_state
     stages = split(model, 2)
@@ -117,7 +102,7 @@ def test_a_weight_that_all_blocks_read():
         split(model, 3)
     for module in (model.deberta.encoder.rel_embeddings, model.deberta.encoder.LayerNorm):
         module.requires_grad_(False)
-    batch = inputs(text_batch("SequenceClassification", 3))
+    batch = without_labels(text_batch("SequenceClassification", 3))
     with evaluation(model):
         expected = model(**batch).logits
     stages = split(model, 3)

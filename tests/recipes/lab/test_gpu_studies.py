@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -31,7 +30,6 @@ def begun(tmp_path, *words):
     return subprocess.Popen(
         command(tmp_path, *words),
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         text=True,
     )
