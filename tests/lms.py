@@ -52,22 +52,48 @@ _OWN: dict[str, dict[str, Any]] = {
     "phi": {},
     "stablelm": _GROUPED,
     "starcoder2": _GROUPED,
+    "mamba2": {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1, "chunk_size": 4},
+    "codegen": {"rotary_dim": 4},
+    "rwkv": {"rescale_every": 0, "attention_hidden_size": 32},
+}
+#: Of families that `_OWN` does not name, what their configurations have of it: heads that share
+#: keys, experts, and keys of low rank.
+_OTHERS: dict[str, int] = {
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+_LOW_RANK = {
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 8,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_key_value_heads": 4,
 }
 
 
 def config_of(family: str, **settings: Any) -> Any:
     """A configuration of 4 blocks, 32 features and no dropout."""
+    known = transformers.AutoConfig.for_model(family)
+    if (own := _OWN.get(family)) is None:
+        own = {name: size for name, size in _OTHERS.items() if hasattr(known, name)}
+        if hasattr(known, "kv_lora_rank"):
+            own = {**own, **_LOW_RANK}
+            own.pop("head_dim", None)
+    dropped = [
+        name for name, rate in vars(known).items() if "drop" in name and isinstance(rate, float)
+    ]
     return transformers.AutoConfig.for_model(
-        family, **{**_SIZES, **NO_DROPOUT.get(family, {}), **_OWN[family], **settings}
+        family, **{**_SIZES, **dict.fromkeys(dropped, 0.0), **own, **settings}
     )
-
-
-#: What is not 0 by default.
-NO_DROPOUT: dict[str, dict[str, float]] = {
-    "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
-    "opt": {"dropout": 0.0},
-    "starcoder2": {"residual_dropout": 0.0, "embedding_dropout": 0.0},
-}
 
 
 def language_model(family: str, **settings: Any) -> Any:

@@ -1,8 +1,8 @@
 """A grid of methods at the cuts of a pipeline, which a study trains seed by seed.
 
 Studies of it (`recipes.lab.cifar10_study`, `wikitext_study`, `gpt2_study`, `finetune_study`,
-`sorting_study`, `memory_length`) have the rows, what else differs between models and data, and the
-tables.
+`sorting_study`, `topics_study`, `memory_length`) have the rows, what else differs between models
+and data, and the tables.
 """
 
 from __future__ import annotations

@@ -53,6 +53,7 @@ class Decoder(BlockLine):
         if error is not None:
             raise ValueError(
                 f"{type(self.model).__name__} cannot be cut like this: its stages do not give its "
-                "logits, so its forward does more between the blocks than the families that are "
-                f"known ({listing(sorted(FAMILIES))}); write it as an nn.Sequential"
+                f"logits ({error}), so its forward does more between the blocks than the families "
+                f"that are known ({listing(sorted(FAMILIES))}); write it as an nn.Sequential, or "
+                "train it whole in replicas with mpcomp.compress_gradients"
             ) from error

@@ -9,11 +9,13 @@ from recipes.lab import (
     gpt2_study,
     memory_length,
     sorting_study,
+    topics_study,
     wikitext_study,
 )
 
 GRIDS = [
-    *(cifar10_study, finetune_study, gpt2_study, memory_length, sorting_study, wikitext_study),
+    *(cifar10_study, finetune_study, gpt2_study, memory_length, sorting_study, topics_study),
+    wikitext_study,
 ]
 
 
