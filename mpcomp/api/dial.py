@@ -73,6 +73,8 @@ class Dial:
         self._link = None if config.link is None else link_of(config.link)
         self._paying: Paying | None = None
         self._reasons: dict[str, str] = {}
+        #: The cut before a head with a stage of its own; None where there is none.
+        self._before_head = len(names) - 1 if cut[0].together else None
         self._choices = self._chosen(cut, config)
         self.is_open = INFERENCE in self._choices
         self.words = [self._words(i) for i in range(len(names))]
@@ -110,9 +112,13 @@ class Dial:
         """The methods of all words that are used at a cut."""
         words = {each for each in self._given[cut] if isinstance(each, str) and each in AUTO}
         return {
-            each: spelt(self._choices[cut] if each == "auto" else each, self._budget)
+            each: self._spelt(self._choices[cut] if each == "auto" else each, cut)
             for each in words
         }
+
+    def _spelt(self, word: str, cut: int) -> Mapping[str, str]:
+        """The methods that a word stands for at a cut."""
+        return spelt(word, self._budget, before_head=cut == self._before_head)
 
     def mark(self, boundaries: Sequence[Boundary]) -> None:
         """Notes in the links what was chosen for them."""
@@ -131,10 +137,10 @@ class Dial:
         again = bool(step.sample_ids)
         word, ids = ("auto:memory", "with") if again else ("auto", "without")
         self._reasons[word] = f"{self._reasons[INFERENCE]}, {ids} sample_ids"
-        words = {"auto": spelt(word, self._budget)}
         for i, (boundary, given) in enumerate(zip(boundaries, self._given, strict=True)):
             if self._choices[i] != INFERENCE:
                 continue
+            words = {"auto": self._spelt(word, i)}
             for argument, link, each in zip(_ARGUMENTS, boundary.links, given, strict=True):
                 if each == "auto" and link.chosen != word:
                     link.become(method_of(argument, each, words), word)

@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-__all__ = ["AUTO", "GENERAL", "INFERENCE", "TIE_COMP", "Words"]
+__all__ = ["AUTO", "BEFORE_HEAD", "GENERAL", "INFERENCE", "TIE_COMP", "Words"]
 
 #: What words stand for: by word, then by argument of `mpcomp.pipeline`, a spec.
 Words = Mapping[str, Mapping[str, str]]
@@ -53,8 +53,18 @@ AUTO: Final[Words] = {
     # an element lies anywhere in its step, so that small changes arrive right on average.
     "auto:memory": {
         "act_comp": "aqsgd:first=step/0.4/centre=true/spikes=16"
-        ":eval=step/0.15/centre=true/spikes=16+step:0.4:spikes=16",
+        ":eval=step/0.1/centre=true/spikes=16+step:0.4:spikes=16",
         "grad_comp": "aqsgd:first=step/1.2/scale=tensor/rounding=dither+step:1:scale=tensor",
+    },
+}
+#: What words are at the cut before a head with a stage of its own, where that is something else.
+#: There errors of activations are errors of the logits, and those of gradients reach all blocks; and
+#: there a basis saves most, a third of a gradient's bits. They go into finer steps.
+BEFORE_HEAD: Final[Words] = {
+    "auto:memory": {
+        "act_comp": "klt:weighted=true+aqsgd:first=step/0.35/centre=true/spikes=16"
+        ":eval=step/0.1/centre=true/spikes=16+step:0.35:spikes=16",
+        "grad_comp": "klt+aqsgd:first=step/0.5/scale=tensor/rounding=dither+step:0.5:scale=tensor",
     },
 }
 #: Plain ``auto``: activations, gradients.

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from mpcomp.links.auto import AUTO, INFERENCE
+from mpcomp.links.auto import AUTO, BEFORE_HEAD, INFERENCE
 
 __all__ = ["CURVES", "LEAST", "MOST", "Curve", "Measured", "percent_of", "spelt"]
 
@@ -151,17 +151,20 @@ def percent_of(budget: str | float) -> float:
     return percent
 
 
-def spelt(word: str, percent: float | None) -> Mapping[str, str]:
+def spelt(word: str, percent: float | None, *, before_head: bool = False) -> Mapping[str, str]:
     """The methods that a word stands for, by argument.
 
     Args:
         word: one of `AUTO`, or `INFERENCE`.
         percent: budget; None for the steps that the word has by itself.
+        before_head: whether it is at the cut before a head with a stage of its own.
 
     Raises:
         ValueError: no study has measured what keeps that budget.
     """
     if percent is None:
+        if before_head and word in BEFORE_HEAD:
+            return BEFORE_HEAD[word]
         return _AT_INFERENCE if word == INFERENCE else AUTO[word]
     if word not in CURVES:
         raise ValueError(

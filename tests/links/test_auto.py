@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from models import MLP_SPLIT, mlp, rows
 
 import mpcomp
-from mpcomp.links.auto import AUTO, TIE_COMP
+from mpcomp.links.auto import AUTO, BEFORE_HEAD, TIE_COMP
 from mpcomp.links.build import method_of
 
 
@@ -37,6 +37,20 @@ def test_for_one_cut_of_several():
     _, found = methods(act_comp=[None, "auto:scratch"])
     expected = AUTO["auto:scratch"]["act_comp"].replace("true", "True")
     assert found == ["none", "none", expected, "none"]
+
+
+@pytest.mark.parametrize("ties", ["together", "apart"])
+def test_memory_is_another_before_a_head_with_a_stage_of_its_own(ties):
+    lms = pytest.importorskip("lms")
+    words = dict.fromkeys(("act_comp", "grad_comp"), "auto:memory")
+    pipe = mpcomp.pipeline(lms.gpt2(), 2, split=2, ties=ties, **words)
+    names = [AUTO["auto:memory"]] + [BEFORE_HEAD["auto:memory"]] * (ties == "together")
+    expected = [str(mpcomp.parse(spec)) for pair in names for spec in pair.values()]
+    assert [str(link.method) for link in pipe.links][: len(expected)] == expected
+    ids = torch.randint(3, lms.VOCABULARY, (4, 8))
+    for _ in range(2):
+        loss = pipe.forward_backward({"input_ids": ids, "labels": ids}, sample_ids=range(4))
+        assert torch.isfinite(loss)
 
 
 CHOICES = {
