@@ -136,7 +136,7 @@ def test_every_method_says_source_state_and_theory(registry):
 def test_every_public_name_is_in_the_reference():
     """Each once, among the API and the methods."""
     public = [getattr(mpcomp, name) for name in mpcomp.__all__ if name != "__version__"]
-    public.append(hf.PipelineTrainer)
+    public += [hf.PipelineTrainer, hf.compress_pipeline, hf.CompressedPipelineStage]
     due = {f"{item.__module__}.{item.__qualname__}" for item in public}
     rendered = _directives("api", "methods")
     due |= {"mpcomp.version.__version__", "mpcomp.checkpoint"}  # no class, no function

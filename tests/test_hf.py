@@ -14,9 +14,12 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 import mpcomp
-from mpcomp.hf import _CURES, PipelineAccelerator, PipelineTrainer, _refuse
+from mpcomp.hf import PipelineAccelerator, PipelineTrainer
+from mpcomp.hf.trainer import _CURES, _refuse
 
-preload("transformers.models.gpt2.modeling_gpt2", "transformers.trainer", "mpcomp.hf", "test_hf")
+preload(
+    "transformers.models.gpt2.modeling_gpt2", "transformers.trainer", "mpcomp.hf.trainer", "test_hf"
+)
 
 VOCABULARY, LENGTH = 37, 12
 

@@ -141,7 +141,12 @@ def test_models_of_transformers_are_told_apart():
     "family, head, settings, message",
     [
         ("albert", "MaskedLM", {}, "has the same weights in all its layers"),
-        ("roformer", "MaskedLM", {}, "its stages do not give what it gives"),
+        pytest.param(
+            *("roformer", "MaskedLM", {}, "its stages do not give what it gives"),
+            marks=pytest.mark.skipif(
+                transformers.__version__ >= "5.24", reason="from 5.24 on it is cut as others are"
+            ),
+        ),
         ("t5", "TokenClassification", {"d_model": 32, "num_heads": 4}, "bias.weight' gives the bl"),
         ("xlnet", "TokenClassification", {"d_model": 32, "n_head": 4}, "has 'mask_emb' itself"),
         ("funnel", "TokenClassification", {}, "cannot find the blocks of FunnelForTokenCla"),
