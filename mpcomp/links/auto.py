@@ -58,8 +58,8 @@ AUTO: Final[Words] = {
     },
 }
 #: What words are at the cut before a head with a stage of its own, where that is something else.
-#: There errors of activations are errors of the logits, and those of gradients reach all blocks; and
-#: there a basis saves most, a third of a gradient's bits. They go into finer steps.
+#: Errors of activations are errors of the logits there, and errors of gradients reach all blocks.
+#: A basis saves most there, a third of a gradient's bits, and finer steps take them.
 BEFORE_HEAD: Final[Words] = {
     "auto:memory": {
         "act_comp": "klt:weighted=true+aqsgd:first=step/0.35/centre=true/spikes=16"

@@ -281,7 +281,7 @@ def render(lines: Sequence[Line]) -> str:
                 spread([ACCURACY.scale * run[key] for run in runs])
                 for key in (ACCURACY.on, ACCURACY.off)
             ),
-            *(("-", "-") if row == REFERENCE else costs),
+            *(("", "") if row == REFERENCE else costs),
             f"{mb:.3f}",
             f"{sum(below) / len(below):.1f}",
         ]
