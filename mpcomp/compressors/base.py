@@ -27,6 +27,7 @@ from mpcomp.core.wire import Payload
 
 __all__ = [
     "Compressor",
+    "Hosted",
     "Selecting",
     "check_cf",
     "check_contractive",
@@ -97,6 +98,8 @@ class Compressor(SpecValue, ABC):
     #: may be, and ends with a uint8 [n]; the last tensor of a payload is as long as it happens to
     #: be, up to that, and `decompress` is given it so. `wire_bytes` is the most, too.
     variable_length: bool = False
+    #: Whether it codes on the host, where its payloads then lie, whatever device the tensor is on.
+    on_host: bool = False
 
     @abstractmethod
     def layout(self, meta: TensorMeta) -> tuple[TensorMeta, ...]:
@@ -108,6 +111,8 @@ class Compressor(SpecValue, ABC):
     @abstractmethod
     def compress(self, x: Tensor, generator: torch.Generator | None = None) -> Payload:
         """The payload of ``x``: tensors exactly as `layout` says, on the device of ``x``.
+
+        What codes `on_host` gives tensors of the host.
 
         Args:
             x: floating-point tensor of any shape; it is not changed.
@@ -157,12 +162,31 @@ class Compressor(SpecValue, ABC):
     ) -> Tensor:
         """The dense tensor, of ``meta``'s shape, dtype and memory order, that ``payload`` says.
 
+        It is on the payload's device.
+
         Args:
             payload: what `compress` returned, possibly after a journey.
             meta: describes the tensor that was compressed.
             generator: equal to the one `compress` was given; read by methods whose choice of
                 elements is shared rather than sent.
         """
+
+    def decompress_to(
+        self,
+        device: torch.device,
+        payload: Payload,
+        meta: TensorMeta,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """As `decompress`; of a payload that was coded `on_host` the tensor is on ``device``.
+
+        Args:
+            device: of the tensor, and of any other payload.
+            payload: as for `decompress`, and so are those that follow.
+            meta: likewise.
+            generator: likewise.
+        """
+        return self.decompress(payload, meta, generator)
 
     def add_to(
         self,
@@ -219,6 +243,27 @@ class Compressor(SpecValue, ABC):
         """
         count = math.ceil(2 * math.log2(highest / lowest) - 1e-9)
         return (*(lowest * 2 ** (i / 2) for i in range(count)), highest)
+
+
+class Hosted(Compressor):
+    """A compressor that codes on the host, or whose inner one may.
+
+    Its payloads then say nothing of the tensor's device.
+    """
+
+    def decompress(
+        self, payload: Payload, meta: TensorMeta, generator: torch.Generator | None = None
+    ) -> Tensor:
+        return self.decompress_to(payload[0].device, payload, meta, generator)
+
+    @abstractmethod
+    def decompress_to(
+        self,
+        device: torch.device,
+        payload: Payload,
+        meta: TensorMeta,
+        generator: torch.Generator | None = None,
+    ) -> Tensor: ...
 
 
 class Selecting(Compressor):

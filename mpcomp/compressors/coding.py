@@ -27,11 +27,13 @@ class Coding:
         compressor: what does it.
         meta: the tensor.
         draw: makes a fresh generator; equal at all ends, and equal again when called again.
+        device: of the tensor; None for the payload's.
     """
 
     compressor: Compressor
     meta: TensorMeta
     draw: Callable[[], torch.Generator]
+    device: torch.device | None = None
 
     def _generator(self) -> torch.Generator | None:
         """A fresh generator; None for a compressor that reads none, as seeding one takes time."""
@@ -70,6 +72,9 @@ class Coding:
 
     def decompress(self, payload: Payload) -> Tensor:
         """The tensor that a payload says, like `meta`."""
+        if self.device is not None and self.compressor.on_host:
+            generator = self._generator()
+            return self.compressor.decompress_to(self.device, payload, self.meta, generator)
         return self.compressor.decompress(payload, self.meta, self._generator())
 
     def positions(self, payload: Payload) -> Tensor | None:
@@ -98,7 +103,7 @@ class Encoded:
 
     Attributes:
         coding: how.
-        payload: on the tensor's device.
+        payload: where the compressor has it.
         positions: of the elements that it carries, where the coding chose them.
     """
 

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from mpcomp import entropy
-from mpcomp.compressors.base import Compressor
+from mpcomp.compressors.base import Compressor, Hosted
 from mpcomp.compressors.tokens import Tokens
 from mpcomp.core.spec import SpecValue, shown
 from mpcomp.core.tensor_meta import TensorMeta
@@ -216,7 +216,7 @@ def _directions(covariance: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class InBasis(Compressor):
+class InBasis(Hosted):
     """The compressor of one message of a link that has a basis, or has none yet."""
 
     method: KLT
@@ -232,6 +232,11 @@ class InBasis(Compressor):
     def variable_length(self) -> bool:  # type: ignore[override]
         """Whether there may be a new basis, or the inner compressor's messages vary."""
         return self.room or self.method.inner.variable_length
+
+    @property
+    def on_host(self) -> bool:  # type: ignore[override]
+        """Whether the inner compressor codes there."""
+        return self.method.inner.on_host
 
     @property
     def draws(self) -> bool:  # type: ignore[override]
@@ -278,13 +283,18 @@ class InBasis(Compressor):
         news = torch.empty(0, dtype=torch.uint8) if self.news is None else self.news.coded
         return self._parts(meta).joined([(news.to(payload[0].device),), payload])
 
-    def decompress(
-        self, payload: Payload, meta: TensorMeta, generator: torch.Generator | None = None
+    def decompress_to(
+        self,
+        device: torch.device,
+        payload: Payload,
+        meta: TensorMeta,
+        generator: torch.Generator | None = None,
     ) -> Tensor:
         if self.room:
             _, payload = self._parts(meta).parted(payload)
         wide = meta.with_dtype(torch.float32)
-        return self._back(self.method.inner.decompress(payload, wide, generator), meta)
+        y = self.method.inner.decompress_to(device, payload, wide, generator)
+        return self._back(y, meta)
 
     def _back(self, x: Tensor, meta: TensorMeta) -> Tensor:
         """The tensor like ``meta`` whose coordinates are ``x``; that may be changed."""

@@ -341,6 +341,7 @@ class MemoryPlan(Plan):
         )
         self.layout = self._parts.layout
         self.variable = any(self._parts.varies)
+        self.on_host = all(part.compressor.on_host for part in codings)
 
     def _add(self, first: bool, keys: Sequence[Key], rows: list[int] | None) -> None:
         """Plans the message of some rows, behind those that are planned already."""
@@ -355,7 +356,7 @@ class MemoryPlan(Plan):
         for i, coder in enumerate(coders):
             coder = or_dense(coder, meta)
             name = "first" if first else str(i) if i or self._end.estimate is None else "later"
-            parts.append(Coding(coder, meta, partial(context.draw, name)))
+            parts.append(Coding(coder, meta, partial(context.draw, name), self._device))
         state = self._end.open(
             keys,
             unit=context.unit,
