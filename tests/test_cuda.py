@@ -86,7 +86,8 @@ def test_every_compressor_codes_on_a_gpu(
     payload = compressor.compress(there, drawn())
     for part, said in zip(payload, compressor.layout(meta), strict=True):
         assert part.dtype == said.dtype and part.numel() <= math.prod(said.shape)
-    arrived = compressor.decompress(payload, meta, drawn())
+        assert part.is_cuda is not compressor.on_host
+    arrived = compressor.decompress_to(there.device, payload, meta, drawn())
     assert arrived.is_cuda and arrived.shape == x.shape and arrived.dtype == x.dtype
     for part, again in zip(payload, compressor.compress(there, drawn()), strict=True):
         assert same_bits(part, again)

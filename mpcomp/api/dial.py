@@ -112,8 +112,7 @@ class Dial:
         """The methods of all words that are used at a cut."""
         words = {each for each in self._given[cut] if isinstance(each, str) and each in AUTO}
         return {
-            each: self._spelt(self._choices[cut] if each == "auto" else each, cut)
-            for each in words
+            each: self._spelt(self._choices[cut] if each == "auto" else each, cut) for each in words
         }
 
     def _spelt(self, word: str, cut: int) -> Mapping[str, str]:

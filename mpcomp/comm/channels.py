@@ -25,7 +25,7 @@ class Channel(ABC):
     equal_lengths: bool = False
     #: Whether a receive may be started before its message is waited for.
     posts_ahead: bool = False
-    #: Where messages arrive, and whence those leave that cross the network.
+    #: Of the tensors that messages say. Those lie there too, or in host memory.
     device: torch.device
     #: Seconds spent waiting for messages.
     waited_s: float = 0.0
@@ -50,7 +50,7 @@ class Channel(ABC):
 
     @abstractmethod
     def receive(self, microbatch: int) -> Tensor:
-        """Waits for a message that was posted: uint8 [n] on this rank's device."""
+        """Waits for a message that was posted: uint8 [n] on `device` or in host memory."""
 
     @abstractmethod
     def receive_any(self, microbatch: int) -> Tensor | None:
@@ -91,6 +91,8 @@ class Channel(ABC):
 class LocalChannel(Channel):
     """Both stages are on this rank: a message goes to the device of the one that receives it.
 
+    One that was coded on the host stays there.
+
     Args:
         device: that one.
     """
@@ -105,9 +107,11 @@ class LocalChannel(Channel):
         pass
 
     def send(self, microbatch: int, message: Tensor) -> None:
-        # To host memory without waiting, it would be read before it is there.
-        waits = self.device.type == "cpu"
-        self._messages[microbatch] = message.to(self.device, non_blocking=not waits)
+        if message.device.type != "cpu":
+            # To host memory without waiting, it would be read before it is there.
+            waits = self.device.type == "cpu"
+            message = message.to(self.device, non_blocking=not waits)
+        self._messages[microbatch] = message
 
     def send_nothing(self, microbatch: int, num_bytes: int) -> None:
         self._messages[microbatch] = None

@@ -14,6 +14,7 @@ from mpcomp.comm.connections import several_connections
 from mpcomp.comm.mesh import ProcessMesh
 from mpcomp.comm.stripes import closed_up, stripe_bytes, stripes_of
 from mpcomp.comm.transport import GroupChannel, Transport
+from mpcomp.core.transfer import to_host
 from mpcomp.core.wire import HEADER_BYTES, no_tensor
 
 __all__ = ["Gloo", "GlooChannel"]
@@ -43,11 +44,15 @@ class Gloo(Transport):
             group = self.mesh.pair(a, b, "gloo")
         if group is None:
             return None
-        return self.channel(group, self.peer_of(a, b), name, self.mesh, at, self.connections)
+        peer = self.peer_of(a, b)
+        return self.channel(group, peer, name, self.mesh, at, self.connections, varies=varies)
 
 
 class GlooChannel(GroupChannel):
-    """A channel whose messages go in stripes, one a connection; a GPU's through pinned memory.
+    """A channel whose messages go in stripes, one a connection, from host memory to host memory.
+
+    Those that lie on a GPU leave through pinned memory. Rooms are pinned where messages of one
+    length come, which go on to the GPU as they are.
 
     A message that gloo is just taking up when the other rank dies is forgotten: a wait for its
     departure ends with nothing but its timeout.
@@ -59,6 +64,7 @@ class GlooChannel(GroupChannel):
         mesh: likewise.
         at: likewise.
         connections: of the group; each carries a stripe of every message.
+        varies: whether a message may be shorter than both ends know ahead.
     """
 
     def __init__(
@@ -69,14 +75,16 @@ class GlooChannel(GroupChannel):
         mesh: ProcessMesh,
         at: Callable[[], str] | None = None,
         connections: int = 1,
+        *,
+        varies: bool = True,
     ) -> None:
         super().__init__(group, peer, name, mesh, at)
         self._connections = connections
-        self._staged = self.device.type != "cpu"  # gloo reads host memory
+        self._pins = self.device.type != "cpu" and not varies
 
     def room_for(self, num_bytes: int, room: int) -> Tensor:
         each = stripe_bytes(max(num_bytes, room), self._connections)
-        return torch.empty(self._connections * each, dtype=torch.uint8, pin_memory=self._staged)
+        return torch.empty(self._connections * each, dtype=torch.uint8, pin_memory=self._pins)
 
     def _tagged(self, stripes: Sequence[Tensor], microbatch: int) -> Iterator[tuple[int, Tensor]]:
         """Each stripe with its tag: gloo takes the connection of the tag's remainder."""
@@ -89,11 +97,7 @@ class GlooChannel(GroupChannel):
         ]
 
     def start_send(self, message: Tensor, microbatch: int) -> tuple[Tensor, list[Any]]:
-        if message.device.type != "cpu":
-            host = torch.empty(message.shape, dtype=torch.uint8, pin_memory=True)
-            host.copy_(message, non_blocking=True)
-            torch.cuda.current_stream(message.device).synchronize()
-            message = host
+        message = to_host(message)
         return message, [
             dist.isend(each, dst=self.peer, group=self.group, tag=tag)
             for tag, each in self._tagged(stripes_of(message, self._connections), microbatch)
@@ -103,5 +107,4 @@ class GlooChannel(GroupChannel):
         self.send(microbatch, no_tensor(HEADER_BYTES))
 
     def message_in(self, room: Tensor, num_bytes: int) -> Tensor:
-        message = closed_up(room, self._connections, num_bytes)
-        return message.to(self.device, non_blocking=True) if self._staged else message
+        return closed_up(room, self._connections, num_bytes)

@@ -9,7 +9,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from mpcomp.compressors.base import Compressor
+from mpcomp.compressors.base import Compressor, Hosted
 from mpcomp.compressors.tokens import Tokens
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.core.wire import Payload
@@ -20,7 +20,7 @@ _LARGEST: Final = 1e30  # of a coefficient: of a vector that is hardly there
 
 
 @dataclass(frozen=True, eq=False)
-class AlongVectors(Compressor):
+class AlongVectors(Hosted):
     """Sends of each token x the coefficient c = <x, g> / <g, g> of its vector g: x^ = c^ g.
 
     With c^ = c what is left of x is orthogonal to g. A coefficient of a vector that is zero is
@@ -41,6 +41,11 @@ class AlongVectors(Compressor):
     def variable_length(self) -> bool:  # type: ignore[override]
         """Whether the coefficients' message is."""
         return self.coefficients.variable_length
+
+    @property
+    def on_host(self) -> bool:  # type: ignore[override]
+        """Whether the coefficients are coded there."""
+        return self.coefficients.on_host
 
     def layout(self, meta: TensorMeta) -> tuple[TensorMeta, ...]:
         return self.coefficients.layout(_one_a_token(meta))
@@ -64,11 +69,15 @@ class AlongVectors(Compressor):
         payload, c = self.coefficients.round_trip(c, c, TensorMeta.of(c), draw)
         return payload, _combined(c, g, tokens)
 
-    def decompress(
-        self, payload: Payload, meta: TensorMeta, generator: torch.Generator | None = None
+    def decompress_to(
+        self,
+        device: torch.device,
+        payload: Payload,
+        meta: TensorMeta,
+        generator: torch.Generator | None = None,
     ) -> Tensor:
         tokens = Tokens.of(meta)
-        c = self.coefficients.decompress(payload, _one_a_token(meta), generator)
+        c = self.coefficients.decompress_to(device, payload, _one_a_token(meta), generator)
         return _combined(c, self._split(tokens, c.device), tokens)
 
     def _split(self, tokens: Tokens, device: torch.device) -> Tensor:

@@ -35,6 +35,7 @@ __all__ = [
     "Coding",
     "Compressor",
     "Encoded",
+    "Hosted",
     "Identity",
     "RoundCompressors",
     "Selecting",
@@ -109,6 +110,8 @@ class Compressor(SpecValue, ABC):
     #: may be, and ends with a uint8 [n]; the last tensor of a payload is as long as it happens to
     #: be, up to that, and `decompress` is given it so. `wire_bytes` is the most, too.
     variable_length: bool = False
+    #: Whether it codes on the host, where its payloads then lie, whatever device the tensor is on.
+    on_host: bool = False
 
     @abstractmethod
     def layout(self, meta: TensorMeta) -> tuple[TensorMeta, ...]:
@@ -120,6 +123,8 @@ class Compressor(SpecValue, ABC):
     @abstractmethod
     def compress(self, x: Tensor, generator: torch.Generator | None = None) -> Payload:
         """The payload of ``x``: tensors exactly as `layout` says, on the device of ``x``.
+
+        What codes `on_host` gives tensors of the host.
 
         Args:
             x: floating-point tensor of any shape; it is not changed.
@@ -169,12 +174,31 @@ class Compressor(SpecValue, ABC):
     ) -> Tensor:
         """The dense tensor, of ``meta``'s shape, dtype and memory order, that ``payload`` says.
 
+        It is on the payload's device.
+
         Args:
             payload: what `compress` returned, possibly after a journey.
             meta: describes the tensor that was compressed.
             generator: equal to the one `compress` was given; read by methods whose choice of
                 elements is shared rather than sent.
         """
+
+    def decompress_to(
+        self,
+        device: torch.device,
+        payload: Payload,
+        meta: TensorMeta,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """As `decompress`; of a payload that was coded `on_host` the tensor is on ``device``.
+
+        Args:
+            device: of the tensor, and of any other payload.
+            payload: as for `decompress`, and so are those that follow.
+            meta: likewise.
+            generator: likewise.
+        """
+        return self.decompress(payload, meta, generator)
 
     def add_to(
         self,
@@ -231,6 +255,27 @@ class Compressor(SpecValue, ABC):
         """
         count = math.ceil(2 * math.log2(highest / lowest) - 1e-9)
         return (*(lowest * 2 ** (i / 2) for i in range(count)), highest)
+
+
+class Hosted(Compressor):
+    """A compressor that codes on the host, or whose inner one may.
+
+    Its payloads then say nothing of the tensor's device.
+    """
+
+    def decompress(
+        self, payload: Payload, meta: TensorMeta, generator: torch.Generator | None = None
+    ) -> Tensor:
+        return self.decompress_to(payload[0].device, payload, meta, generator)
+
+    @abstractmethod
+    def decompress_to(
+        self,
+        device: torch.device,
+        payload: Payload,
+        meta: TensorMeta,
+        generator: torch.Generator | None = None,
+    ) -> Tensor: ...
 
 
 class Selecting(Compressor):
@@ -402,11 +447,13 @@ class Coding:
         compressor: what does it.
         meta: the tensor.
         draw: makes a fresh generator; equal at all ends, and equal again when called again.
+        device: of the tensor; None for the payload's.
     """
 
     compressor: Compressor
     meta: TensorMeta
     draw: Callable[[], torch.Generator]
+    device: torch.device | None = None
 
     def _generator(self) -> torch.Generator | None:
         """A fresh generator; None for a compressor that reads none, as seeding one takes time."""
@@ -445,6 +492,9 @@ class Coding:
 
     def decompress(self, payload: Payload) -> Tensor:
         """The tensor that a payload says, like `meta`."""
+        if self.device is not None and self.compressor.on_host:
+            generator = self._generator()
+            return self.compressor.decompress_to(self.device, payload, self.meta, generator)
         return self.compressor.decompress(payload, self.meta, self._generator())
 
     def positions(self, payload: Payload) -> Tensor | None:
@@ -473,7 +523,7 @@ class Encoded:
 
     Attributes:
         coding: how.
-        payload: on the tensor's device.
+        payload: where the compressor has it.
         positions: of the elements that it carries, where the coding chose them.
     """
 

@@ -36,11 +36,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mpcomp import entropy
-from mpcomp.compressors.base import Compressor
+from mpcomp.compressors.base import Hosted
 from mpcomp.compressors.rounding import Grid, means_of, norms_of, parts_of, restored, rounded
 from mpcomp.compressors.tokens import Tokens
 from mpcomp.core.randomness import uniform
 from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.transfer import to_device, to_host
 from mpcomp.core.wire import Parts, Payload
 
 __all__ = ["ECSQ"]
@@ -77,7 +78,7 @@ class _Numbers(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ECSQ(Compressor):
+class ECSQ(Hosted):
     """Uniform quantization with a given step, entropy coded. Spec ``step:0.5``.
 
     Of x in units u of step times the scale, q = sign(x) floor(|x| / u + 1 - dead_zone) is sent, and
@@ -129,6 +130,7 @@ class ECSQ(Compressor):
     spikes: int = 1
     spec: ClassVar[str] = "step"
     variable_length: ClassVar[bool] = True  # type: ignore[misc]
+    on_host: ClassVar[bool] = True  # type: ignore[misc]
     adaptable = False  # a budget of bytes needs them beforehand
     between_replicas = False  # where lengths must be known beforehand
 
@@ -199,12 +201,15 @@ class ECSQ(Compressor):
         numbers = self._numbers(tokens, x, whole, dither)
         return self._payload(numbers, tokens, dither), self._tensor(numbers, tokens, dither)
 
-    def decompress(
-        self, payload: Payload, meta: TensorMeta, generator: torch.Generator | None = None
+    def decompress_to(
+        self,
+        device: torch.device,
+        payload: Payload,
+        meta: TensorMeta,
+        generator: torch.Generator | None = None,
     ) -> Tensor:
         tokens = Tokens.of(meta)
-        device = payload[0].device
-        coded = self._parts(tokens).parted((payload[0].cpu(),))
+        coded = self._parts(tokens).parted((to_host(payload[0]),))
         *shapes, _ = self._shapes(tokens)
         *few, elements = (part for (part,) in coded)
         lowest, above, *of_channels = (
@@ -215,7 +220,9 @@ class ECSQ(Compressor):
         exponents = _absolute(lowest, above)
         means = of_channels[0][0] if self.centre else None
         grid = self._grid(exponents, means, device)
-        numbers = _Numbers(exponents, means, grid, q.to(device))
+        if q.device.type != device.type:
+            q = to_device(q, device)
+        numbers = _Numbers(exponents, means, grid, q)
         return self._tensor(numbers, tokens, dither)
 
     def encode_elements(self, q: Tensor, tokens: Tokens, dither: Tensor | None) -> Tensor:
@@ -227,7 +234,7 @@ class ECSQ(Compressor):
             dither: under which they were rounded, fp32 [T, C]; None for none.
         """
         offsets = None if dither is None else parts_of(dither, entropy.PARTS)
-        return torch.from_numpy(entropy.encode(q.cpu().numpy(), tokens.image, offsets))
+        return torch.from_numpy(entropy.encode(to_host(q).numpy(), tokens.image, offsets))
 
     def decode_elements(self, data: Tensor, tokens: Tokens, dither: Tensor | None) -> Tensor:
         """The inverse of `encode_elements`, on any device.
@@ -245,9 +252,10 @@ class ECSQ(Compressor):
         exponents = self._exponents(vectors if whole is x else tokens.vectors(whole))
         grid, means = self._grid(exponents, None, x.device), None
         if self.centre:
-            fractions = np.rint(_FRACTIONS * means_of(vectors, grid))
+            num_centred = int(_ordinary(exponents).sum()) * tokens.num // max(1, len(exponents))
+            fractions = np.rint(_FRACTIONS * means_of(vectors, grid, num_centred))
             means = np.clip(fractions, -entropy.LARGEST, entropy.LARGEST).astype(np.int16)
-            grid = grid._replace(means=_as_sent(means, x.device))
+            grid = grid._replace(means=to_device(_as_sent(means), x.device))
         q = rounded(vectors, grid, dither, self.dead_zone, entropy.LARGEST)
         return _Numbers(exponents, means, grid, q)
 
@@ -257,7 +265,7 @@ class ECSQ(Compressor):
             few.append(numbers.means[None])
         coded = [(torch.from_numpy(entropy.encode(each)),) for each in few]
         coded.append((self.encode_elements(numbers.q, tokens, dither),))
-        return tuple(part.to(numbers.q.device) for part in self._parts(tokens).joined(coded))
+        return self._parts(tokens).joined(coded)
 
     def _tensor(self, numbers: _Numbers, tokens: Tokens, dither: Tensor | None) -> Tensor:
         """x^, from the numbers of a message."""
@@ -298,11 +306,11 @@ class ECSQ(Compressor):
         units = self.step * _POWERS.take(places, mode="clip")
         units = np.where(ordinary, units, units / self.spikes)
         units = np.where(exponents < _SMALLEST, 0.0, np.minimum(units, _LARGEST_UNIT))
-        return Grid(
-            torch.from_numpy(units.astype(np.float32))[:, None].to(device),
-            None if means is None else _as_sent(means, device),
-            torch.from_numpy(ordinary.astype(np.float32))[:, None].to(device),
-        )
+        said = [torch.from_numpy(of_all.astype(np.float32)) for of_all in (units, ordinary)]
+        if means is not None:
+            said.append(_as_sent(means))
+        there = torch.split_with_sizes(to_device(torch.cat(said), device), [*map(len, said)])
+        return Grid(there[0][:, None], None if means is None else there[2], there[1][:, None])
 
     def _dither(
         self, generator: torch.Generator | None, tokens: Tokens, device: torch.device
@@ -349,6 +357,6 @@ def _ordinary(exponents: NDArray[np.int16]) -> NDArray[np.bool_]:
     return there & (exponents.astype(np.int32) <= median + _SPIKE)
 
 
-def _as_sent(means: NDArray[np.int16], device: torch.device) -> Tensor:
-    """m of each channel, fp32 [C]."""
-    return torch.from_numpy(means).to(device).to(torch.float32) / _FRACTIONS
+def _as_sent(means: NDArray[np.int16]) -> Tensor:
+    """m of each channel, fp32 [C] on the host."""
+    return torch.from_numpy(means).to(torch.float32) / _FRACTIONS

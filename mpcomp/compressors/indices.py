@@ -30,6 +30,7 @@ from mpcomp.compressors.base import Compressor, Identity, Selecting, put_at
 from mpcomp.core.kernels import kernel
 from mpcomp.core.spec import shown
 from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.transfer import to_device
 from mpcomp.core.wire import Payload
 
 __all__ = [
@@ -214,7 +215,12 @@ class ValuesAt:
         """The payload of the elements of ``x`` at ``positions`` (memory order)."""
         flat = TensorMeta.of(x).flatten(x).reshape(-1)
         chosen = flat.index_select(0, positions).reshape(self._meta(x.dtype).shape)
-        return (chosen,) if self.values is None else self.values.compress(chosen, generator)
+        if self.values is None:
+            return (chosen,)
+        payload = self.values.compress(chosen, generator)
+        if self.values.on_host:
+            payload = tuple(to_device(part, x.device) for part in payload)
+        return payload
 
     def put(
         self,

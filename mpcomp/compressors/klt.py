@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from mpcomp import entropy
-from mpcomp.compressors.base import Compressor, RoundCompressors
+from mpcomp.compressors.base import Compressor, Hosted, RoundCompressors
 from mpcomp.compressors.tokens import Tokens
 from mpcomp.core.spec import SpecValue, shown
 from mpcomp.core.tensor_meta import TensorMeta
@@ -234,7 +234,7 @@ def _directions(covariance: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class InBasis(Compressor):
+class InBasis(Hosted):
     """A compressor of coordinates, for vectors of a link that has a basis, or has none yet.
 
     Attributes:
@@ -261,6 +261,11 @@ class InBasis(Compressor):
     def is_unbiased(self) -> bool:  # type: ignore[override]
         """Whether the inner compressor is, as a basis keeps means."""
         return self.inner.is_unbiased
+
+    @property
+    def on_host(self) -> bool:  # type: ignore[override]
+        """Whether the inner compressor codes there."""
+        return self.inner.on_host
 
     @property
     def draws(self) -> bool:  # type: ignore[override]
@@ -308,11 +313,15 @@ class InBasis(Compressor):
     def _tokens(self, meta: TensorMeta) -> Tokens:
         return Tokens.of(meta.with_dtype(torch.float32))
 
-    def decompress(
-        self, payload: Payload, meta: TensorMeta, generator: torch.Generator | None = None
+    def decompress_to(
+        self,
+        device: torch.device,
+        payload: Payload,
+        meta: TensorMeta,
+        generator: torch.Generator | None = None,
     ) -> Tensor:
         wide = meta.with_dtype(torch.float32)
-        return self._back(self.inner.decompress(payload, wide, generator), meta)
+        return self._back(self.inner.decompress_to(device, payload, wide, generator), meta)
 
     def _back(self, x: Tensor, meta: TensorMeta) -> Tensor:
         """The tensor like ``meta`` whose coordinates are ``x``; that may be changed."""

@@ -26,7 +26,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mpcomp.compressors.base import Compressor
+from mpcomp.compressors.base import Compressor, Hosted
 from mpcomp.compressors.groups import Grouping
 from mpcomp.core.randomness import generator_for, uniform
 from mpcomp.core.spec import shown
@@ -42,7 +42,7 @@ _LIMIT = torch.finfo(torch.float32).max / 2**18
 
 
 @dataclass(frozen=True)
-class Rotate(Compressor):
+class Rotate(Hosted):
     """``inner`` on rotated vectors. Spec ``rotate+lloyd:3``, ``rotate+quant:4:scale=token``.
 
     Each row of the innermost dimension in memory (the hidden vector of a token, the channels of a
@@ -149,6 +149,11 @@ class Rotate(Compressor):
         """Whether the inner compressor's messages are."""
         return self.inner.variable_length
 
+    @property
+    def on_host(self) -> bool:  # type: ignore[override]
+        """Whether the inner compressor codes there."""
+        return self.inner.on_host
+
     def with_cf(self, cf: float) -> Rotate:
         """The same rotation before the inner compressor at factor ``cf``."""
         return dataclasses.replace(self, inner=self.inner.with_cf(cf))
@@ -185,11 +190,15 @@ class Rotate(Compressor):
         payload, y = self.inner.round_trip(rotated_x, rotated_whole, wide, draw)
         return payload, self._back(y, meta)
 
-    def decompress(
-        self, payload: Payload, meta: TensorMeta, generator: torch.Generator | None = None
+    def decompress_to(
+        self,
+        device: torch.device,
+        payload: Payload,
+        meta: TensorMeta,
+        generator: torch.Generator | None = None,
     ) -> Tensor:
-        y = self.inner.decompress(payload, meta.with_dtype(torch.float32), generator)
-        return self._back(y, meta)
+        wide = meta.with_dtype(torch.float32)
+        return self._back(self.inner.decompress_to(device, payload, wide, generator), meta)
 
     def _back(self, y: Tensor, meta: TensorMeta) -> Tensor:
         """The tensor like ``meta`` whose rotation is ``y``."""

@@ -20,6 +20,7 @@ from torch import Tensor
 from mpcomp.core.compiled import compiled
 from mpcomp.core.kernels import kernel
 from mpcomp.core.threads import each, slices_of
+from mpcomp.core.transfer import to_host
 
 __all__ = ["Grid", "means_of", "norms_of", "parts_of", "restored", "rounded"]
 
@@ -49,7 +50,7 @@ class Grid(NamedTuple):
 def norms_of(vectors: Tensor) -> NDArray[np.float64]:
     """Euclidean norms of vectors, fp32 [T, C], in fp64, where no square overflows: [T]."""
     on_device = torch.linalg.vector_norm(vectors.nan_to_num(), dim=1, dtype=torch.float64)
-    of_device: NDArray[np.float64] = on_device.cpu().numpy()
+    of_device: NDArray[np.float64] = to_host(on_device).numpy()
     return of_device
 
 
@@ -61,22 +62,22 @@ def _norms_on_cpu(vectors: Tensor) -> NDArray[np.float64]:
     return norms
 
 
-def means_of(vectors: Tensor, grid: Grid) -> NDArray[np.float64]:
+def means_of(vectors: Tensor, grid: Grid, num_centred: int) -> NDArray[np.float64]:
     """Means over x / u of vectors that are centred; zero if none is: fp64 [C], finite.
 
     Args:
         vectors: x, fp32 [T, C].
         grid: its means do not count.
+        num_centred: vectors that are, which an accelerator would have to be asked for.
     """
-    count = float(grid.centred.sum()) * len(vectors) / max(1, len(grid.centred))
-    return sums_of(vectors, grid) / max(1.0, count)
+    return sums_of(vectors, grid) / max(1, num_centred)
 
 
 @kernel
 def sums_of(vectors: Tensor, grid: Grid) -> NDArray[np.float64]:
     """Sums over x / u of vectors that are centred: fp64 [C]; arguments as of `means_of`."""
     y = vectors.nan_to_num().to(torch.float64) / _positive(grid.units) * grid.centred
-    sums: NDArray[np.float64] = y.sum(0).cpu().numpy()
+    sums: NDArray[np.float64] = to_host(y.sum(0)).numpy()
     return sums
 
 
@@ -162,7 +163,8 @@ def _restored_on_cpu(q: Tensor, grid: Grid, dither: Tensor | None, limit: float)
 @kernel
 def parts_of(dither: Tensor, num: int) -> NDArray[np.int8]:
     """floor(num v) of a dither v, fp32 in [-1/2, 1/2): int8 of the same shape."""
-    of_device: NDArray[np.int8] = (dither * num).floor_().to(torch.int8).cpu().numpy()
+    parts = (dither * num).floor_().to(torch.int8)
+    of_device: NDArray[np.int8] = to_host(parts).numpy()
     return of_device
 
 

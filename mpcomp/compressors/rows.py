@@ -17,6 +17,7 @@ from mpcomp.compressors.base import Compressor, Identity, or_dense, shrinks
 from mpcomp.compressors.indices import decode_indices, encode_indices, index_bytes, nonzero
 from mpcomp.core.kernels import kernel
 from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.transfer import to_device
 from mpcomp.core.wire import Payload, byte_parts, packed_length, unpack
 
 __all__ = ["InRows", "nonzero_rows"]
@@ -141,7 +142,7 @@ class InRows(Compressor):
         return _Form(coder, part, (_COUNT, index, *(coder.layout(part) if count else ())))
 
     def _message(self, rows: Tensor, payload: Payload) -> Payload:
-        count = torch.tensor([len(rows)], device=rows.device)
+        count = to_device(torch.tensor([len(rows)]), rows.device)
         parts, _ = byte_parts((count, encode_indices(rows, self.num_rows), *payload), 0)
         return (torch.cat(parts),)
 

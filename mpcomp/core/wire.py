@@ -38,6 +38,7 @@ from torch import Tensor
 
 from mpcomp.core.bit_sum import bit_sum
 from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.transfer import to_device
 
 __all__ = [
     "CHECKED_HEADER_BYTES",
@@ -106,7 +107,10 @@ def byte_parts(payload: Payload, start: int) -> tuple[list[Tensor], int]:
     """The tensors as uint8, from byte ``start`` of a message on, and where they end.
 
     Each is behind the zeros that align it; zeros, so that equal payloads are equal messages.
+    Tensors of the host go to the accelerator where others lie there.
     """
+    if len({part.device for part in payload}) > 1:
+        payload = _together(payload)
     offsets, length = _offsets([TensorMeta.of(part) for part in payload], start)
     parts, end = [], start
     for part, offset in zip(payload, offsets, strict=True):
@@ -118,6 +122,13 @@ def byte_parts(payload: Payload, start: int) -> tuple[list[Tensor], int]:
         parts.append(flat.view(torch.uint8))
         end = offset + part.nbytes
     return parts, length
+
+
+def _together(tensors: Iterable[Tensor]) -> Payload:
+    """Tensors of the host and of an accelerator, all on that."""
+    tensors = tuple(tensors)
+    device = next(x.device for x in tensors if x.device.type != "cpu")
+    return tuple(to_device(x, device) if x.device.type == "cpu" else x for x in tensors)
 
 
 def aligned_length(layout: Sequence[TensorMeta]) -> int:
@@ -191,6 +202,8 @@ class Parts:
                     length = torch.tensor([payload[-1].numel()], dtype=torch.int32)
                     tails.append(length.view(torch.uint8).to(payload[-1].device))
                 tails.append(payload[-1])
+        if len({tail.device for tail in tails}) > 1:
+            tails = [*_together(tails)]
         return (*known, tails[0] if len(tails) == 1 else torch.cat(tails))
 
     def parted(self, payload: Payload) -> list[Payload]:
@@ -364,7 +377,7 @@ def layout_check(layout: tuple[TensorMeta, ...]) -> int:
 def frame(
     header: Header, payload: Payload, *, variable: bool = False, checked: bool = False
 ) -> Tensor:
-    """Header and payload as one uint8 buffer on the payload's device.
+    """Header and payload as one uint8 buffer where the payload lies.
 
     Args:
         header: of the message; its length is filled in here.
@@ -402,8 +415,9 @@ def unframe(
     *,
     variable: bool = False,
     checked: bool = False,
+    device: torch.device | None = None,
 ) -> Payload:
-    """The payload as views into the message.
+    """The payload as views into the message, or into a copy of it.
 
     Args:
         message: as long as the layout says. Where its length varies or it is checked: what was
@@ -411,6 +425,8 @@ def unframe(
         layout: of the payload, the largest where it varies.
         variable: whether it does; then the header is read, so an accelerator is waited for.
         checked: whether the message has a sum over its bits, which is compared; likewise.
+        device: where the payload is put, in one copy, once the message was read; None for where
+            the message lies.
 
     Raises:
         RuntimeError: the message is not as long as the layout, or its header, says, or not the one
@@ -420,6 +436,8 @@ def unframe(
     if not (variable or checked):
         if message.numel() != most:
             raise RuntimeError(f"message of {message.numel()} bytes where {most} were expected")
+        if device is not None:
+            message = to_device(message, device)
         return unpack(message, layout, HEADER_BYTES)
     least = most
     if variable:
@@ -455,4 +473,6 @@ def unframe(
         )
     if variable:
         layout = (*layout[:-1], TensorMeta((header.length - least,), torch.uint8))
+    if device is not None:
+        message = to_device(message, device)
     return unpack(message, layout, _header_bytes(variable, checked))

@@ -25,6 +25,7 @@ from mpcomp.compressors.cast import Cast
 from mpcomp.compressors.quantize import Quantize
 from mpcomp.core.step import Key
 from mpcomp.core.tensor_meta import TensorMeta, keep_padded, zero_padding
+from mpcomp.core.transfer import to_device
 from mpcomp.feedback.prefetch import ReadAhead
 from mpcomp.feedback.tables import table_for
 
@@ -165,7 +166,7 @@ class SlotStore:
         rows = torch.zeros(len(keys), self.row_numel, dtype=torch.float32, device=self.device)
         if held:
             where = [i for i, key in enumerate(keys) if key in self._slots]
-            rows[torch.tensor(where, device=self.device)] = found
+            rows[to_device(torch.tensor(where), self.device)] = found
         return rows
 
     def write(self, keys: Sequence[Key], rows: Tensor) -> None:
@@ -186,7 +187,7 @@ class SlotStore:
         if self._ahead:
             self._ahead.forget(keys)
         if len(admitted) < len(keys):
-            rows = rows[torch.tensor(admitted, device=rows.device)]
+            rows = rows[to_device(torch.tensor(admitted), rows.device)]
         slots = [self._slots[keys[i]] for i in admitted]
         for table, part in zip(self._tables, self._coder.compress(rows), strict=True):
             table.write(slots, part, len(self._slots))

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.transfer import to_device
 
 __all__ = ["FileTable", "MemoryTable", "Table", "table_for"]
 
@@ -70,7 +71,7 @@ class MemoryTable(Table):
         blocks = self._blocks
         runs = list(_runs(slots, self._block_rows))
         if len(blocks) == 1 and len(runs) > 1:
-            index = torch.tensor(slots, dtype=torch.int64, device=self.device)
+            index = to_device(torch.tensor(slots, dtype=torch.int64), self.device)
             return torch.index_select(blocks[0], 0, index, out=out)
         for slot, start, stop in runs:
             number, row = divmod(slot, self._block_rows)
@@ -81,7 +82,7 @@ class MemoryTable(Table):
         self._grow(needed)
         rows = rows.to(self.device, self.dtype)
         if len(self._blocks) == 1:
-            index = torch.tensor(slots, dtype=torch.int64, device=self.device)
+            index = to_device(torch.tensor(slots, dtype=torch.int64), self.device)
             self._blocks[0].index_copy_(0, index, rows)
             return
         for slot, start, stop in _runs(slots, self._block_rows):

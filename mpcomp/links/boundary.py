@@ -170,8 +170,8 @@ class Crossing(NamedTuple):
             arrived: whether its message is known to be there, so that nothing is waited for.
 
         Returns:
-            The tensor, and whether it wants no gradient. An accelerator is not waited for to find
-            out; then a gradient is sent that nobody uses.
+            The tensor, and whether it wants no gradient. A message that lies on an accelerator is
+            not waited for to find out; then a gradient is sent that nobody uses.
         """
         link = self.link
         with (
@@ -200,11 +200,12 @@ class Crossing(NamedTuple):
         return self._decoded(message, meta, step, microbatch)
 
     def _decoded(self, message: Tensor, meta: TensorMeta, step: Step, microbatch: int) -> Tensor:
+        device = self.channel.device
         with (
-            _no_autocast(message.device),
+            _no_autocast(device),
             step.during("decode", self.link.receiver_stage, microbatch, self.link.name),
         ):
-            return self.link.decode(message, meta, step, microbatch)
+            return self.link.decode(message, meta, step, microbatch, device)
 
 
 class ConnectedBoundary:

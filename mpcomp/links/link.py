@@ -195,7 +195,7 @@ class Link:
             self.endpoint.check(partial(self._context, step), sizes)
 
     def encode(self, x: Tensor, step: Step, microbatch: int) -> Tensor:
-        """The message for ``x``: uint8 [n] on its device.
+        """The message for ``x``: uint8 [n] on its device, or on the host if it was coded there.
 
         A compressed message carries zeros where the step's batch is padded.
 
@@ -232,19 +232,35 @@ class Link:
         traffic.seconds += time.perf_counter() - begin
         return message
 
-    def decode(self, message: Tensor, meta: TensorMeta, step: Step, microbatch: int) -> Tensor:
+    def decode(
+        self,
+        message: Tensor,
+        meta: TensorMeta,
+        step: Step,
+        microbatch: int,
+        device: torch.device | None = None,
+    ) -> Tensor:
         """The tensor like ``meta`` that a message says; all NaN if the sender saw NaN or Inf.
 
         Unless the message is dense it is exactly zero where the step's batch is padded.
+
+        Args:
+            message: uint8 [n], on the tensor's device or on the host.
+            meta: of the tensor.
+            step: that it belongs to.
+            microbatch: likewise.
+            device: of the tensor; None for the message's.
 
         Raises:
             RuntimeError: the message is not one that this end expects.
         """
         begin = time.perf_counter()
-        plan = self._plan(Side.RECEIVER, meta, step, microbatch, message.device)
+        device = device or message.device
+        plan = self._plan(Side.RECEIVER, meta, step, microbatch, device)
         self._note_coded(step, microbatch)
+        put = None if plan.on_host or message.device.type == device.type else device
         with self._naming(step, microbatch):
-            payload = self._payload(message, plan)
+            payload = self._payload(message, plan, put)
             # Elsewhere reading the header would stall the device.
             if message.device.type == "cpu" or self.checked:
                 self._check_header(Header.of(message), plan, step)
@@ -533,8 +549,10 @@ class Link:
         check = plan.check ^ layout_check(plan.layout)
         return Header(kind, status, check, step.index & 0xFFFFFFFF, plan.cf, checked=checked)
 
-    def _payload(self, message: Tensor, plan: Plan) -> Payload:
-        return unframe(message, plan.layout, variable=plan.variable, checked=self.checked)
+    def _payload(self, message: Tensor, plan: Plan, device: torch.device | None = None) -> Payload:
+        return unframe(
+            message, plan.layout, variable=plan.variable, checked=self.checked, device=device
+        )
 
     def _check_header(self, got: Header, plan: Plan, step: Step) -> None:
         expected = self._header(plan, step, status=got.status, checked=self.checked)
@@ -617,7 +635,7 @@ def _has_nonfinite(x: Tensor) -> Tensor | None:
     """Whether there is NaN or Inf, bool []; None for an all-clear on the CPU."""
     low, high = x.detach().aminmax()  # NaN passes through both
     if x.device.type != "cpu":
-        return ~(low.isfinite() & high.isfinite())
+        return (low * 0 + high * 0) != 0  # of NaN and Inf that is NaN
     # Operations of torch on single numbers take longer than the scan of a small message.
     if math.isfinite(low.item()) and math.isfinite(high.item()):
         return None

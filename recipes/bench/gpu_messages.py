@@ -93,11 +93,11 @@ def _cross(
     with around("encode activation"):
         message = boundary.act.encode(x, step, microbatch)
     with around("decode activation"):
-        boundary.act.decode(message, meta, step, microbatch)
+        boundary.act.decode(message, meta, step, microbatch, x.device)
     with around("encode gradient"):
         message = boundary.grad.encode(x, step, microbatch)
     with around("decode gradient"):
-        boundary.grad.decode(message, meta, step, microbatch)
+        boundary.grad.decode(message, meta, step, microbatch, x.device)
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]

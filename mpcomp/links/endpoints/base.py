@@ -50,6 +50,7 @@ class Plan(ABC):
         check: a number that is equal at both ends as long as they agree about slots.
         dense: whether the tensor goes as it is.
         variable: whether the message may end before the layout does, known once it is coded.
+        on_host: whether it is coded on the host, so that `decode` is given a payload of the host.
         cf: compression factor that both ends have agreed on, where that changes; else 0.
         lags: of the message that was encoded here, as `mpcomp.core.traffic.Traffic.lags`; None
             unless it was asked for, and samples came again to a memory.
@@ -61,6 +62,7 @@ class Plan(ABC):
     check: int = 0
     dense: bool = False
     variable: bool = False
+    on_host: bool = False
     cf: float = 0.0
     lags: Tensor | None = None
 
@@ -303,10 +305,11 @@ class PlainPlan(Plan):
         self.meta = meta
         self.context = context
         self.layout = layout
-        self._coding = Coding(coder, meta, partial(context.draw, ""))
+        self._coding = Coding(coder, meta, partial(context.draw, ""), device)
         self.check = coder.check
         self.dense = coder.sends_dense
         self.variable = coder.variable_length
+        self.on_host = coder.on_host
         self._padded: Tensor | None = None
         if context.valid is not None and not self.dense:
             self._padded = padded_positions(context.valid, meta, device)

@@ -263,6 +263,7 @@ class WithNews(Plan):
 
     def __init__(self, plan: Plan, news: Basis | None) -> None:
         self.meta, self.context, self.check = plan.meta, plan.context, plan.check
+        self.on_host = plan.on_host
         self.plan, self._news = plan, news
         self._width = width = Tokens.of(plan.meta).width
         room = TensorMeta((entropy.max_bytes(width, width),), torch.uint8)
@@ -274,7 +275,7 @@ class WithNews(Plan):
         own = self.plan.encode(x, asked=asked)
         self.lags = self.plan.lags
         news = torch.empty(0, dtype=torch.uint8) if self._news is None else self._news.coded
-        return self._parts.joined([(news.to(x.device),), own])
+        return self._parts.joined([(news.to(own[0].device),), own])
 
     def heard(self, payload: Payload) -> Basis | None:
         """The new basis in a payload, if there is one.

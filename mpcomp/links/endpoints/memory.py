@@ -21,6 +21,7 @@ from mpcomp.compressors.base import Coding, Compressor, Identity, or_dense
 from mpcomp.compressors.rows import InRows
 from mpcomp.core.step import Key, MessageContext, SampleIds
 from mpcomp.core.tensor_meta import TensorMeta, cast_saturating, padded_positions, zero_padding
+from mpcomp.core.transfer import to_device
 from mpcomp.core.wire import Parts, Payload
 from mpcomp.feedback.base import Feedback
 from mpcomp.feedback.memory import Sent, Side
@@ -338,6 +339,7 @@ class MemoryPlan(Plan):
         )
         self.layout = self._parts.layout
         self.variable = any(self._parts.varies)
+        self.on_host = all(part.compressor.on_host for part in codings)
 
     def _add(self, first: bool, keys: Sequence[Key], rows: list[int] | None) -> None:
         """Plans the message of some rows, behind those that are planned already."""
@@ -345,14 +347,14 @@ class MemoryPlan(Plan):
         meta, padded, index = self.meta, self._padded, None
         if rows is not None:
             meta, keys = meta.with_rows(len(rows)), [keys[row] for row in rows]
-            index = torch.tensor(rows, device=self._device)
+            index = to_device(torch.tensor(rows), self._device)
             padded = None if padded is None else padded[rows]
         coders = (method.first or Identity(),) if first else method.coders_of(keys, context, meta)
         parts = []
         for i, coder in enumerate(coders):
             coder = or_dense(coder, meta)
             name = "first" if first else str(i) if i or self._end.estimate is None else "later"
-            parts.append(Coding(coder, meta, partial(context.draw, name)))
+            parts.append(Coding(coder, meta, partial(context.draw, name), self._device))
         state = self._end.open(
             keys,
             unit=context.unit,

@@ -1,0 +1,68 @@
+"""Messages on an accelerator that is not there: their bits, and how much they ask of it.
+
+What is coded on the host stays there. Ceilings are what a message takes today; they may fall.
+"""
+
+import pytest
+import torch
+
+import mpcomp
+from mpcomp import TensorMeta
+from mpcomp.core.randomness import generator_for
+from mpcomp.core.transfer import to_host
+from recipes.bench.fake_accelerator import DEVICE, FakeAccelerator
+from recipes.bench.message_counts import rows_of
+
+#: Launches, copies to the accelerator, copies from it and waits for it: encode, then decode.
+CEILINGS = {
+    "none": ((8, 1, 1, 1), (5, 1, 0, 0)),
+    "quant:4": ((39, 1, 1, 1), (15, 1, 0, 0)),
+    "topk:0.1": ((67, 1, 1, 1), (76, 1, 0, 0)),
+    "step:0.3": ((17, 1, 3, 3), (9, 2, 0, 0)),
+    "step:1:rounding=dither": ((40, 1, 4, 4), (32, 2, 1, 1)),
+    "klt+topk:0.1": ((70, 1, 1, 1), (78, 1, 0, 0)),
+    "ef21+topk:0.1": ((75, 1, 1, 1), (80, 1, 0, 0)),
+    "aqsgd+step:0.3": ((28, 1, 3, 3), (13, 2, 0, 0)),
+    "auto:memory": ((28, 1, 3, 3), (13, 2, 0, 0)),
+    "auto:scratch": ((42, 2, 4, 4), (33, 2, 1, 1)),
+}
+
+
+def tensor():
+    return torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("method", CEILINGS)
+def test_a_message_asks_no_more_of_an_accelerator(method):
+    with FakeAccelerator() as accelerator:
+        for row in rows_of(method, tensor().to(DEVICE), accelerator):
+            for end, ceiling in zip(("encode", "decode"), CEILINGS[method], strict=True):
+                counts = row[end]
+                found = counts.launches, counts.up, counts.down, counts.waits
+                assert all(a <= b for a, b in zip(found, ceiling, strict=True)), (row, end)
+
+
+@pytest.mark.parametrize("method", ["quant:4", "topk:0.1", "step:0.3:centre=true", "rotate+step:1"])
+def test_payloads_and_tensors_have_the_bits_of_a_cpu(method):
+    """And those that were coded on the host lie there, whatever device the tensor is on."""
+    compressor, x = mpcomp.parse(method), tensor()
+    meta = TensorMeta.of(x)
+    payload = compressor.compress(x, generator_for(1))
+    expected = compressor.decompress(payload, meta, generator_for(1))
+    with FakeAccelerator():
+        there = compressor.compress(x.to(DEVICE), generator_for(1))
+        assert {part.device.type for part in there} == {"cpu" if compressor.on_host else "ipu"}
+        arrived = compressor.decompress_to(DEVICE, there, meta, generator_for(1))
+        assert arrived.device == DEVICE
+        found, on_host = to_host(arrived), [to_host(part) for part in there]
+    assert torch.equal(found, expected)
+    assert all(torch.equal(a, b) for a, b in zip(payload, on_host, strict=True))
+
+
+def test_what_is_not_waited_for_is_not_there():
+    x = torch.arange(3.0)
+    with FakeAccelerator() as accelerator:
+        host = torch.empty(3, pin_memory=True).copy_(x.to(DEVICE) + 1, non_blocking=True)
+        before = host.clone()
+        accelerator.wait()
+    assert not torch.equal(before, x + 1) and torch.equal(host, x + 1)
