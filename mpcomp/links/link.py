@@ -22,7 +22,7 @@ from mpcomp.comm.channels import Channel
 from mpcomp.compressors.identity import Identity, shrinks
 from mpcomp.compressors.rows import InRows
 from mpcomp.core.bit_sum import bit_sum
-from mpcomp.core.checks import check_tensor, nonfinite_error
+from mpcomp.core.checks import check_tensor, has_nonfinite, nonfinite_error
 from mpcomp.core.padding import padded_positions, zero_padding
 from mpcomp.core.randomness import generator_for
 from mpcomp.core.side_effects import way_back
@@ -616,9 +616,9 @@ def _arrived(plan: Plan, payload: Payload, status: Tensor | None) -> Tensor:
 
 def _has_nonfinite(x: Tensor) -> Tensor | None:
     """Whether there is NaN or Inf, bool []; None for an all-clear on the CPU."""
-    low, high = x.detach().aminmax()  # NaN passes through both
     if x.device.type != "cpu":
-        return ~(low.isfinite() & high.isfinite())
+        return has_nonfinite(x.detach())
+    low, high = x.detach().aminmax()  # NaN passes through both
     # Operations of torch on single numbers take longer than the scan of a small message.
     if math.isfinite(low.item()) and math.isfinite(high.item()):
         return None
