@@ -116,7 +116,7 @@ def _num_bytes(argument: Any) -> int:
 
 
 class Call(NamedTuple):
-    """What was asked of a kernel.
+    """A request to a kernel.
 
     Attributes:
         name: of the kernel.
@@ -179,7 +179,7 @@ def in_triton() -> list[str]:
 
 
 def calls_of(method: str, x: Tensor) -> list[Call]:
-    """What a look for NaN, coding a tensor, and decoding the message ask of kernels."""
+    """Requests to kernels by a look for NaN, coding a tensor, and decoding the message."""
     calls = []
     call = Kernel.__call__
 

@@ -50,13 +50,13 @@ def given():
 
 
 def test_every_kernel_is_examined():
-    """Those of GPUs alone are in `tests/gpu/test_bits.py`."""
+    """Those of GPUs alone are in `tests/gpu/test_gpu_bits.py`."""
     assert {name for name in KERNELS if "cpu" in KERNELS[name].by_device} == set(given()) >= SUMS
 
 
 @pytest.mark.parametrize("name", sorted(given()))
 def test_an_implementation_gives_the_bits_of_torch(name):
-    """Law 4 on the CPU; for GPUs it is in `tests/gpu/test_bits.py`."""
+    """Law 4 on the CPU; for GPUs it is in `tests/gpu/test_gpu_bits.py`."""
     each = KERNELS[name]
     for arguments in given()[name]:
         expected = torch.as_tensor(each.anywhere(*arguments))

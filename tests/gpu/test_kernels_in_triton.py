@@ -37,7 +37,7 @@ METHODS = [
 def test_interpreted_kernels_have_the_bits_of_the_cpu():
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "not slow", "-rs"]
     told = subprocess.run(
-        [*command, str(HERE / "test_bits.py")],
+        [*command, str(HERE / "test_gpu_bits.py")],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         cwd=HERE.parents[1],
         capture_output=True,
