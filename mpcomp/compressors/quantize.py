@@ -23,6 +23,7 @@ from torch import Tensor
 from mpcomp.compressors import bits as bitpack
 from mpcomp.compressors.base import Compressor, check_cf
 from mpcomp.compressors.groups import Grouping, divisor, extremes, largest_of, scale_dtype
+from mpcomp.core.kernels import kernel
 from mpcomp.core.randomness import uniform
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.core.wire import Payload
@@ -119,49 +120,96 @@ class Quantize(Compressor):
     def compress(self, x: Tensor, generator: torch.Generator | None = None) -> Payload:
         grouping = Grouping.of(TensorMeta.of(x), self.scale)
         groups = grouping.split(x)
-        if self._minmax:
-            scales, position = self._minmax_codes(groups)
-        else:
-            scales, position = self._maxabs_codes(groups)
+        scales, noise = self._scales(groups), None
         if self.rounding == "stochastic":
             assert generator is not None, "stochastic rounding draws from a generator"
-            noise = uniform(generator, position.numel(), position.device)
-            position = (position + noise.view_as(position)).floor_()
-        else:
-            position = position.round_()
-        # NaN (a group that is not finite) must not reach the integer cast undefined.
-        codes = position.clamp_(0, self._levels).nan_to_num_(nan=0.0).to(torch.uint8)
-        return (*scales, bitpack.pack(grouping.rows(codes), self.bits))
+            noise = uniform(generator, groups.numel(), groups.device).view_as(groups)
+        codes = packed(groups, scales, noise, self._levels, self.bits, grouping.num_rows)
+        return (*scales, codes)
 
-    def _minmax_codes(self, groups: Tensor) -> tuple[Payload, Tensor]:
+    def _scales(self, groups: Tensor) -> Payload:
+        """The smallest element if it is sent, and the step, of each group."""
+        dtype = scale_dtype(self.scale)
+        if not self._minmax:
+            largest = largest_of(groups).clamp(max=_LIMIT)
+            return (_round_up(_divided(largest, self._levels / 2), dtype),)
         low, high = extremes(groups)
         low, high = low.clamp(-_LIMIT, _LIMIT), high.clamp(-_LIMIT, _LIMIT)
-        low = _round_down(low, scale_dtype(self.scale))
-        step = _round_up(_divided(high - low.float(), self._levels), scale_dtype(self.scale))
-        return (low, step), (groups - low.float()[:, None]) / divisor(step)[:, None]
-
-    def _maxabs_codes(self, groups: Tensor) -> tuple[Payload, Tensor]:
-        largest = largest_of(groups).clamp(max=_LIMIT)
-        step = _round_up(_divided(largest, self._levels / 2), scale_dtype(self.scale))
-        return (step,), groups / divisor(step)[:, None] + self._levels / 2
+        low = _round_down(low, dtype)
+        return low, _round_up(_divided(high - low.float(), self._levels), dtype)
 
     def decompress(
         self, payload: Payload, meta: TensorMeta, generator: torch.Generator | None = None
     ) -> Tensor:
         grouping = Grouping.of(meta, self.scale)
-        *scales, packed = payload
-        codes = grouping.groups(bitpack.unpack(packed, self.bits, grouping.row_numel))
-        q = codes.to(torch.float32)
-        # Every product and sum is an operation of its own: no fused multiply-add, so that
-        # all devices round alike.
-        step = scales[-1].to(torch.float32)[:, None]
-        if self._minmax:
-            q.mul_(step).add_(scales[0].to(torch.float32)[:, None])
-        else:
-            q.sub_(self._levels / 2).mul_(step)
-        if meta.dtype == torch.float16:  # bf16 scales, rounded outwards, lead beyond its range
-            q.clamp_(torch.finfo(torch.float16).min, torch.finfo(torch.float16).max)
-        return grouping.join(q.to(meta.dtype))
+        *scales, codes = payload
+        shape = grouping.num_groups, grouping.num_rows * grouping.row_numel
+        restored = unpacked(codes, tuple(scales), self._levels, self.bits, shape, meta.dtype)
+        return grouping.join(restored)
+
+
+@kernel
+def packed(
+    groups: Tensor,
+    scales: Payload,
+    noise: Tensor | None,
+    levels: int,
+    bits: int,
+    num_rows: int,
+) -> Tensor:
+    """Codes of elements, packed: uint8 [num_rows, bytes].
+
+    Args:
+        groups: the elements, fp32 [G, n].
+        scales: the smallest element if it is sent, and the step, of each group; [G] each.
+        noise: in [0, 1), to be added before rounding down, fp32 [G, n]; None rounds to the nearest.
+        levels: the largest code.
+        bits: of a code.
+        num_rows: the rows that are packed apart.
+    """
+    *lows, step = scales
+    position = groups - lows[0].float()[:, None] if lows else groups
+    position = position / divisor(step)[:, None]
+    if not lows:
+        position += levels / 2
+    position = position.round_() if noise is None else position.add_(noise).floor_()
+    # NaN (a group that is not finite) must not reach the integer cast undefined.
+    codes = position.clamp_(0, levels).nan_to_num_(nan=0.0).to(torch.uint8)
+    return bitpack.pack(codes.reshape(num_rows, codes.numel() // max(1, num_rows)), bits)
+
+
+@kernel
+def unpacked(
+    codes: Tensor,
+    scales: Payload,
+    levels: int,
+    bits: int,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+) -> Tensor:
+    """Elements of packed codes: [G, n] of ``dtype``.
+
+    Args:
+        codes: of `packed`.
+        scales: likewise.
+        levels: likewise.
+        bits: likewise.
+        shape: number of groups, and of elements in all.
+        dtype: of the elements.
+    """
+    num_groups, numel = shape
+    q = bitpack.unpack(codes, bits, numel // max(1, len(codes))).to(torch.float32)
+    q = q.reshape(num_groups, numel // max(1, num_groups))
+    # Every product and sum is an operation of its own: no fused multiply-add, so that all devices
+    # round alike.
+    *lows, step = (scale.to(torch.float32)[:, None] for scale in scales)
+    if lows:
+        q.mul_(step).add_(lows[0])
+    else:
+        q.sub_(levels / 2).mul_(step)
+    if dtype == torch.float16:  # bf16 scales, rounded outwards, lead beyond its range
+        q.clamp_(torch.finfo(dtype).min, torch.finfo(dtype).max)
+    return q.to(dtype)
 
 
 def bits_of(cf: float, fewest: int) -> int:

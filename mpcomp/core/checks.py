@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from torch import Tensor
 
-__all__ = ["check_tensor", "nonfinite_error", "nonfinite_loss_error"]
+from mpcomp.core.kernels import kernel
+
+__all__ = ["check_tensor", "has_nonfinite", "nonfinite_error", "nonfinite_loss_error"]
 
 _CURE = (
     "Lower the learning rate, clip gradients, or use bf16; with fp16 give the pipeline a loss "
     "scaler (scaler=torch.amp.GradScaler(...)). A loss of one's own divides 0 by 0 in a microbatch "
     "in which nothing counts, such as padding: loss_fn.num_terms(target) says so"
 )
+
+
+@kernel
+def has_nonfinite(x: Tensor) -> Tensor:
+    """Whether there is NaN or Inf in a tensor of some elements: bool []."""
+    low, high = x.aminmax()  # NaN passes through both
+    return ~(low.isfinite() & high.isfinite())
 
 
 def check_tensor(x: Tensor, link: str) -> None:

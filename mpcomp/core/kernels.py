@@ -12,18 +12,30 @@ A kernel is called as a function, and runs where its first argument lies. A kern
 device is one function more; nothing else changes. All implementations give the same bits, which
 `tests/core/test_kernels.py` and the laws of compressors hold, so that ends on different devices
 understand each other.
+
+Those for CUDA are in `mpcomp.gpu`, which the first tensor there loads if ``MPCOMP_TRITON=1``.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
+import importlib.util
+import os
 from collections.abc import Callable
 from typing import Any, Final, Generic, ParamSpec, TypeVar
+
+import torch
 
 __all__ = ["KERNELS", "Kernel", "kernel"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+#: Environment variable: 1 to run kernels in Triton on GPUs. They are off until a GPU has run them.
+_TRITON: Final = "MPCOMP_TRITON"
+#: The least that Triton compiles all types for.
+_CAPABILITY: Final = (8, 0)
 
 
 class Kernel(Generic[P, R]):
@@ -54,6 +66,8 @@ class Kernel(Generic[P, R]):
         """The result of the implementation for the device of the first argument."""
         first: Any = args[0]  # a tensor, or a device
         device = getattr(first, "device", first)
+        if device.type == "cuda" and not _in_triton(device):
+            return self.anywhere(*args, **kwargs)
         return self.by_device.get(device.type, self.anywhere)(*args, **kwargs)
 
 
@@ -66,3 +80,24 @@ def kernel(anywhere: Callable[P, R]) -> Kernel[P, R]:
     made = Kernel(anywhere)
     KERNELS[f"{anywhere.__module__.removeprefix('mpcomp.')}.{anywhere.__name__}"] = made
     return made
+
+
+@functools.cache
+def _in_triton(device: torch.device) -> bool:
+    """Whether a CUDA device has kernels of its own, which this loads.
+
+    Raises:
+        ValueError: `MPCOMP_TRITON` is neither 0 nor 1.
+    """
+    given = os.environ.get(_TRITON, "0")
+    if given not in ("0", "1"):
+        raise ValueError(
+            f"{_TRITON}={given!r}: expected 1, to run kernels in Triton on GPUs, or 0, to run "
+            "torch's operations"
+        )
+    if given == "0" or torch.version.hip or importlib.util.find_spec("triton") is None:
+        return False
+    if torch.cuda.get_device_capability(device) < _CAPABILITY:
+        return False
+    importlib.import_module("mpcomp.gpu")
+    return True

@@ -21,7 +21,7 @@ from mpcomp.comm.channels import Channel
 from mpcomp.compressors.base import Identity, shrinks
 from mpcomp.compressors.rows import InRows
 from mpcomp.core.bit_sum import bit_sum
-from mpcomp.core.checks import check_tensor, nonfinite_error
+from mpcomp.core.checks import check_tensor, has_nonfinite, nonfinite_error
 from mpcomp.core.randomness import generator_for
 from mpcomp.core.side_effects import way_back
 from mpcomp.core.spec import SpecValue
@@ -633,9 +633,9 @@ def _arrived(plan: Plan, payload: Payload, status: Tensor | None) -> Tensor:
 
 def _has_nonfinite(x: Tensor) -> Tensor | None:
     """Whether there is NaN or Inf, bool []; None for an all-clear on the CPU."""
-    low, high = x.detach().aminmax()  # NaN passes through both
     if x.device.type != "cpu":
-        return (low * 0 + high * 0) != 0  # of NaN and Inf that is NaN
+        return has_nonfinite(x.detach())
+    low, high = x.detach().aminmax()  # NaN passes through both
     # Operations of torch on single numbers take longer than the scan of a small message.
     if math.isfinite(low.item()) and math.isfinite(high.item()):
         return None

@@ -1,6 +1,6 @@
 """One command for a machine with a GPU: it tests, counts and times, most valuable first.
 
-    python -m recipes.bench.gpu_check --seconds 370
+    python -m recipes.bench.gpu_check --seconds 420
     python -m recipes.bench.gpu_check --parts coding pipeline --again
     python -m recipes.bench.gpu_check --plan
     python -m recipes.bench.gpu_check --table
@@ -78,6 +78,12 @@ PARTS: Final = (
         40,
         "how many kernels, copies and synchronisations is a message?",
         f"{_HERE}.gpu_messages:messages",
+    ),
+    Part(
+        "kernels",
+        50,
+        "have kernels the CPU's bits, and how fast are they?",
+        f"{_HERE}.gpu_kernels:kernels",
     ),
     Part(
         "coding",

@@ -246,6 +246,22 @@ _COUNTS: Final[tuple[tuple[Callable[[Row], float | None], str], ...]] = (
 )
 
 
+def _kernels(rows: Sequence[Row]) -> str:
+    headers = ("kernel", "calls", "other bits", "GB/s", "torch's operations, GB/s")
+    table = [
+        (
+            row["kernel"],
+            row["calls"],
+            row["differing"],
+            _number(row["gb_s"], ".0f"),
+            _number(row["torch_gb_s"], ".0f"),
+        )
+        for row in rows
+    ]
+    text = tabulate(table, headers, disable_numparse=True)
+    return f"{text}\n\nother bits: calls whose result is not the CPU's"
+
+
 def _coding(rows: Sequence[Row]) -> str:
     names = ("encode_act_s", "decode_act_s", "encode_grad_s", "decode_grad_s")
     headers = ("ms a microbatch", "threads", *(name[:-2].replace("_", " ") for name in names))
@@ -296,6 +312,7 @@ TABLES: Final[Mapping[str, Callable[[Sequence[Row]], str]]] = {
     "machine": _machine,
     "tests": _tests,
     "messages": _messages,
+    "kernels": _kernels,
     "coding": _coding,
     "pipeline": _pipeline,
     "nccl": _nccl,

@@ -1,0 +1,61 @@
+"""The launch of kernels, and what they have in common."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+__all__ = ["as_fp32", "as_type", "floor", "launch", "nearest"]
+
+
+def launch(kernel: Any, programs: int, on: Tensor, *args: Any, **constants: Any) -> None:
+    """Runs programs of a kernel on a tensor's device, in the stream that torch has there.
+
+    Args:
+        kernel: of Triton.
+        programs: their number; of none nothing runs.
+        on: a tensor of the device.
+        args: of the kernel.
+        constants: likewise, and Triton's own options.
+    """
+    if programs:
+        with torch.cuda.device_of(on):
+            kernel[(programs,)](*args, **constants, enable_fp_fusion=False)
+
+
+@triton.jit
+def nearest(x):
+    """Numbers up to 2^22 rounded to whole ones, half to even: the sum has no bits of fractions."""
+    return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def floor(x):
+    """Numbers up to 2^22 rounded down; that of Triton takes subnormal numbers for zero."""
+    whole = nearest(x)
+    return tl.where(whole > x, whole - 1.0, whole)
+
+
+@triton.jit
+def as_type(x, TYPE: tl.constexpr):
+    """fp32 numbers in another type, half to even, NaN as the CPU has it."""
+    # By whole numbers, as Triton's interpreter cuts others off.
+    if TYPE == tl.bfloat16:  # noqa: SIM300
+        bits = x.to(tl.uint32, bitcast=True)
+        bits = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+        return tl.where(x == x, bits, 0x7FC0).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x.to(TYPE)
+
+
+@triton.jit
+def as_fp32(x):
+    """Numbers of up to 32 bits in fp32, which has them all."""
+    if x.dtype == tl.bfloat16:  # likewise: the interpreter has other subnormal numbers
+        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.float32)
