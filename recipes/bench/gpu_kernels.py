@@ -163,7 +163,7 @@ def differing(found: Any, expected: Any, *, exact: bool = True) -> int:
     """
     found, expected = torch.as_tensor(found).cpu(), torch.as_tensor(expected).cpu()
     if found.shape != expected.shape or found.dtype != expected.dtype:
-        return max(1, expected.numel())
+        return max(1, int(expected.numel()))
     if not exact:
         return int((~torch.isclose(found, expected, rtol=1e-12, atol=1e-12)).sum())
     whole = _WHOLE[expected.dtype.itemsize]
