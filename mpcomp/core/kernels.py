@@ -13,7 +13,7 @@ device is one function more; nothing else changes. All implementations give the 
 `tests/core/test_kernels.py` and the laws of compressors hold, so that ends on different devices
 understand each other.
 
-Those for CUDA are in `mpcomp.gpu`, which the first tensor there loads if ``MPCOMP_TRITON=1``.
+Those for CUDA are in `mpcomp/gpu/`, which the first tensor there loads if ``MPCOMP_TRITON=1``.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ as those of a ResNet do: where an activation is zero its gradient is not sent, a
 would multiply it by zero (see `mpcomp.SameIndices`). ``auto:memory`` is for samples that come
 again while the model changes little, as in fine-tuning over several epochs: each end remembers what
 a sample's activations and gradients were, and what changes is sent. It needs ``sample_ids=`` with
-every batch, and memory for both (see `mpcomp.AQSGD`).
+every batch, and memory for both (see `mpcomp.AQSGD`). Before a head with a stage of its own it is
+finer, in a basis (`BEFORE_HEAD`).
 
 The gradient of a weight that two stages have copies of is sent once a step: of a released model it
 is many times as large as what crosses compressed cuts. So each word stands for a method with error

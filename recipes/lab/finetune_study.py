@@ -33,7 +33,7 @@ from typing import Final
 from tabulate import tabulate
 
 from mpcomp.core.traffic import LAGS
-from mpcomp.links.auto import GENERAL
+from mpcomp.links.auto import AUTO, GENERAL
 from recipes.lab.account import REFERENCE
 from recipes.lab.cut_grid import (
     Row,
@@ -66,6 +66,8 @@ _DITHERED: Final = "step:1:scale=tensor:rounding=dither"
 ROWS: Final[dict[str, Row]] = {
     REFERENCE: Row(REFERENCE, REFERENCE),
     "auto:memory": Row("auto:memory", "auto:memory"),
+    # Without what it has before a head.
+    "alike at all cuts": Row(*AUTO["auto:memory"].values()),
     "auto": Row(*GENERAL),
     # What auto:memory was, and its parts: dead zones, `along=`, and the memories by themselves.
     "dead zones": Row(*WITH_DEAD_ZONES),
