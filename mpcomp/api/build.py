@@ -28,9 +28,10 @@ from mpcomp.api.pipeline import Pipeline
 from mpcomp.checkpoint.weights import add_partial_guard, check_weights, load_weights, to_meta
 from mpcomp.comm.devices import model_of
 from mpcomp.comm.mesh import launched
-from mpcomp.compressors import KLT, Compressor
+from mpcomp.compressors import Compressor
 from mpcomp.core.embeddings import check_dense_gradients, check_max_norm, check_whole_batches
 from mpcomp.core.loss import LossFn
+from mpcomp.core.spec import SpecValue
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.data_parallel.network import ReplicaNetwork
 from mpcomp.engines.distributed import DistributedEngine
@@ -191,12 +192,15 @@ def pipeline(
 def _must_round_alike(link: Link) -> bool:
     """Whether both ends keep one estimate, which GPUs of two models may come to differently."""
     method: Any = link.method
-    method = method.inner if method.adapts else method
-    if isinstance(method, KLT):
-        method = method.at(None)
-    if not isinstance(method, Feedback) or not method.mirrors(TensorMeta((1, 1))):
+    multiplies = False
+    while not isinstance(method, Feedback):
+        multiplies |= getattr(method, "multiplies", False)
+        method = getattr(method, "inner", None)
+        if not isinstance(method, SpecValue):
+            return False
+    if not method.mirrors(TensorMeta((1, 1))):
         return False
-    return any(coder.multiplies for coder in method.coders)
+    return multiplies or any(coder.multiplies for coder in method.coders)
 
 
 def build(model: nn.Module, config: PipelineConfig) -> Pipeline:

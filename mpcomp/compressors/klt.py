@@ -103,6 +103,7 @@ class KLT(SpecValue):
     spec_inner: ClassVar[str | None] = "inner"
     at_cuts = True
     variable_length = True  # of a message that brings a basis
+    multiplies = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.inner, Compressor | RoundCompressors):

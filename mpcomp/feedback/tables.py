@@ -66,12 +66,16 @@ class MemoryTable(Table):
         shape = (rows, *self.row_shape)
         return torch.empty(shape, dtype=self.dtype, device=self.device, pin_memory=pinned)
 
+    def _index(self, slots: Sequence[int]) -> Tensor:
+        index = torch.tensor(slots, dtype=torch.int64)
+        return index if self.device.type == "cpu" else to_device(index, self.device)
+
     def read(self, slots: Sequence[int], *, pinned: bool = False) -> Tensor:
         out = self._empty(len(slots), pinned)
         blocks = self._blocks
         runs = list(_runs(slots, self._block_rows))
         if len(blocks) == 1 and len(runs) > 1:
-            index = to_device(torch.tensor(slots, dtype=torch.int64), self.device)
+            index = self._index(slots)
             return torch.index_select(blocks[0], 0, index, out=out)
         for slot, start, stop in runs:
             number, row = divmod(slot, self._block_rows)
@@ -82,7 +86,7 @@ class MemoryTable(Table):
         self._grow(needed)
         rows = rows.to(self.device, self.dtype)
         if len(self._blocks) == 1:
-            index = to_device(torch.tensor(slots, dtype=torch.int64), self.device)
+            index = self._index(slots)
             self._blocks[0].index_copy_(0, index, rows)
             return
         for slot, start, stop in _runs(slots, self._block_rows):

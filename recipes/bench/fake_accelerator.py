@@ -43,7 +43,7 @@ _TOLD: Final = frozenset((_aten.nonzero.default, _aten.masked_select.default))
 
 @dataclass
 class Counts:
-    """What an accelerator was asked.
+    """Counts of what an accelerator was asked.
 
     Attributes:
         launches: operations on it.

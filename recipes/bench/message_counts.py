@@ -1,4 +1,4 @@
-"""What a message asks of an accelerator, counted where there is none.
+"""Counts of what a message asks of an accelerator, counted where there is none.
 
 Both ends of a cut are in this process and code one microbatch of a warm step, as stages do. A
 message goes through the host's memory as gloo takes it (`recipes.bench.fake_accelerator`).
@@ -101,7 +101,7 @@ def _channel(link: Link, device: torch.device) -> gloo.GlooChannel:
 
 
 class _Loop:
-    """What stands for torch.distributed: it keeps what is sent, by tag, until it is received."""
+    """A stand-in for torch.distributed: it keeps what is sent, by tag, until it is received."""
 
     def isend(self, x: Tensor, *, dst: int, group: dict[int, Tensor], tag: int) -> _Work:
         assert x.device.type == "cpu", "gloo reads host memory"
@@ -117,7 +117,7 @@ class _Loop:
 
 
 class _Work(NamedTuple):
-    """What is waited for."""
+    """Work that is waited for."""
 
     done: Callable[[], None]
 

@@ -96,14 +96,14 @@ def test_all_ranks_come_to_what_one_process_comes_to(ranks):
             assert same_bits(ours[0], losses), case
             assert ours[1:] == (methods, said, num_bytes), case
         again = CASES[case][0] and CASES[case][2]
-        assert any(method.startswith("aqsgd") for method in methods) == again, case
+        assert any("aqsgd" in method for method in methods) == again, case
 
 
 def test_ranks_that_know_different_things_do_not_begin(ranks):
     for built_so, stepped, after, methods in ranks(disagreeing, 2):
         assert "auto" in built_so and "different" in built_so
         assert stepped
-        assert len(after) == 2 and all(method.startswith("aqsgd") for method in methods)
+        assert len(after) == 2 and all("aqsgd" in method for method in methods)
 
 
 #: Links whose rates decide, however long steps take here: Mbit/s, and seconds of a round trip.
@@ -160,4 +160,4 @@ def test_replicas_choose_alike_or_not_at_all(ranks):
             "ranks 0, 1 were given sample_ids in step 0 (training) and the others were" in stepped
         )
         assert num_steps == 1
-        assert all(method.startswith("aqsgd") for method in methods)
+        assert all("aqsgd" in method for method in methods)

@@ -172,7 +172,9 @@ def test_other_accelerators_are_refused_by_name(kind, form):
 
 
 class Moved:
-    """A message that takes down how it is moved."""
+    """A message on an accelerator that takes down how it is moved."""
+
+    device = torch.device("cuda", 7)
 
     def to(self, device, non_blocking=False):
         return device.type, non_blocking

@@ -129,8 +129,8 @@ def crosswise():
             late.append(("encode", microbatch))
         return real(link, x, step, microbatch)
 
-    def decode(link, message, meta, step, microbatch, real=Link.decode):
-        x = real(link, message, meta, step, microbatch)
+    def decode(link, message, meta, step, microbatch, *args, real=Link.decode):
+        x = real(link, message, meta, step, microbatch, *args)
         if rank == 1:
             decoded[microbatch].set()
         return x
@@ -170,8 +170,10 @@ def failing(where):
         step(pipe, 0)
         before, real = links_state(pipe), getattr(Link, function)
 
-        def coded(link, *args, real=real, way=direction, error=error):
-            if link.direction == way and args[-1] == 2:
+        place = {"encode": 2, "decode": 3}[function]  # of the microbatch
+
+        def coded(link, *args, real=real, way=direction, error=error, place=place):
+            if link.direction == way and args[place] == 2:
                 raise error
             return real(link, *args)
 

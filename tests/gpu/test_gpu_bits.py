@@ -9,7 +9,7 @@ import os
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="mpcomp[triton] is not installed")
+pytest.importorskip("triton", reason="Triton is no dependency: pip install triton")
 from recipes.bench.gpu_kernels import calls_of, drawn, in_triton, methods
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -12,7 +12,7 @@ import torch
 
 from mpcomp.core import kernels
 
-triton = pytest.importorskip("triton", reason="mpcomp[triton] is not installed")
+triton = pytest.importorskip("triton", reason="Triton is no dependency: pip install triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
