@@ -67,7 +67,7 @@ ROWS: Final[dict[str, Row]] = {
     REFERENCE: Row(REFERENCE, REFERENCE),
     "auto:memory": Row("auto:memory", "auto:memory"),
     # Without what it has before a head.
-    "alike at all cuts": Row(*AUTO["auto:memory"].values()),
+    "alike at all cuts": Row(AUTO["auto:memory"]["act_comp"], AUTO["auto:memory"]["grad_comp"]),
     "auto": Row(*GENERAL),
     # What auto:memory was, and its parts: dead zones, `along=`, and the memories by themselves.
     "dead zones": Row(*WITH_DEAD_ZONES),
