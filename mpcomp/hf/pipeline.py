@@ -135,7 +135,7 @@ class CompressedPipelineStage:
             link, meta = self.links[self.pp_rank - 1], TensorMeta(tuple(shape), dtype)
             room = (link.message_bytes(meta, step, 0, device),)
             message = move(operation, device=device, dtype=torch.uint8, shape=room)
-            return link.decode(message, meta, step, 0)
+            return link.decode(message, meta, step, 0, device)
         if operation == "send_forward" and self.pp_rank < len(self.links):
             assert tensor is not None
             link, x = self.links[self.pp_rank], tensor.detach().to(dtype=dtype).contiguous()
