@@ -124,7 +124,8 @@ class Quantize(Compressor):
         if self.rounding == "stochastic":
             assert generator is not None, "stochastic rounding draws from a generator"
             noise = uniform(generator, groups.numel(), groups.device).view_as(groups)
-        codes = packed(groups, scales, noise, self._levels, self.bits, grouping.num_rows)
+        rows = grouping.num_rows, grouping.row_numel
+        codes = packed(groups, scales, noise, self._levels, self.bits, rows)
         return (*scales, codes)
 
     def _scales(self, groups: Tensor) -> Payload:
@@ -155,9 +156,9 @@ def packed(
     noise: Tensor | None,
     levels: int,
     bits: int,
-    num_rows: int,
+    rows: tuple[int, int],
 ) -> Tensor:
-    """Codes of elements, packed: uint8 [num_rows, bytes].
+    """Codes of elements, packed: uint8 [rows, bytes].
 
     Args:
         groups: the elements, fp32 [G, n].
@@ -165,7 +166,7 @@ def packed(
         noise: in [0, 1), to be added before rounding down, fp32 [G, n]; None rounds to the nearest.
         levels: the largest code.
         bits: of a code.
-        num_rows: the rows that are packed apart.
+        rows: number of the rows that are packed apart, and of elements in one.
     """
     *lows, step = scales
     position = groups - lows[0].float()[:, None] if lows else groups
@@ -175,7 +176,7 @@ def packed(
     position = position.round_() if noise is None else position.add_(noise).floor_()
     # NaN (a group that is not finite) must not reach the integer cast undefined.
     codes = position.clamp_(0, levels).nan_to_num_(nan=0.0).to(torch.uint8)
-    return bitpack.pack(codes.reshape(num_rows, codes.numel() // max(1, num_rows)), bits)
+    return bitpack.pack(codes.reshape(rows), bits)
 
 
 @kernel

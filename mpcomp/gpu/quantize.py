@@ -27,10 +27,10 @@ def packed(
     noise: Tensor | None,
     levels: int,
     bits: int,
-    num_rows: int,
+    rows: tuple[int, int],
 ) -> Tensor:
     """See `mpcomp.compressors.quantize.packed`."""
-    row_numel = groups.numel() // max(1, num_rows)
+    num_rows, row_numel = rows
     size = packed_bytes(row_numel, bits)
     codes = torch.empty((num_rows, size), dtype=torch.uint8, device=groups.device)
     low, step = _scales(scales)

@@ -54,7 +54,7 @@ from recipes.text_config import TextConfig
 from recipes.wikitext import TextTrainer, load_data
 
 _FIRST: Final = "step/0.4/centre=true/spikes=16"
-_ACT: Final = f"aqsgd:first={_FIRST}:eval=step/0.15/centre=true/spikes=16"
+_ACT: Final = f"aqsgd:first={_FIRST}:eval=step/0.1/centre=true/spikes=16"
 #: Activations: a memory, one in a dead zone, and none.
 _MEMORY, _STILL = f"{_ACT}+step:0.4:spikes=16", f"{_ACT}+step:0.4:spikes=16:dead_zone=0.7"
 _NO_MEMORY: Final = _FIRST.replace("/", ":")

@@ -61,5 +61,7 @@ def test_every_family_trains_as_the_plain_model(family):
 
 @pytest.mark.parametrize("family", slow_but(REFUSED[:2], REFUSED))
 def test_what_stages_would_compute_otherwise_is_refused(family):
-    with pytest.raises(ValueError, match="cannot be cut like this: .* replicas with mpcomp.compress"):
+    with pytest.raises(
+        ValueError, match="cannot be cut like this: .* replicas with mpcomp.compress"
+    ):
         mpcomp.pipeline(language_model(family), 1, split=3)
