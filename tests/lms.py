@@ -137,7 +137,7 @@ def without_labels(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def chained(stages: Sequence[Any], batch: Mapping[str, Tensor]) -> Tensor:
-    """What stages give for a batch, in evaluation mode."""
+    """The output of stages for a batch, in evaluation mode."""
     batch = without_labels(batch)
     for stage in stages:
         stage.eval()

@@ -97,7 +97,7 @@ def test_tokens_and_logits_are_the_plain_models_through_compressors(ranks, tmp_p
 
 
 class PlainStage:
-    """What `compress_pipeline` reads of a stage of transformers'."""
+    """The part that `compress_pipeline` reads of a stage of transformers'."""
 
     communicate, comm_on_cpu, pp_group = None, True, None
 

@@ -106,7 +106,7 @@ def check_search(method: Any, *, smoothing: str) -> None:
     """Checks the settings of a search that a method has, but for its CFs.
 
     Args:
-        method: with the settings of `Search`, of which ``smoothing`` may be None.
+        method: with the settings of `Search`; its ``smoothing`` may be None.
         smoothing: what None stands for, for messages.
 
     Raises:

@@ -150,7 +150,7 @@ class Dial:
         """Before a training step, finds out whether all replicas have come to the same.
 
         Raises:
-            ValueError: batches of some have sample ids, those of others none; on all ranks.
+            ValueError: some ranks' batches have sample ids and others' have none; on all ranks.
         """
         if not self.asks(mesh):
             return

@@ -120,7 +120,7 @@ class KLT(SpecValue):
 
     @property
     def coder(self) -> Compressor:
-        """The compressor whose bytes say what a basis saves: of a memory that of a first visit."""
+        """The compressor that a basis is judged by; a memory's is the one of a first visit."""
         if isinstance(self.inner, Compressor):
             return self.inner
         return self.inner.first or self.inner.inner

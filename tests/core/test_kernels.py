@@ -52,7 +52,7 @@ def given():
 
 
 def test_every_kernel_is_examined():
-    """Those of GPUs alone are in `tests/gpu/test_gpu_bits.py`."""
+    """Kernels of GPUs alone are in `tests/gpu/test_gpu_bits.py`."""
     assert {name for name in KERNELS if "cpu" in KERNELS[name].by_device} == set(given()) >= SUMS
 
 

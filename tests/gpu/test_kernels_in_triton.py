@@ -1,4 +1,4 @@
-"""What can be said of kernels for GPUs without one: bits when interpreted, and machine code."""
+"""Kernels for GPUs, tested without one: bits when interpreted, and machine code."""
 
 import os
 import re
@@ -48,7 +48,7 @@ def test_interpreted_kernels_have_the_bits_of_the_cpu():
 
 
 class Launches:
-    """What is launched, to be compiled instead: kernel, types, constants, options."""
+    """Launches, to be compiled instead: kernel, types, constants, options."""
 
     def __init__(self):
         self.asked = {}

@@ -1,4 +1,4 @@
-"""What ``auto`` sends at several rates, by the committed rows: against the best fixed setting."""
+"""The choices of ``auto`` at several rates, in committed rows, against the best fixed setting."""
 
 import itertools
 
