@@ -11,3 +11,4 @@ from mpcomp.gpu import checks as checks
 from mpcomp.gpu import quantize as quantize
 from mpcomp.gpu import randomness as randomness
 from mpcomp.gpu import rounding as rounding
+from mpcomp.gpu import topk as topk

@@ -35,7 +35,7 @@ __all__ = ["Call", "calls_of", "differing", "drawn", "in_triton", "kernels", "me
 
 #: Of a message whose coding is timed, and methods that ask for every kernel.
 SHAPE: Final = (8, 1024, 1024)
-TIMED: Final = ("quant:4", "step:1:centre=true:rounding=dither")
+TIMED: Final = ("quant:4", "step:1:centre=true:rounding=dither", "topk:0.1")
 REPEATS: Final = 20
 #: Rounds of drawn arguments, and the most elements of each; of a dry run too.
 ROUNDS, MOST = 12, 100_000
@@ -222,6 +222,7 @@ def methods(generator: torch.Generator) -> list[str]:
         "step:1:scale=tensor",
         "step:0.7:rounding=dither",
         "step:0.4:centre=true:rounding=dither",
+        *(f"topk:0.1:scope={scope}" for scope in ("row", "sample", "tensor")),
     ]
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton is no dependency: pip install triton")
-from recipes.bench.gpu_kernels import calls_of, drawn, in_triton, methods
+from recipes.bench.gpu_kernels import Call, calls_of, drawn, in_triton, methods
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -29,3 +29,21 @@ def test_kernels_have_the_bits_of_the_cpu():
                     asked.add(call.name)
                     assert not call.differing(DEVICE), (method, x.shape, x.dtype, call.name)
     assert asked == set(there)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_largest_are_those_of_the_cpu_among_ties(dtype):
+    """Zeros of both signs, infinities, NaN, and equal numbers over two blocks."""
+    assert "compressors.topk.mask_of_largest" in in_triton()
+    few = torch.tensor([0.0, -0.0, 1.0, -1.0, 1e-7, 3e4, -torch.inf, torch.inf, torch.nan])
+    generator = torch.Generator().manual_seed(7)
+    for shape in ((1, 2), (3, 255), (2, 257), (1, 5000)):
+        rows = few[torch.randint(len(few), shape, generator=generator)].to(dtype)
+        for tied in (
+            rows,
+            torch.zeros_like(rows),
+            torch.randn(shape, generator=generator).to(dtype),
+        ):
+            for k in {1, max(1, shape[1] // 3), shape[1] - 1}:
+                call = Call("compressors.topk.mask_of_largest", (tied, k))
+                assert not call.differing(DEVICE), (shape, k, tied)
