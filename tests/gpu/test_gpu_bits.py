@@ -9,6 +9,8 @@ import os
 import pytest
 import torch
 
+from mpcomp.core.kernels import KERNELS
+
 pytest.importorskip("triton", reason="Triton is no dependency: pip install triton")
 from recipes.bench.gpu_kernels import calls_of, drawn, in_triton, methods
 
@@ -29,3 +31,19 @@ def test_kernels_have_the_bits_of_the_cpu():
                     asked.add(call.name)
                     assert not call.differing(DEVICE), (method, x.shape, x.dtype, call.name)
     assert asked == set(there)
+
+
+@pytest.mark.parametrize("damaged", ["words", "states"])
+def test_a_block_that_ends_wrongly_is_refused_alike(damaged):
+    """Everything else is looked at on the host, before a kernel is asked."""
+    x = torch.randn(70, 40, generator=torch.Generator().manual_seed(49))
+    calls = {call.name: call for call in calls_of("step:0.3:scale=tensor", x)}
+    call = calls["entropy.lanes.popped"]
+    words, lengths, states, *others = call.args
+    (words if damaged == "words" else states)[0] += 1
+    kernel, said = KERNELS[call.name], []
+    for run, on in ((kernel.anywhere, torch.device("cpu")), (kernel.by_device["cuda"], DEVICE)):
+        with pytest.raises(RuntimeError) as error:
+            run(*call._replace(args=(words, lengths, states, *others)).on(on).args)
+        said.append(str(error.value))
+    assert said[0] == said[1]
