@@ -29,9 +29,12 @@ from functools import cached_property
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from mpcomp.core.compiled import compiled
+from mpcomp.core.kernels import kernel
 from mpcomp.core.threads import each, slices_of
 from mpcomp.entropy import ans, dithered
 from mpcomp.entropy.ans import LOWEST, unfolded
@@ -39,7 +42,21 @@ from mpcomp.entropy.classes import CONTEXTS, Classes, head, read, with_tables
 from mpcomp.entropy.frequencies import Table, shares_of, starts_of
 from mpcomp.entropy.message import Reader, damaged
 
-__all__ = ["LANES", "MANY", "Way", "best", "decode", "encode", "pop", "push", "ways"]
+__all__ = [
+    "LANES",
+    "MANY",
+    "Way",
+    "best",
+    "check_ends",
+    "decode",
+    "encode",
+    "joined",
+    "pop",
+    "popped",
+    "push",
+    "pushed",
+    "ways",
+]
 
 #: States of a block.
 LANES: Final = 32
@@ -221,30 +238,85 @@ def _summed(sums: Sequence[ans.Sums]) -> ans.Sums:
 def _written(q: NDArray[np.int16], offsets: NDArray[np.int8], way: Way) -> list[bytes]:
     """The message of a way, but for its kind."""
     k = way.block(q.size)
-    coded = _coded(_of_symbols(way.frequencies, way.flag), way.flag)
-    place = _Place.of(way.classes)
+    ahead = [bytes([way.flag, k]), *head(way.classes, way.tables).parts()]
+    entries = _coded(_of_symbols(way.frequencies, way.flag), way.flag)
+    coded = pushed(
+        _tensor(q),
+        _tensor(offsets),
+        _Place.of(way.classes).tensors(),
+        _tensor(entries.view(np.int64)),
+        _rows_of_block(q.shape[1], k),
+        1 + sum(map(len, ahead)),  # behind the kind
+    )
+    return [*ahead, coded.numpy().tobytes()]
 
-    def written(rows: slice) -> tuple[NDArray[np.uint64], bytes, NDArray[np.int64]]:
-        of_block = q[rows]
+
+def _tensor(array: NDArray[Any]) -> Tensor:
+    return torch.from_numpy(np.require(array, None, ["C", "W"]))
+
+
+@kernel
+def pushed(
+    q: Tensor,
+    offsets: Tensor,
+    place: tuple[Tensor, Tensor, Tensor, int],
+    entries: Tensor,
+    rows_each: int,
+    behind: int,
+) -> Tensor:
+    """A message from the number of symbols that go by themselves on: uint8 [n].
+
+    Args:
+        q: integers, int16 [rows, columns].
+        offsets: as of `push`.
+        place: of `_Place`.
+        entries: as of `push`, int64.
+        rows_each: rows of a block.
+        behind: number of bytes ahead of it.
+    """
+    by, of_all, columns = offsets.numpy(), _Place.of_tensors(place), q.shape[1]
+    inverses = 1.0 / (_TOTAL - (entries.numpy() & _TOTAL - 1))
+
+    def coded(rows: slice) -> tuple[NDArray[np.uint16], NDArray[np.uint64], NDArray[np.int64]]:
+        of_block = q.numpy()[rows]
         words = np.empty(of_block.size + 1, np.uint16)  # one at most each, and one in vain
-        alone = np.empty(min(way.num_alone, of_block.size) + 1, np.int64)
-        states = np.full(LANES, LOWEST, np.uint64)
-        at, count = push(of_block, offsets[rows], *place.part(rows), *coded, states, words, alone)
-        places = alone[:count][::-1] + rows.start * q.shape[1]
-        return states, words[at:].astype("<u2", copy=False).tobytes(), places
+        alone = np.empty(of_block.size + 1, np.int64)
+        states, of_rows = np.full(LANES, LOWEST, np.uint64), of_all.part(rows)
+        coding = entries.numpy().view(np.uint64), inverses
+        at, count = push(of_block, by[rows], *of_rows, *coding, states, words, alone)
+        return words[at:], states, alone[:count][::-1] + rows.start * columns
 
-    states, words, alone = zip(*each(written, _blocks(q.shape, k)), strict=True)
-    places = np.concatenate(alone)
-    parts = [
-        bytes([way.flag, k]),
-        *head(way.classes, way.tables).parts(),
-        np.array([len(places)], "<u4").tobytes(),
-        places.astype("<u4").tobytes(),
-        q.reshape(-1)[places].astype("<i2").tobytes(),
-    ]
-    parts.append(bytes(-(1 + sum(map(len, parts))) % 4))  # behind the kind
-    lengths = np.array([len(each) // 2 for each in words], "<u4")
-    return [*parts, lengths.tobytes(), np.stack(states).astype("<u4").tobytes(), *words]
+    words, states, alone = zip(*each(coded, _blocks(len(q), rows_each)), strict=True)
+    places = torch.from_numpy(np.concatenate(alone))
+    return joined(
+        q,
+        behind,
+        places,
+        torch.tensor([len(of_block) for of_block in words]),
+        torch.from_numpy(np.stack(states).astype(np.uint32).view(np.int32)),
+        torch.from_numpy(np.concatenate(words).view(np.int16)),
+    )
+
+
+def joined(
+    q: Tensor, behind: int, places: Tensor, lengths: Tensor, states: Tensor, words: Tensor
+) -> Tensor:
+    """The end of a message, uint8 [n].
+
+    Args:
+        q: integers, int16 [rows, columns].
+        behind: number of bytes ahead of it.
+        places: of integers that go by themselves, int64, ascending.
+        lengths: words of each block, int64.
+        states: bits of uint32, int32 [blocks, `LANES`].
+        words: bits of uint16 of all blocks, int16.
+    """
+    count = torch.tensor([len(places)], dtype=torch.int32, device=q.device)
+    zeros = q.new_zeros(-(behind + 4 + _BY_ITSELF * len(places)) % 4, dtype=torch.uint8)
+    values = q.reshape(-1)[places]
+    parts = count, places.int(), values, zeros, lengths.int(), states, words
+    there = (part.reshape(-1) for part in parts if part.numel())  # what is empty has any strides
+    return torch.cat([part.view(torch.uint8) for part in there])
 
 
 def decode(
@@ -264,36 +336,81 @@ def decode(
     tables_each = dithered.SIZES if dithers else 1
     classes, tables, coder = read(reader, rows, columns, tables_each, in_lanes=True)
     coder.check_end()
-    place, by = _Place.of(classes), offsets if offsets is not None and dithers else _NONE
+    by = offsets if offsets is not None and dithers else _NONE
     (count,) = map(int, reader.array("<u4", 1))
     places, values = reader.array("<u4", count), reader.array("<i2", count)
     if count and int(places.max()) >= rows * columns:
         raise damaged("an integer behind the last one")
     if reader.array("u1", -reader.at % 4).any():
         raise damaged("bytes where there are zeros")
-    q = np.empty((rows, columns), np.int16)
-    blocks = _blocks(q.shape, k)
-    lengths = reader.array("<u4", len(blocks)).astype(np.int64)
-    states = reader.array("<u4", LANES * len(blocks)).astype(np.uint64).reshape(-1, LANES)
+    rows_each = _rows_of_block(columns, k)
+    num_blocks = -(-rows // rows_each)
+    lengths = reader.array("<u4", num_blocks).astype(np.int64)
+    states = reader.array("<u4", LANES * num_blocks).astype(np.uint32).reshape(-1, LANES)
     if (states < LOWEST).any():
         raise damaged("an impossible state")
     reader.check_end(2 * int(lengths.sum()))
     words = np.zeros(int(lengths.sum()) + 1, np.uint16)
     words[:-1] = reader.array("<u2", len(words) - 1)
-    ends = lengths.cumsum()
     frequencies = _of_symbols(_frequencies(tables[2:], flag), flag)
-    slots = slots_of(frequencies, flag != _MAGNITUDES)
-
-    def read_block(number: int) -> None:
-        of_block, start = blocks[number], int(ends[number] - lengths[number])
-        of_rows = place.part(of_block)
-        at = pop(words, start, by[of_block], *of_rows, slots, states[number], q[of_block])
-        if at != ends[number] or (states[number] != LOWEST).any():
-            raise damaged("a block that does not end where it does")
-
-    each(read_block, range(len(blocks)))
+    said = popped(
+        _tensor(words.view(np.int16)),
+        _tensor(lengths),
+        _tensor(states.view(np.int32)),
+        _tensor(by),
+        _Place.of(classes).tensors(),
+        _tensor(slots_of(frequencies, flag != _MAGNITUDES).view(np.int32)),
+        (rows, columns, rows_each),
+    )
+    q: NDArray[np.int16] = said.numpy()
     q.reshape(-1)[places] = np.maximum(values, -np.iinfo(np.int16).max)
     return q
+
+
+@kernel
+def popped(
+    words: Tensor,
+    lengths: Tensor,
+    states: Tensor,
+    offsets: Tensor,
+    place: tuple[Tensor, Tensor, Tensor, int],
+    slots: Tensor,
+    shape: tuple[int, int, int],
+) -> Tensor:
+    """The inverse of `pushed`, but for what goes by itself: integers, int16 [rows, columns].
+
+    Args:
+        words: bits of uint16 of all blocks, and a zero, int16.
+        lengths: words of each block, int64.
+        states: bits of uint32, 65536 or more, int32 [blocks, `LANES`].
+        offsets: as of `push`.
+        place: of `_Place`.
+        slots: as of `slots_of`, their bits as int32.
+        shape: rows, columns, and rows of a block.
+
+    Raises:
+        RuntimeError: a block does not end with its words, or in other states than encoding began.
+    """
+    rows, columns, rows_each = shape
+    q, by, of_all = np.empty((rows, columns), np.int16), offsets.numpy(), _Place.of_tensors(place)
+    blocks, ends = _blocks(rows, rows_each), lengths.cumsum(0).tolist()
+    of_words, of_slots = words.numpy().view(np.uint16), slots.numpy().view(np.uint32)
+    own = states.numpy().view(np.uint32).astype(np.uint64)
+
+    def read_block(number: int) -> None:
+        of_block, start = blocks[number], ends[number] - int(lengths[number])
+        of_rows = of_all.part(of_block)
+        at = pop(of_words, start, by[of_block], *of_rows, of_slots, own[number], q[of_block])
+        check_ends(at == ends[number] and (own[number] == LOWEST).all())
+
+    each(read_block, range(len(blocks)))
+    return torch.from_numpy(q)
+
+
+def check_ends(well: bool | np.bool_) -> None:
+    """Raises RuntimeError unless blocks end as encoding began."""
+    if not well:
+        raise damaged("a block that does not end where it does")
 
 
 class _Place(NamedTuple):
@@ -316,6 +433,16 @@ class _Place(NamedTuple):
         """The places by classes, whose own two tables are not among those."""
         return cls(classes.rows, classes.columns, classes.table_of - 2, len(classes.occurring))
 
+    @classmethod
+    def of_tensors(cls, place: tuple[Tensor, Tensor, Tensor, int]) -> _Place:
+        """The inverse of `tensors`."""
+        rows, columns, table_of, apart = place
+        return cls(rows.numpy(), columns.numpy(), table_of.numpy(), apart)
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, int]:
+        """Its parts, as kernels take them."""
+        return _tensor(self.rows), _tensor(self.columns), _tensor(self.table_of), self.apart
+
     def part(self, rows: slice) -> _Place:
         """The places of a block."""
         return self._replace(rows=self.rows[rows])
@@ -325,11 +452,9 @@ def _rows_of_block(columns: int, k: int) -> int:
     return max(1, round((1 << k) / columns))
 
 
-def _blocks(shape: tuple[int, int], k: int) -> list[slice]:
+def _blocks(rows: int, rows_each: int) -> list[slice]:
     """Rows of each block."""
-    rows, columns = shape
-    step = _rows_of_block(columns, k)
-    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+    return [slice(start, min(start + rows_each, rows)) for start in range(0, rows, rows_each)]
 
 
 def _total(flag: int) -> int:
@@ -354,17 +479,15 @@ def _of_symbols(frequencies: NDArray[np.int64], flag: int) -> NDArray[np.int64]:
     return of_symbols
 
 
-def _coded(
-    frequencies: NDArray[np.int64], flag: int
-) -> tuple[NDArray[np.uint64], NDArray[np.float64]]:
-    """Entries and inverses of each integer from -128 to 127, by table, as `push` takes them.
+def _coded(frequencies: NDArray[np.int64], flag: int) -> NDArray[np.uint64]:
+    """Entries of each integer from -128 to 127, by table, as `push` takes them.
 
     An integer that goes by itself takes the entries of the most frequent one.
 
     Returns:
-        Entries: the table's total less the frequency, 12 bits; the sum of frequencies before, 12
+        The table's total less the frequency, 12 bits; the sum of frequencies before, 12
         bits; whether it goes by itself, a bit; from 2^32 on the largest state that takes it without
-        giving a word. And inverses of frequencies.
+        giving a word.
     """
     starts = frequencies.cumsum(1) - frequencies
     there = frequencies > 0
@@ -375,7 +498,7 @@ def _coded(
     low = _TOTAL - frequency | np.take_along_axis(starts, of, 1) << _BITS | ~there * _ALONE
     limits = ((frequency << 32 - _BITS) - 1).astype(np.uint64)
     entries: NDArray[np.uint64] = low.astype(np.uint64) | limits << np.uint64(32)
-    return entries.reshape(-1), 1.0 / frequency.reshape(-1)
+    return entries.reshape(-1)
 
 
 @compiled

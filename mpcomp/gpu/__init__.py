@@ -8,6 +8,7 @@ are rounded to the nearest and products are not fused with sums, as each module'
 from __future__ import annotations
 
 from mpcomp.gpu import checks as checks
+from mpcomp.gpu import lanes as lanes
 from mpcomp.gpu import quantize as quantize
 from mpcomp.gpu import randomness as randomness
 from mpcomp.gpu import rounding as rounding

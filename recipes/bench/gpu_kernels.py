@@ -15,18 +15,23 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Final, NamedTuple
 from unittest import mock
 
 import torch
 from torch import Tensor
 
+from mpcomp import entropy
 from mpcomp.compressors.base import Compressor
 from mpcomp.core.checks import has_nonfinite
 from mpcomp.core.kernels import KERNELS, Kernel
 from mpcomp.core.randomness import generator_for
 from mpcomp.core.spec import parse
 from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.entropy import lanes
 from recipes.bench.gpu_parts import device_of
 from recipes.bench.jobs import Reporter
 from stages.clock import now
@@ -188,11 +193,23 @@ def calls_of(method: str, x: Tensor) -> list[Call]:
         return call(kernel, *args)
 
     compressor: Compressor = parse(method)
-    with mock.patch.object(Kernel, "__call__", noted):
+    with mock.patch.object(Kernel, "__call__", noted), _all_in_lanes():
         has_nonfinite(x)
         payload = compressor.compress(x, generator_for(0))
         compressor.decompress(payload, TensorMeta.of(x), generator_for(0))
     return calls
+
+
+@contextmanager
+def _all_in_lanes() -> Iterator[None]:
+    """Integers go in lanes, be they few, in small blocks, or shorter in another kind."""
+    asked = partial(entropy.encode, in_lanes=True)
+    small = {"MANY": 1, "_MOST": math.inf, "_LEAST": 10, "_LARGEST": 10}
+    with ExitStack() as patched:
+        patched.enter_context(mock.patch.object(entropy, "encode", asked))
+        for name, value in small.items():
+            patched.enter_context(mock.patch.object(lanes, name, value))
+        yield
 
 
 def _name_of(kernel: Kernel[..., Any]) -> str:

@@ -9,6 +9,8 @@ import os
 import pytest
 import torch
 
+from mpcomp.core.kernels import KERNELS
+
 pytest.importorskip("triton", reason="Triton is no dependency: pip install triton")
 from recipes.bench.gpu_kernels import Call, calls_of, drawn, in_triton, methods
 
@@ -47,3 +49,19 @@ def test_the_largest_are_those_of_the_cpu_among_ties(dtype):
             for k in {1, max(1, shape[1] // 3), shape[1] - 1}:
                 call = Call("compressors.topk.mask_of_largest", (tied, k))
                 assert not call.differing(DEVICE), (shape, k, tied)
+
+
+@pytest.mark.parametrize("damaged", ["words", "states"])
+def test_a_block_that_ends_wrongly_is_refused_alike(damaged):
+    """Everything else is looked at on the host, before a kernel is asked."""
+    x = torch.randn(70, 40, generator=torch.Generator().manual_seed(49))
+    calls = {call.name: call for call in calls_of("step:0.3:scale=tensor", x)}
+    call = calls["entropy.lanes.popped"]
+    words, lengths, states, *others = call.args
+    (words if damaged == "words" else states)[0] += 1
+    kernel, said = KERNELS[call.name], []
+    for run, on in ((kernel.anywhere, torch.device("cpu")), (kernel.by_device["cuda"], DEVICE)):
+        with pytest.raises(RuntimeError) as error:
+            run(*call._replace(args=(words, lengths, states, *others)).on(on).args)
+        said.append(str(error.value))
+    assert said[0] == said[1]
