@@ -101,7 +101,7 @@ def pushed(
 def _places(
     place: tuple[Tensor, Tensor, Tensor, int], offsets: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, int, int, Tensor | None]:
-    """What tells the table of each integer, as kernels take it."""
+    """Arguments of kernels that tell the table of each integer."""
     of_rows, of_columns, table_of, num = place
     by = offsets if len(offsets) else None
     return of_rows, of_columns, table_of, len(table_of) - 1, num, by
