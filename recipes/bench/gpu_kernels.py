@@ -46,6 +46,8 @@ REPEATS: Final = 20
 ROUNDS, MOST = 12, 100_000
 DRY_ROUNDS, DRY_MOST = 1, 2000
 
+#: Kernels without operations of torch: where they do not run, the host codes.
+ON_HOST: Final = ("entropy.lanes.popped", "entropy.lanes.pushed")
 #: Results that may differ in their last bits: sums of many numbers.
 SUMS: Final = ("compressors.rounding.norms_of", "compressors.rounding.sums_of")
 _WHOLE: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -102,14 +104,16 @@ def _compared(
 
 
 def _speeds(call: Call) -> dict[str, float]:
-    """GB/s of a kernel and of torch's operations in its place, by arguments and results."""
+    """GB/s of a kernel and of what runs in its place, by arguments and results."""
     kernel = KERNELS[call.name]
+    else_on = call.on(torch.device("cpu")) if call.name in ON_HOST else call
+    ways = (("gb_s", kernel.by_device["cuda"], call), ("torch_gb_s", kernel.anywhere, else_on))
     speeds = {}
-    for of, run in (("gb_s", kernel.by_device["cuda"]), ("torch_gb_s", kernel.anywhere)):
-        num_bytes = _num_bytes(call.args) + _num_bytes((torch.as_tensor(run(*call.args)),))
+    for of, run, (_, args) in ways:
+        num_bytes = _num_bytes(args) + _num_bytes((torch.as_tensor(run(*args)),))
         begin = now()
         for _ in range(REPEATS):
-            run(*call.args)
+            run(*args)
         speeds[of] = REPEATS * num_bytes / (now() - begin) / 1e9
     return speeds
 
