@@ -1,19 +1,31 @@
 """Counts of what a message asks of an accelerator, counted where there is none.
 
+    python -m recipes.bench.message_counts --out docs/results/message_counts.jsonl
+    python -m recipes.bench.message_counts --out docs/results/message_counts.jsonl --table
+
+The first command adds rows of this commit to the file. The second prints those of the file's first
+commit beside those of its last.
+
 Both ends of a cut are in this process and code one microbatch of a warm step, as stages do. A
 message goes through the host's memory as gloo takes it (`recipes.bench.fake_accelerator`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final, NamedTuple
 from unittest.mock import patch
 
 import torch
+from tabulate import tabulate
 from torch import Tensor
 
 from mpcomp.comm import gloo
@@ -22,14 +34,85 @@ from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.links.boundary import ConnectedBoundary
 from mpcomp.links.build import boundaries_of
 from mpcomp.links.link import Link
-from recipes.bench.fake_accelerator import Counts, FakeAccelerator
+from recipes.bench.evidence import commit_id
+from recipes.bench.fake_accelerator import DEVICE, Counts, FakeAccelerator
+from recipes.bench.gpu_messages import METHODS, SHAPE
 
-__all__ = ["cross", "rows_of"]
+__all__ = ["cross", "main", "rows_of", "table"]
 
 #: Steps before the one that is looked at: methods learn in the first ones, and make buffers.
 WARMUPS: Final = 2
 #: A context of a name, within which something is counted.
 Around = Callable[[str], AbstractContextManager[Any]]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Counts, and adds the rows to a file; with `--table` prints those of the file."""
+    parser = argparse.ArgumentParser(
+        prog="python -m recipes.bench.message_counts",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("methods", nargs="*", default=METHODS, metavar="METHOD", help="(default: %(default)s)")
+    add("--shape", type=int, nargs="+", default=SHAPE, help="of the tensor, in bf16")
+    add("--out", type=Path, metavar="JSONL", required=True, help="rows")
+    add("--table", action="store_true", help="print the table, count nothing")
+    options = parser.parse_args(argv)
+    if options.table:
+        print(table([json.loads(line) for line in options.out.read_text().splitlines()]))
+        return
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(options.shape, generator=generator).bfloat16()
+    origin = {"commit": commit_id(), "shape": list(options.shape)}
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    with options.out.open("a") as file, FakeAccelerator() as accelerator:
+        for method in options.methods:
+            try:
+                rows = [*rows_of(method, x.to(DEVICE), accelerator)]
+            except ValueError as error:
+                sys.exit(f"error: {error}")
+            for row in rows:
+                ends = {end: asdict(row[end]) for end in ("encode", "decode")}
+                print(json.dumps({**origin, **row, **ends}), file=file, flush=True)
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Counts of the first commit beside those of the last, with the commits below.
+
+    Args:
+        rows: of the file, in its order.
+    """
+    first, last = rows[0]["commit"], rows[-1]["commit"]
+    found = {(row["commit"], row["method"], row["message"]): row for row in rows}
+    cells: dict[tuple[str, ...], list[str]] = {}  # (method, its counts) -> messages
+    for _, method, message in dict.fromkeys((None, *key[1:]) for key in found):
+        sides = [found.get((commit, method, message)) for commit in (first, last)]
+        counts = (_ends(side, count) for count in _COLUMNS.values() for side in sides)
+        cells.setdefault((method, *counts), []).append(message)
+    headers = [f"{name}, {when}" for name in _COLUMNS for when in ("before", "now")]
+    text = tabulate(
+        [(key[0], " and ".join(messages), *key[1:]) for key, messages in cells.items()],
+        ("method", "message", *headers),
+        disable_numparse=True,
+    )
+    shape = " × ".join(map(str, rows[-1]["shape"]))
+    return (
+        f"{text}\n\nencode / decode of {shape} in bf16\nbefore: commit {first}; now: commit {last}"
+    )
+
+
+def _ends(row: Mapping[str, Any] | None, count: Callable[[Mapping[str, int]], str]) -> str:
+    return "–" if row is None else " / ".join(count(row[end]) for end in ("encode", "decode"))
+
+
+_COLUMNS: Final[Mapping[str, Callable[[Mapping[str, int]], str]]] = {
+    "launches": lambda end: str(end["launches"]),
+    "copies": lambda end: str(end["up"] + end["down"]),
+    "pageable": lambda end: str(end["pageable"]),
+    "waits": lambda end: str(end["waits"]),
+    "MB": lambda end: f"{(end['up_bytes'] + end['down_bytes']) / 1e6:.1f}",
+}
 
 
 def rows_of(method: str, x: Tensor, accelerator: FakeAccelerator) -> Iterator[dict[str, Any]]:
@@ -124,3 +207,7 @@ class _Work(NamedTuple):
     def wait(self, timeout: timedelta) -> None:
         """Ends it."""
         self.done()
+
+
+if __name__ == "__main__":
+    main()

@@ -3,6 +3,8 @@
 What is coded on the host stays there. Ceilings are what a message takes today; they may fall.
 """
 
+import json
+
 import pytest
 import torch
 
@@ -11,7 +13,7 @@ from mpcomp import TensorMeta
 from mpcomp.core.randomness import generator_for
 from mpcomp.core.transfer import to_host
 from recipes.bench.fake_accelerator import DEVICE, FakeAccelerator
-from recipes.bench.message_counts import rows_of
+from recipes.bench.message_counts import main, rows_of, table
 
 #: Launches, copies to the accelerator, copies from it and waits for it: encode, then decode.
 CEILINGS = {
@@ -66,3 +68,27 @@ def test_what_is_not_waited_for_is_not_there():
         before = host.clone()
         accelerator.wait()
     assert not torch.equal(before, x + 1) and torch.equal(host, x + 1)
+
+
+def test_the_table_of_two_commits(tmp_path, capsys):
+    out = tmp_path / "new" / "counts.jsonl"
+    main(["none", "quant:4", "--shape", "2", "16", "32", "--out", str(out)])
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(row["method"], row["message"]) for row in rows] == [
+        *(("none", "activation"), ("none", "gradient")),
+        *(("quant:4", "activation"), ("quant:4", "gradient")),
+    ]
+    main(["--table", "--out", str(out)])
+    assert capsys.readouterr().out == table(rows) + "\n"
+
+    before = [{**row, "commit": "abc"} for row in rows]
+    before[1]["decode"] = {**before[1]["decode"], "launches": 1000}
+    lines = table([*before[:3], *rows]).splitlines()
+    both, gradient, quant, later = (line.split("  ") for line in lines[2:6])
+    launches = " / ".join(str(rows[1][end]["launches"]) for end in ("encode", "decode"))
+    found = [[cell.strip() for cell in line if cell][:4] for line in (both, gradient, quant, later)]
+    encode = launches.split(" / ")[0]
+    assert found[0] == ["none", "activation", launches, launches]
+    assert found[1] == ["none", "gradient", f"{encode} / 1000", launches]
+    assert found[2][:2] == ["quant:4", "activation"] and found[3][2] == "–"
+    assert lines[-1].startswith("before: commit abc; now: commit ")
