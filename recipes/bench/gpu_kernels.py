@@ -1,6 +1,7 @@
 """The part of `recipes.bench.gpu_check` about kernels: are they right, and how fast are they?
 
     python -m recipes.bench.gpu_check --parts kernels
+    compute-sanitizer python -m recipes.bench.gpu_kernels cuda      # some calls, on a GPU
 
 What compressors ask of kernels on the CPU is asked of a GPU's again. They are right where each
 result has the CPU's bits. A dry run interprets them on the CPU, which says nothing of how a GPU
@@ -36,7 +37,16 @@ from recipes.bench.gpu_parts import device_of
 from recipes.bench.jobs import Reporter
 from stages.clock import now
 
-__all__ = ["Call", "calls_of", "differing", "drawn", "in_triton", "kernels", "methods"]
+__all__ = [
+    "Call",
+    "calls_of",
+    "differing",
+    "drawn",
+    "in_triton",
+    "kernels",
+    "methods",
+    "noted",
+]
 
 #: Of a message whose coding is timed, and methods that ask for every kernel.
 SHAPE: Final = (8, 1024, 1024)
@@ -189,19 +199,26 @@ def in_triton() -> list[str]:
 
 def calls_of(method: str, x: Tensor) -> list[Call]:
     """Requests to kernels by a look for NaN, coding a tensor, and decoding the message."""
-    calls = []
-    call = Kernel.__call__
-
-    def noted(kernel: Kernel[..., Any], *args: Any) -> Any:
-        calls.append(Call(_name_of(kernel), _copied(args)))
-        return call(kernel, *args)
-
     compressor: Compressor = parse(method)
-    with mock.patch.object(Kernel, "__call__", noted), _all_in_lanes():
+    with noted() as calls, _all_in_lanes():
         has_nonfinite(x)
         payload = compressor.compress(x, generator_for(0))
         compressor.decompress(payload, TensorMeta.of(x), generator_for(0))
     return calls
+
+
+@contextmanager
+def noted() -> Iterator[list[Call]]:
+    """A context that notes what kernels are asked, with arguments as they are then."""
+    calls = list[Call]()
+    call = Kernel.__call__
+
+    def note(kernel: Kernel[..., Any], *args: Any) -> Any:
+        calls.append(Call(_name_of(kernel), _copied(args)))
+        return call(kernel, *args)
+
+    with mock.patch.object(Kernel, "__call__", note):
+        yield calls
 
 
 @contextmanager
@@ -289,5 +306,6 @@ def _one_of(generator: torch.Generator, *what: Any) -> Any:
 
 
 if __name__ == "__main__":
-    for each in _compared(torch.device("cpu"), DRY_ROUNDS, DRY_MOST, math.inf).values():
+    _on = torch.device(*(sys.argv[1:] or ["cpu"]))
+    for each in _compared(_on, DRY_ROUNDS, DRY_MOST, math.inf).values():
         print(json.dumps(each))

@@ -31,7 +31,7 @@ from recipes.bench.workers import num_cores
 from recipes.decoder import SIZES, Size, activation_of
 from stages.clock import now
 
-__all__ = ["DRY_SIZE", "coding", "device_of", "machine", "result_of", "tests"]
+__all__ = ["DRY_SIZE", "coding", "device_of", "machine", "output_of", "result_of", "tests"]
 
 ROOT: Final = Path(__file__).parents[2]
 
@@ -64,7 +64,7 @@ METHODS: Final[Mapping[str, tuple[str, str]]] = {
     "klt, step 0.2 / 1": ("klt+step:0.2:centre=true", "klt+step:1"),
     "klt, step 0.5 / 1": ("klt+step:0.5:centre=true", "klt+step:1"),
 }
-#: Those that are timed first, as the time may not be enough for all.
+#: Those that are timed first, by every number of threads; others by the most.
 FIRST: Final = ("bf16", "fw4-bw8", "top 10 %", "tiles of 64, 4 bits", "auto:scratch")
 THREADS: Final = (1, 4, 16)
 CODING_REPEATS: Final = 2
@@ -167,14 +167,14 @@ def tests(reporter: Reporter, dry: bool) -> None:
         reporter.say({"why_skipped": "this copy has no tests"})
         return
     begin = time.perf_counter()
-    code, lines = _output([sys.executable, "-m", "pytest", *arguments], reporter)
+    code, lines = output_of([sys.executable, "-m", "pytest", *arguments], reporter)
     seconds = time.perf_counter() - begin
     reporter.say({"command": " ".join(arguments), "seconds": seconds, **result_of(lines)})
     if code not in (0, 1, None):  # 1: some tests failed, which is a result
         raise RuntimeError(f"pytest ended with code {code}: {' '.join(lines[-2:])}")
 
 
-def _output(command: Sequence[str], reporter: Reporter) -> tuple[int | None, list[str]]:
+def output_of(command: Sequence[str], reporter: Reporter) -> tuple[int | None, list[str]]:
     """A command's exit code and lines; no code if it was killed, as the time was over."""
     with tempfile.TemporaryFile("w+") as file:
         process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
@@ -208,13 +208,13 @@ def result_of(lines: Sequence[str]) -> dict[str, Any]:
 
 def coding(reporter: Reporter, dry: bool) -> None:
     """Reports seconds of coding a microbatch of the race, by method and threads of the coder."""
-    names = [*FIRST, *(name for name in METHODS if name not in FIRST)]
     threads = sorted({min(each, num_cores()) for each in THREADS})
+    by_name = {name: threads if name in FIRST else threads[-1:] for name in (*FIRST, *METHODS)}
     if dry:
-        names, threads = ["bf16", "auto:scratch"], threads[:1]
+        by_name = dict.fromkeys(("bf16", "auto:scratch"), threads[:1])
     x = activation_of(DRY_SIZE if dry else SIZES["203M"], device_of(dry))
-    for name in names:
-        for num_threads in threads:
+    for name, of_name in by_name.items():
+        for num_threads in of_name:
             if reporter.left_s <= 0:
                 return
             act, grad = METHODS[name]

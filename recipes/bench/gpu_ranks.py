@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import mpcomp
 from mpcomp.api.build import pipeline as pipeline_of
 from mpcomp.api.pipeline import Pipeline
+from mpcomp.comm.paced import slow_links
 from mpcomp.core.tensor_meta import TensorMeta
 from recipes.bench.gpu_forks import GLOO, NCCL, alone, together
 from recipes.bench.gpu_messages import traced
@@ -30,12 +31,35 @@ from recipes.bench.workers import num_cores
 from recipes.decoder import SIZES, decoder, equal_stages, token_batch, token_loss
 from stages.clock import now
 
-__all__ = ["nccl", "pipeline", "why_not"]
+__all__ = ["apart", "load_coder", "nccl", "perceptron", "pipeline", "why_not"]
 
 NUM_STAGES: Final = 2
 #: A block to a stage, as in the race, in a step of 8 microbatches of 8 sequences.
 SIZE: Final = SIZES["203M"]._replace(num_blocks=NUM_STAGES, batch=64, chunks=8)
-METHODS: Final = ("bf16", "auto:scratch", "quant:4")
+
+
+class Setting(NamedTuple):
+    """A setting of two stages.
+
+    Attributes:
+        method: both ways.
+        background: whether messages are coded beside the stages.
+        mbps: Mbit/s of the link between the ranks, each way; None leaves it as it is.
+    """
+
+    method: str
+    background: bool = False
+    mbps: float | None = None
+
+
+SETTINGS: Final = (
+    Setting("bf16"),
+    Setting("auto:scratch"),
+    Setting("auto:scratch", background=True),
+    Setting("quant:4"),
+    Setting("auto:scratch", background=True, mbps=1000.0),
+    Setting("bf16", mbps=1000.0),
+)
 #: After which ranks have hung.
 METHOD_S: Final = 40.0
 WARMUPS: Final = 2
@@ -44,17 +68,20 @@ TIMED: Final = 3
 
 def pipeline(reporter: Reporter, dry: bool) -> None:
     """Reports steps of two stages in two processes on one GPU, next to those in one process."""
-    _load_coder()
-    for method in METHODS:
+    load_coder()
+    expected: dict[str, Any] = {}
+    for setting in SETTINGS:
         if reporter.left_s <= 0:
             return
-        expected = alone(_steps, method, dry, "local")
-        outcome = together(_steps, NUM_STAGES, method, dry, None, seconds=METHOD_S)
-        row = {"method": method, "outcome": outcome.text, "threads": _threads(dry)}
-        reporter.say(row | _compared(outcome.values, expected))
+        method = setting.method
+        if method not in expected:
+            expected[method] = alone(_steps, Setting(method), dry, "local")
+        outcome = together(_steps, NUM_STAGES, setting, dry, None, seconds=METHOD_S)
+        row = {**setting._asdict(), "outcome": outcome.text, "threads": _threads(dry)}
+        reporter.say(row | _compared(outcome.values, expected[method]))
 
 
-def _load_coder() -> None:
+def load_coder() -> None:
     """Compiles the entropy coder here: ranks that are forked have it, and need no time for it."""
     x = torch.linspace(-1, 1, 64).reshape(4, 16)
     generator = torch.Generator()
@@ -67,11 +94,12 @@ def _threads(dry: bool) -> int:
     return 1 if dry else max(1, num_cores() // NUM_STAGES)
 
 
-def _steps(method: str, dry: bool, engine: str | None) -> dict[str, Any]:
+def _steps(setting: Setting, dry: bool, engine: str | None) -> dict[str, Any]:
     """Losses, seconds and bytes of some steps in this process; of a rank, the GPU's part in one."""
     device = device_of(dry)
     size = DRY_SIZE._replace(num_blocks=NUM_STAGES) if dry else SIZE
     torch.set_num_threads(_threads(dry))
+    os.environ["MPCOMP_BACKGROUND"] = str(int(setting.background))
     _repeat_exactly()
     model = decoder(
         num_blocks=size.num_blocks,
@@ -80,16 +108,17 @@ def _steps(method: str, dry: bool, engine: str | None) -> dict[str, Any]:
         vocab=size.vocab,
         context=size.context,
     )
-    pipe = pipeline_of(
-        model,
-        size.chunks,
-        split=equal_stages(NUM_STAGES, NUM_STAGES),
-        devices=device,
-        act_comp=method,
-        grad_comp=method,
-        loss_fn=token_loss,
-        engine=engine,
-    )
+    with slow_links(setting.mbps):
+        pipe = pipeline_of(
+            model,
+            size.chunks,
+            split=equal_stages(NUM_STAGES, NUM_STAGES),
+            devices=device,
+            act_comp=setting.method,
+            grad_comp=setting.method,
+            loss_fn=token_loss,
+            engine=engine,
+        )
     batch = token_batch(batch=size.batch, context=size.context, vocab=size.vocab)
     x, y = (each.to(device) for each in batch)
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
@@ -145,11 +174,11 @@ def _compared(ranks: Sequence[Mapping[str, Any]] | None, expected: Mapping[str, 
         "wire_bytes": ranks[0]["wire_bytes"],
         "losses": losses[0],
         "losses_equal": all(own == expected["losses"] for own in losses),
-        "largest_difference": _apart(losses, expected["losses"]),
+        "largest_difference": apart(losses, expected["losses"]),
     }
 
 
-def _apart(losses: Sequence[Sequence[float]], expected: Sequence[float]) -> float:
+def apart(losses: Sequence[Sequence[float]], expected: Sequence[float]) -> float:
     """The largest difference between a rank's losses and those expected."""
     return max(abs(a - b) for own in losses for a, b in zip(own, expected, strict=True))
 
@@ -196,7 +225,7 @@ def nccl(reporter: Reporter, dry: bool) -> None:
             return
         devices = ["cuda:0", "cuda:1" if num_gpus > 1 else "cuda:0"]
     importlib.import_module("transformers.models.gpt2.modeling_gpt2")
-    _load_coder()
+    load_coder()
     expected = alone(_losses_in_one_process, devices[0])
     for name, case in CASES.items():
         if reporter.left_s <= 0:
@@ -204,8 +233,8 @@ def nccl(reporter: Reporter, dry: bool) -> None:
         outcome = together(_losses, 2, case, devices, seconds=CASE_S, backend=GLOO if dry else NCCL)
         text = outcome.text
         if outcome.values is not None:
-            apart = _apart(outcome.values, expected[name])
-            text += ", losses as in one process" if apart == 0 else f", losses {apart:.1e} apart"
+            most = apart(outcome.values, expected[name])
+            text += ", losses as in one process" if most == 0 else f", losses {most:.1e} apart"
         row = {"case": name, "messages": case.messages, "devices": devices}
         reporter.say({**row, "outcome": text})
 
@@ -242,7 +271,7 @@ def _losses(case: Case, devices: list[str], engine: str | None = None) -> list[f
     torch.manual_seed(0)
     if engine is None and devices[0] != "cpu":
         torch.cuda.set_device(devices[dist.get_rank()])
-    pipe, batch = (_gpt2 if case.tied else _perceptron)(
+    pipe, batch = (_gpt2 if case.tied else perceptron)(
         act_comp=case.act, grad_comp=case.grad, devices=devices, engine=engine
     )
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
@@ -254,7 +283,8 @@ def _losses(case: Case, devices: list[str], engine: str | None = None) -> list[f
     return losses
 
 
-def _perceptron(**settings: Any) -> tuple[Pipeline, tuple[Tensor, Tensor]]:
+def perceptron(**settings: Any) -> tuple[Pipeline, tuple[Tensor, Tensor]]:
+    """A model in two stages with those settings, and a batch."""
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
     pipe = pipeline_of(model, 4, split=2, loss_fn=F.cross_entropy, **settings)
     generator = torch.Generator().manual_seed(0)

@@ -262,6 +262,24 @@ def _kernels(rows: Sequence[Row]) -> str:
     return f"{text}\n\nother bits: calls whose result is not the CPU's"
 
 
+def _lanes(rows: Sequence[Row]) -> str:
+    headers = ("method", "kind", "on", "bytes", "encode, GB/s", "decode, GB/s", "numbers")
+    table = [
+        (
+            row["method"],
+            row["kind"],
+            row["coded_on"],
+            _number(row["num_bytes"], ",d"),
+            _number(row["encode_gb_s"], ".2f"),
+            _number(row["decode_gb_s"], ".2f"),
+            "right" if row["same"] else "WRONG",
+        )
+        for row in rows
+    ]
+    text = tabulate(table, headers, disable_numparse=True)
+    return f"{text}\n\nGB/s of whole numbers, two bytes each"
+
+
 def _coding(rows: Sequence[Row]) -> str:
     names = ("encode_act_s", "decode_act_s", "encode_grad_s", "decode_grad_s")
     headers = ("ms a microbatch", "threads", *(name[:-2].replace("_", " ") for name in names))
@@ -273,12 +291,15 @@ def _coding(rows: Sequence[Row]) -> str:
 
 def _pipeline(rows: Sequence[Row]) -> str:
     headers = (
-        *("method", "outcome", "threads", "s a step", "in one process", "GPU idle, %"),
-        *("MB a step", "losses"),
+        *("method", "coded", "Mbit/s", "outcome", "threads", "s a step", "in one process"),
+        *("GPU idle, %", "MB a step", "losses"),
     )
     table = [
         (
             row["method"],
+            # Rows of older code have neither: it coded in turn, over links as they are.
+            "in the background" if row.get("background") else "in turn",
+            _number(row.get("mbps"), "g"),
             _line(row["outcome"]),
             row["threads"],
             _number(row["step_s"], ".3f"),
@@ -299,6 +320,11 @@ def _losses(row: Row) -> str:
     return "equal" if row["losses_equal"] else f"up to {row['largest_difference']:.1e} apart"
 
 
+def _races(rows: Sequence[Row]) -> str:
+    table = [(row["check"], row["methods"], _line(row["outcome"])) for row in rows]
+    return tabulate(table, ("check", "methods", "outcome"), disable_numparse=True)
+
+
 def _nccl(rows: Sequence[Row]) -> str:
     headers = ("case", "messages", "ranks on", "outcome")
     table = [
@@ -313,7 +339,9 @@ TABLES: Final[Mapping[str, Callable[[Sequence[Row]], str]]] = {
     "tests": _tests,
     "messages": _messages,
     "kernels": _kernels,
+    "lanes": _lanes,
     "coding": _coding,
     "pipeline": _pipeline,
+    "races": _races,
     "nccl": _nccl,
 }

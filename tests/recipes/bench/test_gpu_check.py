@@ -118,13 +118,24 @@ def test_a_dry_run_goes_through_all_parts(tmp_path):
     assert all(row["encode"]["operations"] > 3 for row in rows["messages"])
     for row in rows["kernels"]:
         assert "why_skipped" in row or (row["calls"] > 0 and row["differing"] == 0), row
+    for before, in_lanes in zip(rows["lanes"][::2], rows["lanes"][1::2], strict=True):
+        assert before["same"] and in_lanes["same"]
+        assert 0 < in_lanes["num_bytes"] - before["num_bytes"] < 0.008 * before["num_bytes"]
     assert {row["row"] for row in rows["coding"]} == {"bf16", "auto:scratch"}
-    assert [row["method"] for row in rows["pipeline"]] == ["bf16", "auto:scratch", "quant:4"]
-    dense, _, quarter = rows["pipeline"]
-    assert 3 < dense["wire_bytes"] / quarter["wire_bytes"] < 4
+    sent = {
+        (row["method"], row["background"], row["mbps"]): row["wire_bytes"]
+        for row in rows["pipeline"]
+    }
+    assert 3 < sent["bf16", False, None] / sent["quant:4", False, None] < 4
+    ways = ((False, None), (True, None), (True, 1000))
+    scratch = {sent[("auto:scratch", *way)] for way in ways}
+    assert len(scratch) == 1 and sent["bf16", False, 1000] == sent["bf16", False, None]
     for row in rows["pipeline"]:
         assert (row["outcome"], row["losses_equal"], row["gpu_idle"]) == ("ran", True, None)
         assert row["losses"][-1] < row["losses"][0]
+    late, late_beside, *sanitized = (row["outcome"] for row in rows["races"])
+    assert late == late_beside == "ran, losses equal"
+    assert sanitized == ["not run: a dry run has no GPU"] * 2
     assert [row["case"] for row in rows["nccl"]] == ["fixed", "variable", "tied"]
     assert {row["outcome"] for row in rows["nccl"]} == {"ran, losses as in one process"}
 
@@ -318,6 +329,36 @@ def test_nccl_is_tried_where_two_ranks_can_be():
     assert why_not(1, None) == "this torch has no NCCL"
 
 
+def test_layers_gradients_and_messages_are_late(monkeypatch):
+    import torch
+
+    from mpcomp.core.step import Step
+    from mpcomp.core.tensor_meta import TensorMeta
+    from mpcomp.links.build import boundaries_of
+    from recipes.bench import gpu_races
+
+    slept = []
+    monkeypatch.setattr(gpu_races.time, "sleep", slept.append)
+    layer, x = torch.nn.Linear(4, 4), torch.ones(2, 4)
+    (boundary,) = boundaries_of("none", "none", ("cut",), seed=0, replica=0, warmup_steps=0)
+    step = Step(index=0, train=True, sample_ids=(((0,), (1,)),))
+    with gpu_races.sleeping(torch.device("cpu")):
+        y = layer(x)
+        assert len(slept) == 1
+        y.sum().backward()
+        assert len(slept) == 2
+        message = boundary.act.encode(x, step, 0)
+        assert len(slept) == 3
+        boundary.act.decode(message, TensorMeta.of(x), step, 0)
+        assert len(slept) == 4
+    layer(x)
+    assert len(slept) == 4
+
+
+def test_parts_of_the_check_fit():
+    assert sum(part.seconds for part in PARTS) <= 420
+
+
 # -- tables ----------------------------------------------------------------------------------------
 
 
@@ -342,6 +383,7 @@ def on_a_gpu():
     ranks |= {"losses_equal": False, "largest_difference": 1.5e-5}
     hung = {**ranks, "method": "auto:scratch", "outcome": "failed: OutOfMemoryError: none\nat x"}
     hung |= dict.fromkeys(("step_s", "gpu_idle", "wire_bytes", "losses_equal"))
+    hung |= {"background": True, "mbps": 1000.0}
     tested = {"command": "-q -m gpu -n 8", "collected": None, "passed": 5, "failed": 1}
     tested |= {"errors": 0, "skipped": 2, "seconds": 61.2, "last_lines": []}
     tested["failures"] = ["FAILED tests/test_cuda.py::test_x - assert"]
@@ -366,6 +408,23 @@ def on_a_gpu():
                     **{"gb_s": 2000.4, "torch_gb_s": None},
                 }
             ],
+        ),
+        "lanes": stamped(
+            "done",
+            [
+                {
+                    **{"method": "step:1", "kind": "lanes, blocks alone", "coded_on": "GPU"},
+                    **{"num_bytes": None, "encode_gb_s": 20.5, "decode_gb_s": 3.25, "same": True},
+                },
+                {
+                    **{"method": "step:2", "kind": "lanes", "coded_on": "host"},
+                    **{"num_bytes": 12345, "encode_gb_s": 0.5, "decode_gb_s": 1.0, "same": False},
+                },
+            ],
+        ),
+        "races": stamped(
+            "done",
+            [{"check": "sleeps, coded in turn", "methods": "none", "outcome": "failed: a\nat x"}],
         ),
         "coding": stamped(
             "stopped", [{**coded, "encode_grad_s": 0.3, "decode_grad_s": 0.4}], "killed after 68 s"
@@ -407,8 +466,13 @@ def test_tables_become_markdown():
         "| quant:4 | gradient | – / – | 45 / 23 | 2 / 0 | 0 / 2 | 0 / 2 | 0.5 / 1.0 | 3 / 3 |"
         in page
     )
-    assert "| quant:4 | ran | 8 | 0.250 | 0.500 | 25 | 5.0 | up to 1.5e-05 apart |" in page
-    assert "| auto:scratch | failed: OutOfMemoryError: none | 8 | – | 0.500 | – | – | – |" in page
+    two = "| quant:4 | in turn | – | ran | 8 | 0.250 | 0.500 | 25 | 5.0 | up to 1.5e-05 apart |"
+    assert two in page
+    hung = "| auto:scratch | in the background | 1000 | failed: OutOfMemoryError: none | 8 |"
+    assert f"{hung} – | 0.500 | – | – | – |" in page
+    assert "| step:1 | lanes, blocks alone | GPU | – | 20.50 | 3.25 | right |" in page
+    assert "| step:2 | lanes | host | 12,345 | 0.50 | 1.00 | WRONG |" in page
+    assert "| sleeps, coded in turn | none | failed: a |" in page
 
 
 def test_a_part_that_was_not_run_is_named():
