@@ -228,7 +228,7 @@ def push_block(
 
 @triton.jit
 def move_words(apart, ends, lengths, words, most, CHUNK: tl.constexpr):
-    """Moves words of a block behind those of the blocks before."""
+    """Moves the words of a block behind the words of earlier blocks."""
     program, chunks = tl.program_id(0).to(tl.int64), tl.cdiv(most, CHUNK)
     block, n = program // chunks, program % chunks * CHUNK + tl.arange(0, CHUNK)
     length = tl.load(lengths + block)

@@ -259,7 +259,10 @@ def _kernels(rows: Sequence[Row]) -> str:
         for row in rows
     ]
     text = tabulate(table, headers, disable_numparse=True)
-    return f"{text}\n\nother bits: calls whose result is not the CPU's"
+    below = (
+        "other bits: calls whose result is not the CPU's; lanes stand beside the host, not torch"
+    )
+    return f"{text}\n\n{below}"
 
 
 def _lanes(rows: Sequence[Row]) -> str:

@@ -3,8 +3,8 @@
     python -m recipes.bench.message_counts --out docs/results/message_counts.jsonl
     python -m recipes.bench.message_counts --out docs/results/message_counts.jsonl --table
 
-The first command adds rows of this commit to the file. The second prints those of the file's first
-commit beside those of its last.
+The first command adds rows of this commit to the file. The second prints a table, with the first
+and the last commit of the file side by side.
 
 Both ends of a cut are in this process and code one microbatch of a warm step, as stages do. A
 message goes through the host's memory as gloo takes it (`recipes.bench.fake_accelerator`).
@@ -47,7 +47,7 @@ Around = Callable[[str], AbstractContextManager[Any]]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Counts, and adds the rows to a file; with `--table` prints those of the file."""
+    """Counts and adds rows to a file; `--table` prints the file's table and counts nothing."""
     parser = argparse.ArgumentParser(
         prog="python -m recipes.bench.message_counts",
         description=__doc__,
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Counts of the first commit beside those of the last, with the commits below.
+    """The counts of the first and the last commit side by side, with the commits below.
 
     Args:
         rows: of the file, in its order.
