@@ -356,11 +356,11 @@ def test_what_one_model_cannot_do():
 
 def test_images_on_four_replicas(tmp_path):
     """The loss falls; a run that is resumed is the uninterrupted one; its line is a study's."""
-    config = images(dp_comp="ef+topk:0.1", replicas=4, width=8, train_limit=160)
+    config = images(dp_comp="ef+topk:0.1", replicas=4, width=8, train_limit=320)
     line = line_of(trained, "EF Top-1 %", config, own_settings(config, None))
     table = replica_study.render([line, {**line, "row": "dense"}])
     assert "EF Top-1 %" in table and "+0.00" in table
-    assert line["steps"] == 20 and line["step_s"] > 0 and line["memory_bytes"] > 0
+    assert line["steps"] == 40 and line["step_s"] > 0 and line["memory_bytes"] > 0
     assert line["dense_bytes"] == 4 * line["replicas"]["dense_bytes"]
     assert 4 * line["replicas"]["wire_bytes"] == line["wire_bytes"] < 0.5 * line["dense_bytes"]
     folder = RunFolder(tmp_path / "run")
