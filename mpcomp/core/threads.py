@@ -19,7 +19,7 @@ import torch
 
 from mpcomp.core.launchers import local_size
 
-__all__ = ["codes_beside", "each", "num_cores", "num_threads", "slices_of"]
+__all__ = ["BACKGROUND", "codes_beside", "each", "num_cores", "num_threads", "slices_of"]
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -27,7 +27,7 @@ R = TypeVar("R")
 #: Environment variable with the number of the coder's threads.
 _THREADS = "MPCOMP_THREADS"
 #: Environment variable: 1 to code in the background, 0 to code in turn.
-_BACKGROUND = "MPCOMP_BACKGROUND"
+BACKGROUND = "MPCOMPBACKGROUND"
 # Elements of a slice: milliseconds of coding, beside which the handing over to a thread is nothing.
 _ELEMENTS = 1 << 20
 
@@ -76,7 +76,7 @@ def num_threads() -> int:
 
 
 def codes_beside(device: torch.device, num_ranks: int) -> bool:
-    """Whether messages are coded beside computing: `MPCOMP_BACKGROUND`; else with a core to spare.
+    """Whether messages are coded beside computing: `MPCOMPBACKGROUND`; else with a core to spare.
 
     That is where this rank has more cores than torch computes with. On an accelerator it is so
     only where somebody says it.
@@ -86,13 +86,13 @@ def codes_beside(device: torch.device, num_ranks: int) -> bool:
         num_ranks: of the run; all are taken to be here where no launcher says how many are.
 
     Raises:
-        ValueError: `MPCOMP_BACKGROUND` is neither 0 nor 1.
+        ValueError: `MPCOMPBACKGROUND` is neither 0 nor 1.
     """
-    given = os.environ.get(_BACKGROUND)
+    given = os.environ.get(BACKGROUND)
     if given is not None:
         if given not in ("0", "1"):
             raise ValueError(
-                f"{_BACKGROUND}={given!r}: expected 1, to code in the background, or 0, in turn"
+                f"{BACKGROUND}={given!r}: expected 1, to code in the background, or 0, in turn"
             )
         return given == "1"
     cores = num_cores() // (local_size() or num_ranks)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import os
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -16,11 +18,13 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import mpcomp
 from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.threads import BACKGROUND
 from mpcomp.links.auto import GENERAL, TIE_COMP
 from mpcomp.plan import Coding, measure_coding
 from mpcomp.plan.planner import tie_cost
 from recipes.bench import workers
 from recipes.bench.accelerator import WaitingBlock, WaitingHead, loss_of_mixtures
+from recipes.bench.uncoded import Uncoded, message_lengths
 from recipes.decoder import decoder, equal_stages, token_batch, token_loss
 
 REFERENCE: Final = "torch fp32"
@@ -36,6 +40,8 @@ class Setting(NamedTuple):
         connections: of each direction of a cut.
         updates: steps in a call, between which the pipeline does not drain; one is a share of it.
         ties: of the tied embedding, where the model has one.
+        background: whether messages are coded beside computing; None for what the engine chooses.
+        uncoded: whether messages are as long as those of `IN_BACKGROUND`, and coded by nobody.
     """
 
     act: str
@@ -44,6 +50,8 @@ class Setting(NamedTuple):
     connections: int | str = 1
     updates: int = 1
     ties: str | None = None
+    background: bool | None = None
+    uncoded: bool = False
 
 
 _ONE_CONNECTION: Final[dict[str, Setting]] = {
@@ -75,6 +83,15 @@ _APART: Final = {
     f"{name} apart": _ONE_CONNECTION[name]._replace(ties="apart")
     for name in ("mpcomp none", "mpcomp auto", "mpcomp auto:scratch")
 }
+#: The variant whose messages `uncoded` ones are as long as.
+IN_BACKGROUND: Final = "mpcomp auto:scratch in background"
+UNCODED: Final = "mpcomp uncoded"
+_SCRATCH: Final = _ONE_CONNECTION["mpcomp auto:scratch"]
+WHEN_CODED: Final = {
+    "mpcomp auto:scratch in turn": _SCRATCH._replace(background=False),
+    IN_BACKGROUND: _SCRATCH._replace(background=True),
+    UNCODED: _SCRATCH._replace(background=True, uncoded=True),
+}
 #: Those whose names end with x4 have four connections, with "measured" as many as ranks choose.
 METHODS: Final[dict[str, Setting]] = {
     **_ONE_CONNECTION,
@@ -82,6 +99,7 @@ METHODS: Final[dict[str, Setting]] = {
     **_MEASURED,
     **_ASYNCHRONOUS,
     **_APART,
+    **WHEN_CODED,
 }
 TORCH_DTYPES: Final = {REFERENCE: torch.float32, "torch bf16": torch.bfloat16}
 VARIANTS: Final = (*TORCH_DTYPES, *METHODS)
@@ -220,7 +238,9 @@ class Part:
 
     def coding(self, name: str) -> Coding:
         """Seconds for which a variant of mpcomp's codes a microbatch."""
-        act, grad = METHODS[name].act, METHODS[name].grad
+        act, grad, *_ = METHODS[name]
+        if METHODS[name].uncoded:
+            return Coding()
         x = torch.randn(self._job.microbatch, self._job.context, self._job.width)
         return measure_coding(act, grad, x, x.clone())[0]
 
@@ -235,8 +255,11 @@ class Part:
 
 
 def _variants(job: Job) -> dict[str, Variant]:
+    lengths: Counter[str] = Counter()  # bytes of a message of `IN_BACKGROUND`, by direction
     return {
-        name: _torch_variant(name, job) if name in TORCH_DTYPES else _mpcomp_variant(name, job)
+        name: _torch_variant(name, job)
+        if name in TORCH_DTYPES
+        else _mpcomp_variant(name, job, lengths)
         for name in job.variants
     }
 
@@ -368,25 +391,28 @@ class _TorchTie:
         self._weight.grad = both.to(self._weight.dtype)
 
 
-def _mpcomp_variant(name: str, job: Job) -> Variant:
+def _mpcomp_variant(name: str, job: Job, lengths: Counter[str]) -> Variant:
     setting = METHODS[name]
     depth = setting.in_flight
     model = _model(job)
     output = Output(_stage_of(job, model)[-1])
-    pipe = mpcomp.pipeline(
-        model,
-        chunks=job.chunks * setting.updates,
-        split=equal_stages(job.num_blocks, job.size),
-        act_comp=setting.act,
-        grad_comp=setting.grad,
-        loss_fn=job.loss,
-        in_flight=None if depth is None else depth(job.size, job.chunks),
-        connections=setting.connections,
-        ties=setting.ties,
-        tie_comp=TIE_COMP if setting.ties and (setting.act, setting.grad) == GENERAL else None,
-        timeout=job.timeout_s,
-        seed=job.seed,
-    )
+    uncoded = Uncoded("act", lengths), Uncoded("grad", lengths)
+    act, grad = uncoded if setting.uncoded else (setting.act, setting.grad)
+    with _coding(setting.background):
+        pipe = mpcomp.pipeline(
+            model,
+            chunks=job.chunks * setting.updates,
+            split=equal_stages(job.num_blocks, job.size),
+            act_comp=act,
+            grad_comp=grad,
+            loss_fn=job.loss,
+            in_flight=None if depth is None else depth(job.size, job.chunks),
+            connections=setting.connections,
+            ties=setting.ties,
+            tie_comp=TIE_COMP if setting.ties and (act, grad) == GENERAL else None,
+            timeout=job.timeout_s,
+            seed=job.seed,
+        )
     x, y = (torch.cat([each] * setting.updates) for each in _batch(job))
     ids = torch.arange(len(x))
 
@@ -397,7 +423,12 @@ def _mpcomp_variant(name: str, job: Job) -> Variant:
     within = update if setting.updates > 1 else None
 
     def step() -> Tensor:
-        return pipe.forward_backward(x, y, sample_ids=ids, update=within, updates=setting.updates)
+        before = message_lengths(pipe)
+        loss = pipe.forward_backward(x, y, sample_ids=ids, update=within, updates=setting.updates)
+        if name == IN_BACKGROUND:
+            for direction, sent in (message_lengths(pipe) - before).items():
+                lengths[direction] = sent // job.chunks
+        return loss
 
     return Variant(
         step,
@@ -411,6 +442,20 @@ def _mpcomp_variant(name: str, job: Job) -> Variant:
             link.meter.train.sent.wire_bytes for tie in pipe.ties for link in tie.links
         ),
     )
+
+
+@contextmanager
+def _coding(background: bool | None) -> Iterator[None]:
+    """Pipelines that are made within it code in the background, or in turn; None leaves it."""
+    before = os.environ.get(BACKGROUND)
+    if background is not None:
+        os.environ[BACKGROUND] = str(int(background))
+    try:
+        yield
+    finally:
+        os.environ.pop(BACKGROUND, None)
+        if before is not None:
+            os.environ[BACKGROUND] = before
 
 
 def _timed_stages(job: Job) -> list[tuple[nn.Module, dict[str, bool]]]:

@@ -47,7 +47,17 @@ from recipes.bench.link_report import (
     table_of_changes,
     tables,
 )
-from recipes.bench.link_worker import METHODS, REFERENCE, USUAL, VARIANTS, Job, Part
+from recipes.bench.link_worker import (
+    IN_BACKGROUND,
+    METHODS,
+    REFERENCE,
+    UNCODED,
+    USUAL,
+    VARIANTS,
+    WHEN_CODED,
+    Job,
+    Part,
+)
 from recipes.bench.workers import (
     Workers,
     bench_parser,
@@ -132,7 +142,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--variants", nargs="+", choices=VARIANTS, default=list(USUAL), metavar="NAME",
         help="; ".join(USUAL) + "; and those of mpcomp with four connections each way, as in "
         "'mpcomp auto x4', or as many as ranks choose, 'mpcomp auto measured', or asynchronous, "
-        "as in 'mpcomp quant:4 asynchronous'")  # fmt: skip
+        "as in 'mpcomp quant:4 asynchronous', or coded in turn, in the background, or by nobody: "
+        + "; ".join(WHEN_CODED))  # fmt: skip
     add("--repeats", type=int, default=5)
     # Until about the fifteenth step activations change by a tenth of what they do later.
     add("--warmups", type=int, default=20, help="unlimited steps of each variant before the clock")
@@ -186,6 +197,8 @@ def _problem(options: argparse.Namespace) -> str | None:
         return "a plot needs a limited rate; pass one to --rates"
     if REFERENCE not in options.variants:
         return f"the variants lack {REFERENCE!r}, which all are compared to"
+    if UNCODED in options.variants and IN_BACKGROUND not in options.variants:
+        return f"the variants lack {IN_BACKGROUND!r}, whose bytes {UNCODED!r} sends"
     try:
         for num_stages in options.stages:
             equal_stages(options.blocks, num_stages)

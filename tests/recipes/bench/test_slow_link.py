@@ -10,7 +10,14 @@ from mpcomp.plan.network import PACKET_SHARE
 from recipes.bench import slow_link
 from recipes.bench.link_bound import MESSAGE_HEADER_BYTES
 from recipes.bench.link_report import summarise
-from recipes.bench.link_worker import REFERENCE, Output, descend
+from recipes.bench.link_worker import (
+    IN_BACKGROUND,
+    REFERENCE,
+    UNCODED,
+    WHEN_CODED,
+    Output,
+    descend,
+)
 
 
 @pytest.mark.slow
@@ -74,6 +81,22 @@ def test_short_run_of_a_tied_model(tmp_path, capsys):
     predicted = [figure.get("predicted_s") for figure in result["figures"]]
     assert predicted[0] is None and all(seconds > 0 for seconds in predicted[1:])
     assert "predictions: " in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_uncoded_messages_are_as_long_as_those_that_they_stand_for(tmp_path):
+    out = tmp_path / "link.json"
+    tiny = "--stages 2 --blocks 2 --width 64 --context 64 --vocab 20 --chunks 2 --microbatch 2"
+    few = "--repeats 2 --warmups 1 --threads 1 --loopback --accelerator-ms 1"
+    variants = [REFERENCE, *WHEN_CODED]
+    slow_link.main([*tiny.split(), *few.split(), "--variants", *variants, "--out", str(out)])
+    result = json.loads(out.read_text())
+    figures = {figure["variant"]: figure for figure in result["figures"]}
+    dense, in_turn, beside, uncoded = (figures[name] for name in variants)
+    assert in_turn["metered_bytes"] == beside["metered_bytes"] < dense["metered_bytes"] / 2
+    assert in_turn["losses"] == beside["losses"] != uncoded["losses"]
+    assert uncoded["metered_bytes"] == pytest.approx(beside["metered_bytes"], rel=0.05)
+    assert not any(result["coding"]["2"][UNCODED]) and all(result["coding"]["2"][IN_BACKGROUND])
 
 
 #: Of the first blocks, of the last ones, and of the head: seconds forward and back.
@@ -176,3 +199,5 @@ def test_bad_options():
             slow_link.main(options.split())
     with pytest.raises(SystemExit, match="the variants lack 'torch fp32'"):
         slow_link.main(["--variants", "mpcomp none"])
+    with pytest.raises(SystemExit, match=f"the variants lack '{IN_BACKGROUND}'"):
+        slow_link.main(["--variants", REFERENCE, UNCODED])
