@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from mpcomp.command import main
+from mpcomp.links.auto import BEFORE_HEAD
 from mpcomp.plan import Coding, CutCost, Messages
 from mpcomp.plan.known_quality import KNOWN, methods_of
 from recipes.lab import plan_form
@@ -26,6 +27,8 @@ BROWSERS = ("chromium", "google-chrome")
 #: Of models that are small enough for a microbatch of a thousand tokens.
 MODELS = ("GPT-2", "GPT-2 large", "SmolLM2-135M", "Llama 1B", "ResNet-18", "ResNet-50", "by hand")
 NUM_INPUTS = 24
+#: The words of methods before a head: the form has one figure of a word, the mean of all cuts.
+WORDS = {spec: word for word, own in BEFORE_HEAD.items() for spec in own.values()}
 
 
 def part(name: str) -> str:
@@ -171,7 +174,8 @@ class Planned:
     def _cost(self, act: str, grad: str, activation: torch.Tensor, *_: Any, **__: Any) -> CutCost:
         if self._free:
             return CutCost(Coding(), Messages(0.0, 0.0))
-        coding, messages = plan_form.cost_of(self._task, (act, grad), activation.numel())
+        pair = WORDS.get(act, act), WORDS.get(grad, grad)
+        coding, messages = plan_form.cost_of(self._task, pair, activation.numel())
         return CutCost(coding.times(1 / self._cores), messages)
 
     def __call__(self, given: Mapping[str, Any], *, free: bool = False, **others: Any) -> Any:
