@@ -167,9 +167,11 @@ def spelt(word: str, percent: float | None, *, before_head: bool = False) -> Map
             return BEFORE_HEAD[word]
         return _AT_INFERENCE if word == INFERENCE else AUTO[word]
     if word not in CURVES:
+        measured = [repr(each) for each in CURVES if each in AUTO]
         raise ValueError(
             f"budget of {percent:g} % with {word!r}: no study has measured that at several steps, "
-            f"only {', '.join(CURVES)}; leave budget out, or name methods"
+            f"only {', '.join(measured)}, and 'auto' at inference; leave budget out, or name "
+            "methods"
         )
     curve = CURVES[word]
     found = curve.at(percent)

@@ -301,4 +301,5 @@ def _loss(step: PlannedStep) -> str:
     if not step.known.study:
         return "0"
     digits = 0 if step.known.loss >= 10 else 1
-    return f"{step.known.loss:.{digits}f} ± {step.known.half_width:.{digits}f}"
+    half = step.known.half_width
+    return f"{step.known.loss:.{digits}f}" + ("" if half is None else f" ± {half:.{digits}f}")

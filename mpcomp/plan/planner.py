@@ -21,7 +21,7 @@ import torch
 from mpcomp.core.account import NOTHING, Account, agreed_in_step
 from mpcomp.core.sent import Sent
 from mpcomp.core.tensor_meta import TensorMeta
-from mpcomp.links.auto import TIE_COMP
+from mpcomp.links.auto import BEFORE_HEAD, TIE_COMP
 from mpcomp.links.build import MethodLike, boundaries_of
 from mpcomp.links.state_size import state_bytes_of
 from mpcomp.plan.coding import CutCost, measure_coding
@@ -53,7 +53,7 @@ class PlannedStep:
     """A step with one pair of methods.
 
     Attributes:
-        pair: of methods.
+        pair: of methods; words in it may stand for others before a head.
         counts: blocks of each stage, as `stages.split` takes them.
         cuts: what each cut takes for a microbatch.
         account: of all that one pipeline sends in a step.
@@ -189,7 +189,8 @@ class Planner:
     def _step(self, pair: Pair, counts: tuple[int, ...]) -> PlannedStep:
         blocks = self.profile.blocks
         metas = [blocks[own][-1].output for own in self.profile.stages(counts)][:-1]
-        cuts = tuple(self._cost(pair, meta) for meta in metas)
+        pairs = _pairs(pair, len(metas), len(counts))
+        cuts = tuple(self._cost(own, meta) for own, meta in zip(pairs, metas, strict=True))
         tie_comp = pair[0] if pair in (DENSE, BASELINE) else self._tie_comp
         apart = list(self._apart(counts))
         ties = tuple(
@@ -220,7 +221,7 @@ class Planner:
             prediction=prediction,
             tie_s=tie_s(ties, self.network, prediction.timeline),
             exchange_s=self._exchange_s,
-            state_bytes=self._state_bytes(pair, metas),
+            state_bytes=self._state_bytes(pairs, metas),
             known=known_of(self._task, *pair),
         )
 
@@ -277,11 +278,12 @@ class Planner:
             self._tie_costs[key] = tie_cost(method, meta, num_rows, settle=self._settle)
         return self._tie_costs[key]
 
-    def _state_bytes(self, pair: Pair, metas: Sequence[TensorMeta]) -> int | None:
+    def _state_bytes(self, pairs: Sequence[Pair], metas: Sequence[TensorMeta]) -> int | None:
         """Bytes that the host between two cuts keeps at most, or that at the only one."""
         num_hosts = len(self.network.host_mbps)
         names = [str(i) for i in range(len(metas))]
-        boundaries = boundaries_of(*pair, names, seed=0, replica=0, warmup_steps=0)
+        acts, grads = map(list, zip(*pairs, strict=True))
+        boundaries = boundaries_of(acts, grads, names, seed=0, replica=0, warmup_steps=0)
         kept = [0] * num_hosts
         for boundary, meta in zip(boundaries, metas, strict=True):
             batch = meta.with_rows(self.chunks * meta.shape[0])
@@ -292,6 +294,18 @@ class Planner:
                     entries = state_bytes_of(link, batch, self._num_samples, (stage,))
                     kept[stage % num_hosts] += sum(entry["bytes"] for entry in entries)
         return max(kept)
+
+
+def _pairs(pair: Pair, num_cuts: int, num_hosts: int) -> list[Pair]:
+    """The methods of each cut; the one before a head on the first host may have its own."""
+    pairs = [pair] * num_cuts
+    if num_cuts == num_hosts:
+        act, grad = pair
+        pairs[-1] = (
+            BEFORE_HEAD.get(act, {}).get("act_comp", act),
+            BEFORE_HEAD.get(grad, {}).get("grad_comp", grad),
+        )
+    return pairs
 
 
 def _dense(metas: Sequence[TensorMeta]) -> Sent:

@@ -63,8 +63,11 @@ def test_what_was_not_measured_is_refused(word):
 
 @pytest.mark.parametrize("word", sorted(AUTO.keys() - CURVES.keys()))
 def test_a_word_without_a_curve_is_refused(word):
-    with pytest.raises(ValueError, match=f"budget of 1 % with '{word}': no study has measured"):
+    with pytest.raises(ValueError, match=f"budget of 1 % with '{word}': no study has") as caught:
         spelt(word, 1.0)
+    # Words that have one are named as a user gives them.
+    _, _, others = str(caught.value).partition("only ")
+    assert others.startswith("'auto:scratch', 'auto:relu', and 'auto' at inference; leave")
 
 
 def test_without_a_budget_words_are_what_they_are():

@@ -198,13 +198,15 @@ def test_numbers_that_json_has_not(tmp_path: Path) -> None:
 def test_the_slider_begins_at_the_planned_rate(tmp_path: Path) -> None:
     data = plan_data()
     best, base = data["steps"][2]["step_s"], data["steps"][1]["step_s"]
-    commands = 'tell(at("rate-text").textContent); tell(at("sentence").textContent)'
-    rate, sentence = shown(written(tmp_path, data), commands)
+    data["steps"][3]["loss_half_width"] = None
+    commands = 'for (const id of ["rate-text", "sentence", "bars"]) tell(at(id).textContent)'
+    rate, sentence, bars = shown(written(tmp_path, data), commands)
     assert rate == "30 Mbit/s"
     # As simulated for that rate, and not from its neighbours.
     assert f"auto:scratch: {base / best:.2f} times faster than bf16" in sentence
     assert f"{1e3 * best:.1f} ms a step instead of {base:.2f} s" in sentence
     assert "cost 1.5 ± 0.4" in sentence
+    assert "1200" in bars and "1200 ±" not in bars  # of one run
 
 
 def test_the_slider_changes_the_sentence(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 import mpcomp
 from mpcomp.core.account import agreed_in_step
-from mpcomp.links.auto import TIE_COMP
+from mpcomp.links.auto import BEFORE_HEAD, TIE_COMP
 from mpcomp.plan import Compute, Network, predict
 from mpcomp.plan.coding import Coding, CutCost, measure_coding
 from mpcomp.plan.curve import LONGEST, RATES, WORTHWHILE, break_even_mbps
@@ -244,6 +244,24 @@ def test_both_uses_of_a_weight_on_the_first_host_exchange_nothing() -> None:
     assert sum(span.end_s - span.start_s for span in spans) == pytest.approx(
         4 * (sum(head) / 2 + sum(step.cuts[3].coding[1:3])) + step.cuts[3].coding.decode_grad_s
     )
+
+
+def test_a_word_has_its_own_methods_before_a_head() -> None:
+    tied, word = tied_profile(), ("auto:memory", "auto:memory")
+    of_head = BEFORE_HEAD["auto:memory"]
+    spelt = of_head["act_comp"], of_head["grad_comp"]
+    given: dict[str, Any] = {"cuts": [[1, 3, 3, 3]], "num_samples": 64}
+    made = planner(tied, 100.0, **given)
+    step, of_spelt = made.step(word), made.step(spelt)
+    bytes_at_cuts = [cut.messages for cut in step.cuts]
+    assert bytes_at_cuts[3] == of_spelt.cuts[3].messages != bytes_at_cuts[2]
+    assert bytes_at_cuts[2] == bytes_at_cuts[0] != of_spelt.cuts[0].messages
+    assert step.wire_bytes == 4 * sum(map(sum, bytes_at_cuts))
+    # The first host keeps a basis at the last cut, beside the memory that all have.
+    apart = dataclasses.replace(tied, again=None)
+    plain = planner(apart, 100.0, **given).step(word)
+    kept = [each.state_bytes or 0 for each in (plain, step, of_spelt)]
+    assert 0 < kept[0] < kept[1] < kept[2]
 
 
 def test_what_is_recommended_says_where_both_uses_are() -> None:
