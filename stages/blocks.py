@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from stages.chain import Chain, expand, has_hooks, is_compiled, is_plain
 from stages.encoders import Encoder, is_encoder
 from stages.graph import Trace
-from stages.language_models import Decoder, is_causal_lm, is_pretrained
+from stages.language_models import Decoder, is_causal_lm, is_encoder_decoder, is_pretrained
 from stages.stage import Origin, Piece, Stage
 
 
@@ -58,7 +58,7 @@ def line_of(model: nn.Module, names: Sequence[str] = ()) -> Line:
         )
     if is_causal_lm(model):
         return Decoder(model)
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+    if is_encoder_decoder(model):
         raise ValueError(
             f"{type(model).__name__} has an encoder, whose output all its decoder needs; "
             "encoders alone and decoders alone can be cut. Train it whole in replicas with "

@@ -21,6 +21,7 @@ _NO_INPUTS = frozenset(
     {
         "encoder_attention_mask",
         "encoder_hidden_states",
+        "encoder_outputs",
         "end_positions",
         "inputs_embeds",
         "labels",

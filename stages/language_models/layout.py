@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,16 @@ def is_causal_lm(model: nn.Module) -> bool:
         and inner.get_output_embeddings() is not None
         and bool(inner.can_generate())  # a masked language model has a head as well
     )
+
+
+def is_encoder_decoder(model: nn.Module) -> bool:
+    """Whether `model` is one of transformers with a decoder that reads what its encoder gives.
+
+    Its class decides: a classifier on Whisper's encoder has the configuration of both.
+    """
+    if not is_pretrained(model):
+        return False
+    return "decoder_input_ids" in inspect.signature(unwrapped(model)[1].forward).parameters
 
 
 @dataclass(frozen=True)
