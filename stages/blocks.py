@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from stages.chain import Chain, expand, has_hooks, is_compiled, is_plain
+from stages.encoder_decoders import EncoderDecoder
 from stages.encoders import Encoder, is_encoder
 from stages.graph import Trace
-from stages.language_models import Decoder, is_causal_lm, is_pretrained
+from stages.language_models import Decoder, is_causal_lm, is_encoder_decoder, is_pretrained
 from stages.stage import Origin, Piece, Stage
 
 
@@ -29,7 +30,7 @@ class Block:
 class Line(Protocol):
     """A model as a line of units that can be cut at places.
 
-    It is a `Chain`, `Decoder`, `Encoder` or `Trace`.
+    It is a `Chain`, `Decoder`, `Encoder`, `EncoderDecoder` or `Trace`.
     """
 
     units: list[str]
@@ -58,12 +59,8 @@ def line_of(model: nn.Module, names: Sequence[str] = ()) -> Line:
         )
     if is_causal_lm(model):
         return Decoder(model)
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        raise ValueError(
-            f"{type(model).__name__} has an encoder, whose output all its decoder needs; "
-            "encoders alone and decoders alone can be cut. Train it whole in replicas with "
-            "mpcomp.compress_gradients"
-        )
+    if is_encoder_decoder(model):
+        return EncoderDecoder(model)
     if is_plain(model):
         return Chain(model)
     if is_pretrained(model) and is_encoder(model):

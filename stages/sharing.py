@@ -59,8 +59,8 @@ def with_tied_copies(model: nn.Module, pieces: Sequence[Piece]) -> list[Piece]:
     copied = [piece.copied for piece in pieces]
     for names in same_parameters(model):
         homes = sorted((i, name) for name in names for i in where.calling(name))
-        owners = {id(model.get_submodule(name.rpartition(".")[0])) for _, name in homes}
-        if len(owners) < len(homes):
+        owners = {(i, id(model.get_submodule(name.rpartition(".")[0]))) for i, name in homes}
+        if len({owner for _, owner in owners}) < len(owners):
             continue
         for i, name in homes:
             if i != homes[0][0]:

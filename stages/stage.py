@@ -197,6 +197,26 @@ class Stage(nn.Module):
         names = getattr(self._run, "side_inputs", ())
         return {name: batch[name] for name in names if name in batch}
 
+    def completed(self, batch: Any, target: Any = None) -> Any:
+        """A batch with what the model makes of it and its labels before the first block.
+
+        Args:
+            batch: what the first stage is called with, or a mapping that has labels as well.
+            target: the labels, where they are not in the batch.
+        """
+        complete = getattr(self._run, "completed", None)
+        return batch if complete is None else complete(self.original, batch, target)
+
+    def positions(self, batch: object) -> Tensor | None:
+        """Mask [b, s] of the positions at a cut that count; None if the batch has none.
+
+        Only masks of transformers' models are known; one of the user's own may mean the opposite.
+        """
+        if not self.of_transformers or not isinstance(batch, Mapping):
+            return None
+        positions = getattr(self._run, "positions", None)
+        return batch.get("attention_mask") if positions is None else positions(batch)
+
     def check_batch(self, batch: object) -> None:
         """Raise ValueError if the model cannot take this batch, where that can be told ahead."""
         check = getattr(self._run, "check_batch", None)

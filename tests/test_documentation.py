@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import re
 import runpy
 import shlex
@@ -162,6 +163,20 @@ def test_the_gpt_of_ones_own_trains():
     assert 0 < pipe.wire_bytes < pipe.dense_bytes
     first = nn.functional.cross_entropy(torch.zeros(1, 16), torch.zeros(1, dtype=torch.long))
     assert names["loss"] < first
+
+
+def test_the_encoder_decoder_of_the_guide_trains():
+    """The page's code, given a small BART, whose cut lies between its parts."""
+    from encoder_decoders import encoder_decoder, pairs
+
+    page = (ROOT / "docs" / "guide" / "encoder_decoders.md").read_text()
+    _, code = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    torch.manual_seed(0)
+    names = {"model": encoder_decoder("bart"), "loader": [pairs(8)] * 20}
+    exec(compile(code.replace("5e-5", "1e-2"), "encoder_decoders.md", "exec"), names)
+    pipe = names["pipe"]
+    assert 0 < pipe.wire_bytes < pipe.dense_bytes
+    assert names["loss"] < 0.8 * math.log(names["model"].config.vocab_size)
 
 
 def test_the_asynchronous_steps_of_the_guide_train():

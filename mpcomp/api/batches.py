@@ -6,7 +6,7 @@ Whoever has a batch divides it into microbatches, and with ``data="first"`` tell
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -108,13 +108,10 @@ class Batches:
         Raises:
             TypeError, ValueError: bad sample ids, or links that cannot take the step.
         """
-        # Of this name and meaning in transformers; a model of one's own may mean the opposite.
-        marks = self._head.of_transformers and isinstance(batch, Mapping)
-        mask = batch.get("attention_mask") if marks else None
         step = replace(
             steps.bare(train),
             sample_ids=split_sample_ids(sample_ids, sizes) if train else (),
-            valid=valid_positions(mask, sizes),
+            valid=valid_positions(self._head.positions(batch), sizes),
             num_microbatches=len(sizes),
         )
         return steps.checked(step, sizes)
@@ -171,6 +168,7 @@ class Batches:
         if batch is None:
             raise _no_batch("forward_backward")
         batch, target = with_target(batch, target)
+        batch = self._head.completed(batch, target)
         sizes = self.rows(batch, True)
         check_target(target, sum(sizes))
         mesh = self._engine.mesh
@@ -219,6 +217,7 @@ class Batches:
         Raises:
             ValueError, TypeError: as of `mpcomp.Pipeline.forward`.
         """
+        batch = self._head.completed(batch, target)
         sizes = self.rows(batch, False)
         if target is not None:
             check_target(target, sum(sizes))

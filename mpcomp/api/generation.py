@@ -78,7 +78,9 @@ def generate(
     """
     lm: Any = cut[0].original
     if not cut[0].is_causal_lm:
-        raise ValueError(f"generate: {type(lm).__name__} is no causal language model")
+        can = cut[0].of_transformers and lm.can_generate()
+        whole = "; pipe.merge().generate(...) runs the whole model" if can else ""
+        raise ValueError(f"generate: {type(lm).__name__} is no causal language model{whole}")
     if getattr(lm, "_is_stateful", False):
         raise ValueError(
             f"generate: {type(lm).__name__} is recurrent and keeps a state, but stages keep keys "

@@ -202,20 +202,23 @@ class Pipeline(Figures, OriginalModel):
             FloatingPointError: NaN or Inf at a cut.
         """
         if target is None:
-            return self._output(batch, sample_ids, everywhere)
+            return self._output(batch, None, sample_ids, everywhere)
         if self._loss_fn is None:
             raise ValueError(
                 "pipe(x, y) gives output and loss, and needs the loss for that: "
                 "pipeline(..., loss_fn=F.cross_entropy). Several inputs of a model are a tuple, "
                 "pipe((x, y))"
             )
-        output = self._output(batch, sample_ids, everywhere)
+        output = self._output(batch, target, sample_ids, everywhere)
         if output is None:
             return None, None
         return output, self._loss_fn(output, map_tensors(target, lambda t: t.to(output.device)))
 
-    def _output(self, batch: Any, sample_ids: Any, everywhere: bool) -> Any:
-        if self.cut_stages[0].of_transformers and isinstance(batch, Mapping):
+    def _output(self, batch: Any, target: Any, sample_ids: Any, everywhere: bool) -> Any:
+        head = self.cut_stages[0]
+        if batch is not None:
+            batch = head.completed(batch, target)
+        if head.of_transformers and isinstance(batch, Mapping):
             batch = {name: value for name, value in batch.items() if name not in TARGETS}
         if self.training and torch.is_grad_enabled():
             check_differentiable(self.mesh.num_ranks, [*self.ties, *self.shared_weights])

@@ -169,7 +169,8 @@ def padded_positions(valid: Tensor | None, meta: TensorMeta, device: torch.devic
 
     Args:
         valid: bool [rows, positions], or None where all positions count.
-        meta: the tensor.
+        meta: the tensor. It may have the last of these positions alone, as a decoder's before the
+            head, whose encoder's stand first.
         device: where it is.
 
     Returns:
@@ -178,9 +179,11 @@ def padded_positions(valid: Tensor | None, meta: TensorMeta, device: torch.devic
     """
     if valid is None or len(meta.shape) < 3 or meta.channels_last:
         return None
-    if meta.shape[:2] != tuple(valid.shape):
+    rows, positions = meta.shape[:2]
+    all_positions = valid.shape[1]
+    if rows != valid.shape[0] or not (positions == all_positions or 1 < positions < all_positions):
         return None
-    return ~valid.to(device)[:, :, None]
+    return ~valid.to(device)[:, all_positions - positions :, None]
 
 
 def zero_padding(x: Tensor, padded: Tensor | None) -> Tensor:

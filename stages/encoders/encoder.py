@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -16,12 +17,14 @@ from torch.utils._pytree import tree_leaves
 from stages.encoders.loss import HeadLoss
 from stages.encoders.run import EncoderRun, inputs_of, output_of
 from stages.hints import listing
-from stages.language_models.layout import Layout, unwrapped
+from stages.language_models.layout import Layout, is_encoder_decoder, unwrapped
 from stages.language_models.line import BlockLine, difference, evaluation
 from stages.stage import Run, Stage, ancestors
 
 #: Of what is tried, where a configuration says nothing.
 _IMAGE_SIZE = 64
+#: Of sounds, for a position of Whisper's encoder.
+_FRAMES = 2
 
 
 def is_encoder(model: nn.Module) -> bool:
@@ -48,14 +51,13 @@ class Encoder(BlockLine):
             )
         super().__init__(model)
         self._refuse_loose_weights()
-        self._batch = _batch_for(self._inner)
-        self._tried = _Trial(model, self.layout)
+        self._batch = batch_for(self._inner)
+        self._hears = "input_features" in self._batch
+        self._tried = Trial(model, self.layout)
         with self._tried.watching():
             self._expected = self._run_once()
             read = self._tried.read_beside()
-        self._order_by_calls()
-        if read:
-            self._let_all_read(read)
+        self._arrange(read)
         self.own_loss: HeadLoss | None = None
         if HeadLoss.names(self._inner) is not None:
             self.own_loss = HeadLoss(self._inner.config)
@@ -69,10 +71,11 @@ class Encoder(BlockLine):
             stop,
             first,
             last,
-            returned=tried.returned,
+            returned=tried.returned[-1],
             embedded=tried.embedded,
             numbers=tuple(tried.numbers[start:stop]),
             pixels=tuple(self._batch["pixel_values"].shape[1:]) if tried.has_numbers else None,
+            sounds=tuple(self._batch["input_features"].shape[1:]) if self._hears else None,
         )
 
     def check(self, stages: Sequence[Stage]) -> None:
@@ -109,18 +112,25 @@ class Encoder(BlockLine):
             )
         return output.detach()
 
-    def _order_by_calls(self) -> None:
-        """Let what is called before the first block be before it, wherever a class names it."""
+    def _arrange(self, read: Sequence[str]) -> None:
+        """Let what is called before the first block be before it, wherever a class names it.
+
+        Args:
+            read: names of parameters that blocks read beside the activation.
+        """
         layout, at = self.layout, self._tried.called_at
         both = (*layout.before, *layout.after)
         before = [n for n in both if at.get(n, n in layout.after) == 0]
         self.layout = replace(
             layout, before=tuple(before), after=tuple(n for n in both if n not in before)
         )
+        if read:
+            self._let_all_read(read)
 
     def _refuse_loose_weights(self) -> None:
         """Raise ValueError for weights that stand beside the blocks in no module of their own."""
-        for name in dict.fromkeys((self.layout.lm, *ancestors(self.layout.holder))):
+        around = [parent for name in self.layout.lists for parent in ancestors(name)[:-1]]
+        for name in dict.fromkeys((self.layout.lm, *around)):
             module = self.model.get_submodule(name)
             if own := [key for key, value in module._parameters.items() if value is not None]:
                 raise ValueError(
@@ -165,7 +175,7 @@ def check_head_loss(model: nn.Module) -> None:
     A model on "meta" has no numbers to compare.
     """
     inner: Any = unwrapped(model)[1]
-    batch = _batch_for(inner)
+    batch = batch_for(inner)
     with evaluation(inner):
         output = output_of(inner(**batch, return_dict=True))
     assert output is not None, "it has been cut"
@@ -174,23 +184,26 @@ def check_head_loss(model: nn.Module) -> None:
 
 
 @dataclass
-class _Trial:
+class Trial:
     """Calls of a model's modules, seen while it runs once.
 
     Attributes:
-        returned: values that a block returns in a tuple; None if it returns a tensor.
+        returned: of each block, values that it returns in a tuple; None if it returns a tensor.
         embedded: what modules before the blocks return beside the activation, by name.
         numbers: sizes that each block is given beside it, by their places.
         called_at: by name of a module beside the blocks, how many blocks had run at its first call.
+        beside: tensors that blocks are given beside the activation.
+        encoded: output of an encoder that a decoder's blocks may read, as it crosses cuts.
     """
 
     model: nn.Module
     layout: Layout
-    returned: int | None = None
+    returned: list[int | None] = field(default_factory=list)
     embedded: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     numbers: list[dict[int, Any]] = field(default_factory=list)
     called_at: dict[str, int] = field(default_factory=dict)
     beside: list[Tensor] = field(default_factory=list)
+    encoded: list[Tensor] = field(default_factory=list)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -222,7 +235,9 @@ class _Trial:
 
         All weights must take gradients.
         """
-        tensors = [x for x in self.beside if x.requires_grad]
+        tensors = [
+            x for x in self.beside if x.requires_grad and all(x is not y for y in self.encoded)
+        ]
         if not tensors:
             return []
         names, parameters = zip(*self.model.named_parameters(), strict=True)
@@ -237,7 +252,7 @@ class _Trial:
         self.numbers.append({i: x for i, x in enumerate(args) if _is_size(x)})
 
     def _gave(self, block: nn.Module, args: object, output: object) -> None:
-        self.returned = len(output) if isinstance(output, tuple) else None
+        self.returned.append(len(output) if isinstance(output, tuple) else None)
 
     def _called(self, name: str, module: nn.Module, args: object, output: object) -> None:
         self.called_at.setdefault(name, len(self.numbers))
@@ -249,31 +264,50 @@ def _is_size(value: object) -> bool:
     return isinstance(value, tuple) and bool(value) and all(isinstance(x, int) for x in value)
 
 
-def _batch_for(model: Any) -> dict[str, Tensor]:
-    """Two rows of a few inputs: tokens, of which some are padding, or pixels."""
-    device = next(model.parameters()).device
+def batch_for(model: Any) -> dict[str, Tensor]:
+    """Two rows of a few inputs: tokens, of which some are padding, pixels or features of sounds."""
+    device, config = next(model.parameters()).device, model.config
+    batch: dict[str, Tensor] = {}
     if model.main_input_name == "input_ids":
-        ids = torch.arange(1, 11, device=device).reshape(2, 5)
-        if device.type == "meta":  # code for masks asks for their values
-            return {"input_ids": ids}
-        mask = torch.ones_like(ids)
-        mask[0, -2:] = 0
-        padding = getattr(model.config, "pad_token_id", None)
-        return {
-            "input_ids": ids if padding is None else ids.masked_fill(mask == 0, padding),
-            "attention_mask": mask,
-        }
-    if model.main_input_name == "pixel_values":
-        config: Any = getattr(model.config, "vision_config", model.config)
+        batch = _tokens(model, 5, device)
+    elif model.main_input_name == "pixel_values":
+        config = getattr(config, "vision_config", config)
         size = getattr(config, "image_size", _IMAGE_SIZE)
         height, width = (size, size) if isinstance(size, int) else size
-        shape = (2, config.num_channels, height, width)
-        count = 2 * config.num_channels * height * width
-        pixels = torch.linspace(-1, 1, count, device=device).reshape(shape)
-        return {"pixel_values": pixels.to(model.dtype)}
-    raise ValueError(
-        f"{type(model).__name__} cannot be cut: it takes {listing(inputs_of(model))}; of "
-        "transformers' models those of tokens (input_ids) or images (pixel_values) can. Write an "
-        "nn.Sequential of its embeddings, layers and head, or train it whole in replicas with "
-        "mpcomp.compress_gradients"
-    )
+        batch["pixel_values"] = _numbers(model, (config.num_channels, height, width), device)
+    elif model.main_input_name == "input_features" and hasattr(config, "num_mel_bins"):
+        frames = _FRAMES * config.max_source_positions
+        batch["input_features"] = _numbers(model, (config.num_mel_bins, frames), device)
+    else:
+        raise ValueError(
+            f"{type(model).__name__} cannot be cut: it takes {listing(inputs_of(model))}; of "
+            "transformers' models those of tokens (input_ids), images (pixel_values) or Whisper's "
+            "sounds (input_features) can. Write an nn.Sequential of its embeddings, layers and "
+            "head, or train it whole in replicas with mpcomp.compress_gradients"
+        )
+    if is_encoder_decoder(model):  # of another length, so that nothing takes one for the other
+        written = _tokens(model, 4, device)
+        batch |= {f"decoder_{name}": value for name, value in written.items()}
+        if device.type == "meta":  # of all pairs of tokens, as the model makes one of tokens
+            batch["decoder_attention_mask"] = torch.zeros(2, 1, 4, 4, device=device)
+    return batch
+
+
+def _numbers(model: Any, row: Sequence[int], device: torch.device) -> Tensor:
+    """Two rows of a size, from -1 to 1."""
+    count = 2 * math.prod(row)
+    return torch.linspace(-1, 1, count, device=device).reshape(2, *row).to(model.dtype)
+
+
+def _tokens(model: Any, length: int, device: torch.device) -> dict[str, Tensor]:
+    """Two rows of tokens; the end of the first is padding."""
+    ids = torch.arange(1, 2 * length + 1, device=device).reshape(2, length)
+    if device.type == "meta":  # code for masks asks for their values
+        return {"input_ids": ids}
+    mask = torch.ones_like(ids)
+    mask[0, -2:] = 0
+    padding = getattr(model.config, "pad_token_id", None)
+    return {
+        "input_ids": ids if padding is None else ids.masked_fill(mask == 0, padding),
+        "attention_mask": mask,
+    }

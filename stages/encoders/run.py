@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from stages.encoders.wrapped import Ending, Given, Passing, Reached, in_place_of, in_shape
 from stages.hints import listing
 from stages.language_models.layout import Layout, unwrapped
 from stages.language_models.run import config_of_blocks, shallow
@@ -19,8 +19,11 @@ from stages.stage import Stage, ancestors
 #: What forwards of transformers take besides inputs: settings, states, and what a loss is from.
 _NO_INPUTS = frozenset(
     {
+        "decoder_inputs_embeds",
+        "decoder_position_ids",
         "encoder_attention_mask",
         "encoder_hidden_states",
+        "encoder_outputs",
         "end_positions",
         "inputs_embeds",
         "labels",
@@ -36,14 +39,6 @@ _NO_INPUTS = frozenset(
 
 
 _STARS = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-
-
-class _Reached(Exception):
-    """The stage's last block has run; nothing that stands after it is the stage's."""
-
-    def __init__(self, output: Tensor) -> None:
-        super().__init__()
-        self.output = output
 
 
 def inputs_of(model: nn.Module) -> list[str]:
@@ -91,6 +86,7 @@ class EncoderRun:
         embedded: what modules before the blocks return beside the activation, by name.
         numbers: sizes that each block is given beside it, by their places.
         pixels: the size [channels, height, width] of the images that these are for.
+        sounds: the size [bins, frames] of a row of a model of sounds; None of others.
     """
 
     layout: Layout
@@ -102,6 +98,7 @@ class EncoderRun:
     embedded: Mapping[str, tuple[Any, ...]]
     numbers: tuple[Mapping[int, Any], ...]
     pixels: tuple[int, ...] | None
+    sounds: tuple[int, ...] | None
 
     of_transformers = True
 
@@ -116,12 +113,14 @@ class EncoderRun:
         takes = _arguments(model)
         inputs = {name: value for name, value in inputs.items() if self.first or name in takes}
         main = model.main_input_name
-        if x is not None and main not in inputs:  # a later stage's is asked for shape and device
+        if x is not None and not self.first and self.sounds is not None:
+            inputs[main] = in_shape(x, self.sounds)
+        elif x is not None and main not in inputs:  # a later stage's is asked for shape and device
             inputs["inputs_embeds" if "inputs_embeds" in takes and not self.first else main] = x
         received = None if self.first else x
         try:
             result = self._model(stage, received)(**inputs, return_dict=True)
-        except _Reached as reached:
+        except Reached as reached:
             return reached.output
         output = output_of(result)
         return result if output is None else output
@@ -161,26 +160,17 @@ class EncoderRun:
             for name in layout.before:
                 beside = self.embedded.get(name)
                 output = received if beside is None else (received, *beside)
-                ours[name] = _in_place_of(stage.original.get_submodule(name), output)
-        ours[layout.blocks[0].rpartition(".")[0]] = self._blocks(stage, received)
-        return self._copied(layout.lm, stage, ours)
+                ours[name] = in_place_of(stage.original.get_submodule(name), output)
+        (blocks,) = layout.lists
+        ours[blocks] = self._blocks(stage, received)
+        return copied(layout.lm, stage, ours, self._config)
 
-    def _copied(self, name: str, stage: Stage, ours: Mapping[str, nn.Module]) -> nn.Module:
-        """A copy of a module, with ours inside, down to where they are."""
-        theirs = stage.original.get_submodule(name)
-        modules = dict(theirs._modules)
-        for leaf in modules:
-            path = f"{name}.{leaf}" if name else leaf
-            if path in ours:
-                modules[leaf] = ours[path]
-            elif any(path in ancestors(other) for other in ours):
-                modules[leaf] = self._copied(path, stage, ours)
-        config: Any = getattr(theirs, "config", None)
-        if config is not None:
-            start = min(self.start, self.stop - 1)  # a head alone passes for the last block
-            config = config_of_blocks(config, start, self.stop)
-            config.use_cache = False
-        return shallow(theirs, stage, modules, config)
+    def _config(self, config: Any) -> Any:
+        """The configuration of a part of the model, with the stage's blocks alone."""
+        start = min(self.start, self.stop - 1)  # a head alone passes for the last block
+        own = config_of_blocks(config, start, self.stop)
+        own.use_cache = False
+        return own
 
     def _blocks(self, stage: Stage, received: Tensor | None) -> nn.ModuleList:
         """The stage's blocks: the first is given what was received, the last ends the forward."""
@@ -190,75 +180,35 @@ class EncoderRun:
             like = stage.original.get_submodule(self.layout.blocks[-1])
             beside = [None] * ((self.returned or 1) - 1)
             passed = received if self.returned is None else (received, *beside)
-            return nn.ModuleList([_Passing(like, passed)])
+            return nn.ModuleList([Passing(like, passed)])
         blocks = [stage.get_submodule(name) for name in names]
         if received is not None:
             given: list[dict[int, Any]] = [dict(numbers) for numbers in self.numbers]
             given[0][0] = received
-            blocks = [_Given(b, what) if what else b for b, what in zip(blocks, given, strict=True)]
+            blocks = [Given(b, what) if what else b for b, what in zip(blocks, given, strict=True)]
         if not self.last:
-            blocks[-1] = _Ending(blocks[-1])
+            blocks[-1] = Ending(blocks[-1])
         return nn.ModuleList(blocks)
 
 
-class _Wrapped(nn.Module):
-    """In place of a block, with all attributes that a model may ask it for."""
+def copied(
+    name: str, stage: Stage, ours: Mapping[str, nn.Module], config_of: Callable[[Any], Any]
+) -> nn.Module:
+    """A shallow copy of a module, with ours inside, down to where they are.
 
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.__dict__["_block"] = block  # no child: the stage has it
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_block"], name)
-
-
-class _Given(_Wrapped):
-    """A block that is given what crossed the cut, or sizes that blocks before it would tell."""
-
-    def __init__(self, block: nn.Module, given: Mapping[int, Any]) -> None:
-        super().__init__(block)
-        self.__dict__["_given"] = given
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not args:  # the activation by its name
-            return self._block(**{**kwargs, "hidden_states": self._given[0]})
-        return self._block(*[self._given.get(i, x) for i, x in enumerate(args)], **kwargs)
-
-
-class _Ending(_Wrapped):
-    """A block after which the forward ends."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        output = self._block(*args, **kwargs)
-        raise _Reached(output[0] if isinstance(output, tuple) else output)
-
-
-class _Passing(_Wrapped):
-    """No block: gives what crossed the cut, as the blocks give theirs."""
-
-    def __init__(self, like: nn.Module, output: object) -> None:
-        super().__init__(like)
-        self.__dict__["_output"] = output
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._output
-
-
-def _in_place_of(embeddings: nn.Module, output: object) -> nn.Module:
-    """A copy of a module before the blocks that computes nothing: the first stage has done it."""
-    shell = _without_weights(embeddings)
-    vars(shell)["forward"] = lambda *args, **kwargs: output
-    return shell
-
-
-def _without_weights(module: nn.Module) -> nn.Module:
-    """A copy that can be asked for its dtype and sizes; another rank has its weights."""
-    shell = copy.copy(module)
-    weights = {name: None if p is None else _meta(p) for name, p in module._parameters.items()}
-    inside = {n: None if m is None else _without_weights(m) for n, m in module._modules.items()}
-    vars(shell).update(_parameters=weights, _modules=inside)
-    return shell
-
-
-def _meta(parameter: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"))
+    Args:
+        name: of the module in the model.
+        stage: that it is for.
+        ours: modules in place of the model's, by name.
+        config_of: gives a part's configuration in the stage, of its own.
+    """
+    theirs = stage.original.get_submodule(name)
+    modules = dict(theirs._modules)
+    for leaf in modules:
+        path = f"{name}.{leaf}" if name else leaf
+        if path in ours:
+            modules[leaf] = ours[path]
+        elif any(path in ancestors(other) for other in ours):
+            modules[leaf] = copied(path, stage, ours, config_of)
+    config: Any = getattr(theirs, "config", None)
+    return shallow(theirs, stage, modules, None if config is None else config_of(config))

@@ -20,7 +20,7 @@ cut, and refused if the stages do not give the model's logits.
 
 from stages.language_models.caches import StageCaches
 from stages.language_models.decoder import FAMILIES, Decoder
-from stages.language_models.layout import is_causal_lm, is_pretrained
+from stages.language_models.layout import is_causal_lm, is_encoder_decoder, is_pretrained
 from stages.language_models.line import BlockLine
 from stages.language_models.loss import check_own_loss
 
@@ -31,5 +31,6 @@ __all__ = [
     "StageCaches",
     "check_own_loss",
     "is_causal_lm",
+    "is_encoder_decoder",
     "is_pretrained",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -33,17 +34,36 @@ def is_causal_lm(model: nn.Module) -> bool:
     )
 
 
+def is_encoder_decoder(model: nn.Module) -> bool:
+    """Whether `model` is one of transformers with a decoder that reads what its encoder gives.
+
+    Its class decides: a classifier on Whisper's encoder has the configuration of both.
+    """
+    if not is_pretrained(model):
+        return False
+    return "decoder_input_ids" in inspect.signature(unwrapped(model)[1].forward).parameters
+
+
 @dataclass(frozen=True)
 class Layout:
-    """Places in a language model, by qualified names."""
+    """Places in a model of transformers, by qualified names."""
 
     lm: str  # the model with the head
-    holder: str  # the module that holds the list of blocks
     blocks: tuple[str, ...]
     before: tuple[str, ...]  # what only the first stage runs
     after: tuple[str, ...]  # those of the last, and what stands between the holder and the logits
     everywhere: tuple[str, ...]  # modules without weights: each stage has a copy
     read_by_all: tuple[str, ...] = ()  # those with weights that all blocks read, tied copies
+
+    @property
+    def lists(self) -> tuple[str, ...]:
+        """The lists of blocks, in order: one, or an encoder's and a decoder's."""
+        return tuple(dict.fromkeys(name.rpartition(".")[0] for name in self.blocks))
+
+    @property
+    def holder(self) -> str:
+        """The module that holds the first list of blocks."""
+        return self.blocks[0].rpartition(".")[0].rpartition(".")[0]
 
 
 def unwrapped(model: nn.Module) -> tuple[str, nn.Module]:
@@ -90,9 +110,7 @@ def layout_of(model: nn.Module) -> Layout:
         inside = parent
     num_blocks = len(_list(lm, list_name))
     blocks = tuple(qualified(list_name, str(i)) for i in range(num_blocks))
-    return Layout(
-        prefix, qualified(holder_name), blocks, tuple(before), tuple(after), tuple(everywhere)
-    )
+    return Layout(prefix, blocks, tuple(before), tuple(after), tuple(everywhere))
 
 
 def _block_list(lm: nn.Module) -> str:

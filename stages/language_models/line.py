@@ -24,11 +24,15 @@ class BlockLine(ABC):
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.layout: Layout = layout_of(model)
+        self.layout: Layout = self._lay_out()
         self.units = list(self.layout.blocks)
         self.places = list(range(1, len(self.units)))
         #: Before the final norm and the head.
         self.head_place: int | None = len(self.units)
+
+    def _lay_out(self) -> Layout:
+        """Places in the model."""
+        return layout_of(self.model)
 
     @property
     def read_by_all(self) -> list[str]:

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import transformers
+from encoder_decoders import encoder_decoder, sounds
 from encoders import CLASSES, DECODERS, HEADS, IMAGES, TEXT, encoder, image_batch, text_batch
 from everyday import slow_but
 from methods import same_bits
@@ -66,6 +67,15 @@ def test_encoders_of_images(family):
     model = encoder(family, "ImageClassification")
     for chunks in (1, 2):
         check_equal(copy.deepcopy(model), image_batch(model, 5, chunks), chunks)
+
+
+def test_a_classifier_of_sounds():
+    """On Whisper's encoder: its configuration is an encoder-decoder's, and it has no decoder."""
+    config = encoder_decoder("whisper", num_labels=CLASSES, classifier_proj_size=8).config
+    model = transformers.WhisperForAudioClassification(config).train()
+    for chunks in (1, 2):
+        batch = {**sounds(5, chunks, masks=False), "labels": torch.arange(5) % CLASSES}
+        check_equal(copy.deepcopy(model), batch, chunks)
 
 
 @pytest.mark.parametrize("problem", ["regression", "numbers", "multi_label_classification"])

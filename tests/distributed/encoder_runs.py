@@ -1,7 +1,8 @@
-"""Small encoders for `runs`, for tests of several processes."""
+"""Small encoders, and encoder-decoders, for `runs`, for tests of several processes."""
 
 from typing import Any
 
+import encoder_decoders
 import encoders
 import lm_runs
 import runs
@@ -10,6 +11,7 @@ from runs import Kind, Outcome, Run
 from torch import Tensor, nn
 
 preload(
+    "transformers.models.bart.modeling_bart",
     "transformers.models.bert.modeling_bert",
     "transformers.models.deberta_v2.modeling_deberta_v2",
     "transformers.models.vit.modeling_vit",
@@ -32,6 +34,16 @@ def pictures() -> nn.Module:
     return encoders.encoder("vit", "ImageClassification")
 
 
+def summaries() -> nn.Module:
+    """BART with dropout, whose embeddings and head are one weight."""
+    return encoder_decoders.encoder_decoder("bart", dropout=0.1)
+
+
+def pairs(count: int, seed: int) -> tuple[Any, Tensor]:
+    batch = encoder_decoders.pairs(count, seed)
+    return batch, batch.pop("labels")
+
+
 def tokens(count: int, seed: int) -> tuple[Any, Tensor]:
     batch = encoders.text_batch("MaskedLM", count, seed, segments=True)
     return batch, batch.pop("labels")
@@ -52,6 +64,7 @@ runs.KINDS.update(
         "bert": Kind(masked, tokens, 4),
         "deberta": Kind(classes, rows, 4),
         "vit": Kind(pictures, images, 4),
+        "bart": Kind(summaries, pairs, 6),
     }
 )
 

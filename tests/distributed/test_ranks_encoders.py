@@ -1,4 +1,4 @@
-"""Encoders over several processes do what they do in one, bit for bit."""
+"""Encoders, and encoder-decoders, over several processes do what they do in one, bit for bit."""
 
 from dataclasses import replace
 
@@ -22,11 +22,13 @@ RUNS = [
     lm_run("bert", 2, "GPipe", **COMPRESSED),
     lm_run("vit"),
     lm_run("vit", pipeline={"recompute": True}, **COMPRESSED),
+    lm_run("bart", pipeline={"data": "first", "split": [2, 4]}, **COMPRESSED),
+    lm_run("bart", pipeline={"ties": "apart", "recompute": True}, **COMPRESSED),
 ]
 
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("runs", by_halves(RUNS))
 def test_encoders_on_two_ranks(ranks, runs):
-    """Ties apart and at one place, weights that all blocks read, images; padding is uneven."""
+    """Ties apart and at one place, weights that all blocks read, images, two parts, padding."""
     check(ranks, 2, [replace(run, steps=2) for run in runs], train_encoders)

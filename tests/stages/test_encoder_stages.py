@@ -153,7 +153,7 @@ def test_models_of_transformers_are_told_apart():
         ("bert", "PreTraining", {}, "and the last stage gives one tensor"),
         ("bert", "MultipleChoice", {}, "with 'input_ids', 'attention_mask' alone it does not run"),
         ("audio-spectrogram-transformer", "AudioClassification", {}, "it takes 'input_values'"),
-        ("t5", "SequenceClassification", {"d_model": 32, "num_heads": 4}, "encoders alone and dec"),
+        ("t5", "SequenceClassification", {"d_model": 32, "num_heads": 4}, "but no head that gives"),
         ("resnet", "ImageClassification", {"hidden_sizes": [8], "depths": [1]}, "cannot find the"),
     ],
 )
