@@ -9,6 +9,7 @@ from mpcomp import entropy
 from mpcomp.compressors.base import Compressor
 from mpcomp.core.spec import parse
 from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.entropy.lanes import MANY
 
 __all__ = ["compile_coder"]
 
@@ -27,7 +28,12 @@ def compile_coder() -> None:
     signs, offsets = (smooth % 2).astype(np.int16), (smooth % 2 * 3).astype(np.int8)
     coded = entropy.encode(signs, None, offsets)
     entropy.decode(coded, rows, columns, None, offsets)
-    x = torch.from_numpy(smooth).float()
+    squares = np.arange(MANY).reshape(-1, 256) ** 2
+    many = (squares % 61 // 8 - 3).astype(np.int16)  # of few kinds, so that lanes are taken
+    offsets = np.resize(offsets, many.shape)
+    coded = entropy.encode(many, None, offsets, in_lanes=True)
+    entropy.decode(coded, *many.shape, None, offsets)
+    x = torch.from_numpy(many).float()
     for method in ("step:0.5:centre=true", "step:0.5:rounding=dither"):
         compressor: Compressor = parse(method)
         generator = torch.Generator().manual_seed(0)

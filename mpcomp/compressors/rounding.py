@@ -161,19 +161,17 @@ def _restored_on_cpu(q: Tensor, grid: Grid, dither: Tensor | None, limit: float)
 
 
 @kernel
-def parts_of(dither: Tensor, num: int) -> NDArray[np.int8]:
-    """floor(num v) of a dither v, fp32 in [-1/2, 1/2): int8 of the same shape."""
-    parts = (dither * num).floor_().to(torch.int8)
-    of_device: NDArray[np.int8] = to_host(parts).numpy()
-    return of_device
+def parts_of(dither: Tensor, num: int) -> Tensor:
+    """floor(num v) of a dither v, fp32 in [-1/2, 1/2): int8 of the same shape, there too."""
+    return (dither * num).floor_().to(torch.int8)
 
 
 @parts_of.on("cpu")
-def _parts_on_cpu(dither: Tensor, num: int) -> NDArray[np.int8]:
+def _parts_on_cpu(dither: Tensor, num: int) -> Tensor:
     parts = np.empty(dither.shape, np.int8)
     v = dither.numpy()
     each(lambda rows: fill_parts(v[rows], num, parts[rows]), slices_of(*v.shape))
-    return parts
+    return torch.from_numpy(parts)
 
 
 def _positive(units: Tensor) -> Tensor:

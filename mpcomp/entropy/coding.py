@@ -6,8 +6,8 @@ expect (`mpcomp.entropy.neighbours`) or the dither under which they were rounded
 (`mpcomp.entropy.dithered`). Where coding would gain nothing (noise of many bits) they go
 as int16. Millions are coded in slices of rows, on several threads (`mpcomp.core.threads`). Who asks
 for it has many in lanes (`mpcomp.entropy.lanes`), unless their neighbours tell of them or that
-takes more bytes. All arithmetic of what both ends make is in whole numbers, so that nothing depends
-on how a machine rounds.
+takes more bytes; so has a device that codes lanes itself. All arithmetic of what both ends make is
+in whole numbers, so that nothing depends on how a machine rounds.
 """
 
 from __future__ import annotations
@@ -16,13 +16,28 @@ import math
 from typing import Any
 
 import numpy as np
+import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
+from torch import Tensor
 
 from mpcomp.core.threads import each, slices_of
+from mpcomp.core.transfer import to_device, to_host
 from mpcomp.entropy import ans, classes, dithered, lanes, neighbours
 from mpcomp.entropy.message import FEW, Reader, damaged
 
-__all__ = ["KINDS", "LARGEST", "decode", "encode", "lines_of", "max_bytes", "slices"]
+__all__ = [
+    "KINDS",
+    "LARGEST",
+    "decode",
+    "decode_to",
+    "encode",
+    "encode_tensor",
+    "in_lines",
+    "lines_of",
+    "max_bytes",
+    "slices",
+]
 
 #: Magnitudes are at most this.
 LARGEST = 2**15 - 1
@@ -33,6 +48,7 @@ _PLAIN, _CLASSES, _NEIGHBOURS, _DITHERED, _SLICES, _LANES = 0, (4, 5), (6, 7), (
 #: Names of all kinds; who lacks one cannot read what others write.
 KINDS = ("plain", "classes", "neighbours", "dithered", "slices", "lanes")
 _LINE = 512  # integers of a vector that have a class in common, nearly
+_HOST = torch.device("cpu")
 
 
 def max_bytes(rows: int, columns: int) -> int:
@@ -56,20 +72,46 @@ def encode(
             [rows, columns], which `decode` will be given too.
         in_lanes: whether many may go in lanes.
     """
-    shape = q.shape
+    by = None if offsets is None else _tensor(offsets, np.int8)
+    coded: NDArray[np.uint8]
+    coded = encode_tensor(_tensor(q, np.int16), image, by, in_lanes=in_lanes).numpy()
+    return coded
+
+
+def encode_tensor(
+    q: Tensor,
+    image: tuple[int, int] | None = None,
+    offsets: Tensor | None = None,
+    *,
+    in_lanes: bool = False,
+) -> Tensor:
+    """As `encode`, of integers on any device; what is coded is on the host.
+
+    Many integers of a device that codes lanes stay there, and go in lanes whoever asks.
+
+    Args:
+        q: int16 [rows, columns].
+        image: as of `encode`.
+        offsets: int8 [rows, columns], on that device.
+        in_lanes: as of `encode`.
+    """
+    most = max_bytes(*q.shape)
     if image is None:
-        q = _in_lines(q)
-        offsets = None if offsets is None else _in_lines(offsets)
-    q = np.require(q, np.int16, ["C", "W"])  # else there would be machine code for each kind
+        q = in_lines(q)
+        offsets = None if offsets is None else in_lines(offsets)
+    q, there = q.contiguous(), lanes.codes_on(q.device)
+    if not there:
+        q, offsets = to_host(q), None if offsets is None else to_host(offsets)
+    message = _in_lanes(q, image, offsets) if in_lanes or there else None
     # Of one, nothing is shorter than itself.
-    message = _in_lanes(q, image, offsets) if in_lanes else None
     if message is None:
-        message = _in_slices(q, image, offsets) if q.size > 1 else []
-    if not message or sum(map(len, message)) > max_bytes(*shape):
-        plain = q.astype("<i2").tobytes()
-        message = [bytes([_PLAIN]), plain[: max_bytes(*shape) - 1]]
+        q = to_host(q)
+        message = _in_slices(q.numpy(), image, _array(offsets)) if q.numel() > 1 else []
+    if not message or sum(map(len, message)) > most:
+        plain = to_host(q).numpy().astype("<i2").tobytes()
+        message = [bytes([_PLAIN]), plain[: most - 1]]
     coded = bytearray().join(message)  # no bytes, of which an array could not be changed
-    return np.frombuffer(coded, np.uint8)
+    return torch.from_numpy(np.frombuffer(coded, np.uint8))
 
 
 def decode(
@@ -84,23 +126,55 @@ def decode(
     Raises:
         RuntimeError: the data cannot be of such integers. (Of damaged data many are.)
     """
+    by = None if offsets is None else _tensor(offsets, np.int8)
+    q: NDArray[np.int16]
+    q = decode_to(_HOST, _tensor(data, np.uint8), rows, columns, image, by).numpy()
+    return q
+
+
+def decode_to(
+    device: torch.device,
+    coded: Tensor,
+    rows: int,
+    columns: int,
+    image: tuple[int, int] | None = None,
+    offsets: Tensor | None = None,
+) -> Tensor:
+    """As `decode`, of integers on any device, int16 [rows, columns], made there if it codes lanes.
+
+    Args:
+        device: of the integers.
+        coded: uint8 [n] on the host.
+        rows: of the integers.
+        columns: likewise.
+        image: as of `encode`.
+        offsets: int8 [rows, columns], on the device.
+
+    Raises:
+        RuntimeError: as of `decode`.
+    """
+    data = coded.numpy()
     if not len(data):
         raise RuntimeError("an empty message where coded integers were expected")
-    data = np.require(data, np.uint8, ["C", "W"])
     kind = int(data[0])
     if kind == _PLAIN:
         if len(data) != max_bytes(rows, columns):
             raise damaged(f"{len(data)} bytes, expected {max_bytes(rows, columns)}")
         plain = np.frombuffer(data, "<i2", offset=1).astype(np.int16)
-        return np.maximum(plain, -LARGEST).reshape(rows, columns)
+        q = torch.from_numpy(np.maximum(plain, -LARGEST).reshape(rows, columns))
+        return to_device(q, device)
     shape = lines_of(rows, columns) if image is None else (rows, columns)
     if offsets is not None and image is None:
         offsets = _filled(offsets, shape)
+    there = kind == _LANES and lanes.codes_on(device)
+    if offsets is not None and not there:
+        offsets = to_host(offsets)
     if kind == _LANES:
-        q = lanes.decode(Reader(data), *shape, offsets)
+        q = lanes.decode(Reader(data), *shape, offsets, device if there else _HOST)
     else:
-        q = _of_slices(data, shape, image, offsets)
-    return q.reshape(-1)[: rows * columns].reshape(rows, columns)
+        q = torch.from_numpy(_of_slices(data, shape, image, _array(offsets)))
+    q = q.view(-1)[: rows * columns].view(rows, columns)
+    return q if there else to_device(q, device)
 
 
 def lines_of(rows: int, columns: int) -> tuple[int, int]:
@@ -111,16 +185,25 @@ def lines_of(rows: int, columns: int) -> tuple[int, int]:
     return num_lines, -(-rows * columns // num_lines)
 
 
-def _in_lines(q: NDArray[Any]) -> NDArray[Any]:
+def in_lines(q: Tensor) -> Tensor:
     """The integers in the shape in which they are coded."""
     return _filled(q, lines_of(*q.shape))
 
 
-def _filled(q: NDArray[Any], shape: tuple[int, int]) -> NDArray[Any]:
+def _filled(q: Tensor, shape: tuple[int, int]) -> Tensor:
     """The integers in another shape, with zeros at the end to fill it up."""
     if shape == q.shape:
         return q
-    return np.pad(q.reshape(-1), (0, math.prod(shape) - q.size)).reshape(shape)
+    return F.pad(q.reshape(-1), (0, math.prod(shape) - q.numel())).reshape(shape)
+
+
+def _tensor(array: NDArray[Any], dtype: type) -> Tensor:
+    # Of arrays in another order, or that cannot be changed, there would be other machine code.
+    return torch.from_numpy(np.require(array, dtype, ["C", "W"]))
+
+
+def _array(offsets: Tensor | None) -> NDArray[np.int8] | None:
+    return None if offsets is None else to_host(offsets).numpy()
 
 
 def slices(shape: tuple[int, int], image: tuple[int, int] | None) -> list[slice]:
@@ -129,13 +212,15 @@ def slices(shape: tuple[int, int], image: tuple[int, int] | None) -> list[slice]
 
 
 def _in_lanes(
-    q: NDArray[np.int16], image: tuple[int, int] | None, offsets: NDArray[np.int8] | None
+    q: Tensor, image: tuple[int, int] | None, offsets: Tensor | None
 ) -> list[bytes] | None:
     """The kind and the message in lanes; None of few, and where another kind takes less."""
-    if q.size < lanes.MANY:
+    if q.numel() < lanes.MANY:
         return None
-    if image is not None and neighbours.may_tell(q, *image, signed=bool(q.min() < 0)):
-        return None
+    if image is not None:
+        pixels = to_host(q).numpy()
+        if neighbours.may_tell(pixels, *image, signed=bool(pixels.min() < 0)):
+            return None
     message = lanes.encode(q, offsets)
     return None if message is None else [bytes([_LANES]), *message]
 
@@ -191,7 +276,7 @@ def _encoded(
     ways = [(_CLASSES, classes.encode(q, sums))]
     if image is not None and neighbours.may_tell(q, *image, signed=signed):
         ways.append((_NEIGHBOURS, neighbours.encode(q, *image, signed=signed)))
-    if offsets is not None and dithered.may_tell(q, sums):
+    if offsets is not None and dithered.may_tell(q.size, sums):
         ways.append((_DITHERED, dithered.encode(q, offsets, sums)))
     kinds, message = min(ways, key=lambda way: way[1].num_bytes)
     return [bytes([kinds[not signed]]), *message.parts()]

@@ -14,15 +14,15 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
 from mpcomp.entropy import ans, dithered, lanes, neighbours
 from mpcomp.entropy.classes import CONTEXTS, Classes, with_tables
-from mpcomp.entropy.coding import lines_of, max_bytes, slices
+from mpcomp.entropy.coding import in_lines, max_bytes, slices
 from mpcomp.entropy.frequencies import Table, starts_of
 from mpcomp.entropy.message import FEW
+from mpcomp.entropy.tallies import counts_of, folded, sums_of
 
 __all__ = ["count_bytes"]
 
@@ -44,16 +44,16 @@ def count_bytes(
         q: int16 [rows, columns], on any device, which is waited for.
         image: height and width of images, whose pixels the rows are, line by line.
         offsets: floor(`PARTS` v) of the dither of each, int8 [rows, columns], on that device.
-        in_lanes: whether many may go in lanes.
+        in_lanes: whether many may go in lanes; on a device that codes them they may anyway.
     """
     most = max_bytes(*q.shape)
     if q.numel() <= 1:
         return most
     if image is None:
-        shape = lines_of(*q.shape)
-        q = _filled(q, shape)
-        offsets = None if offsets is None else _filled(offsets, shape)
-    if in_lanes and q.numel() >= lanes.MANY:
+        q = in_lines(q)
+        offsets = None if offsets is None else in_lines(offsets)
+    q = q.contiguous()
+    if (in_lanes or lanes.codes_on(q.device)) and q.numel() >= lanes.MANY:
         of_lanes = _lanes_bytes(q, image, offsets)
         if of_lanes is not None:
             return min(most, math.ceil(of_lanes))
@@ -62,11 +62,6 @@ def count_bytes(
     if len(parts) > 1:
         total += 1 + _SLICE * len(parts)
     return min(most, math.ceil(total))
-
-
-def _filled(x: Tensor, shape: tuple[int, int]) -> Tensor:
-    """The integers in another shape, with zeros at the end to fill it up."""
-    return F.pad(x.reshape(-1), (0, math.prod(shape) - x.numel())).reshape(shape)
 
 
 @dataclass(frozen=True)
@@ -101,43 +96,24 @@ class _Way:
 
 def _slice_bytes(q: Tensor, image: tuple[int, int] | None, offsets: Tensor | None) -> float:
     """Bytes of the shortest way to say a slice, with its kind and the coder's states."""
-    wide = q.to(torch.int64)
-    sums = _sums(wide)
-    ways = [_by_classes(wide, sums)]
+    sums = sums_of(q)
+    ways = [_by_classes(q, sums)]
     many = q.numel() >= FEW and sums.largest > 0
     if image is not None and many:
-        ways += _by_neighbours(wide, image, signed=sums.negative > 0)
-    if offsets is not None and many and sums.largest <= dithered.LARGEST:
-        ways.append(_by_dither(wide, offsets.to(torch.int64), sums))
+        ways += _by_neighbours(q, image, signed=sums.negative > 0)
+    if offsets is not None and dithered.may_tell(q.numel(), sums):
+        ways.append(_by_dither(q, offsets, sums))
     return 1 + min(ways, key=lambda way: way.estimate).num_bytes + (_STATES if many else _STATE)
 
 
 def _lanes_bytes(q: Tensor, image: tuple[int, int] | None, offsets: Tensor | None) -> float | None:
     """Bytes in lanes, with the kind; None where they are not taken."""
-    wide = q.to(torch.int64)
-    sums = _sums(wide)
-    if not sums.largest:
+    sums = sums_of(q)
+    signed = sums.negative > 0
+    if image is not None and sums.largest and _by_neighbours(q, image, signed=signed):
         return None
-    if image is not None and _by_neighbours(wide, image, signed=sums.negative > 0):
-        return None
-    classes = Classes.of(sums)
-    dithers = offsets is not None and sums.largest <= dithered.LARGEST
-    if offsets is not None and dithers:
-        counts = _dithered_counts(wide, offsets.to(torch.int64), classes)
-    else:
-        symbols = wide.abs().clamp_(max=ans.ESCAPE)
-        counts = _tally(_contexts(classes, q.device), symbols, CONTEXTS)
-    way = lanes.best(lanes.ways(classes, counts, sums, dithers=dithers), *q.shape)
-    return None if way is None else 1 + way.all_bytes(*q.shape)
-
-
-def _sums(q: Tensor) -> ans.Sums:
-    """As `ans.sums`, of int64 [rows, columns]."""
-    size = q.abs().clamp_(max=ans.ESCAPE)
-    figures = torch.stack([size.max(), (q != 0).sum(), (q < 0).sum()])
-    found = torch.cat([figures, size.sum(1), size.sum(0)]).cpu().numpy()
-    by_row, by_column = np.split(found[3:], [len(q)])
-    return ans.Sums(by_row, by_column, *found[:3].tolist())
+    way = lanes.chosen(q, offsets, sums)
+    return None if way is None else 1 + way.all_bytes(q.shape[0], q.shape[1])
 
 
 def _tally(contexts: Tensor, symbols: Tensor, num_contexts: int) -> NDArray[np.int64]:
@@ -148,20 +124,11 @@ def _tally(contexts: Tensor, symbols: Tensor, num_contexts: int) -> NDArray[np.i
     return counts.cpu().numpy().reshape(num_contexts, width)
 
 
-def _contexts(classes: Classes, device: torch.device) -> Tensor:
-    """Contexts of integers by their classes, int64 [rows, columns]."""
-    rows, columns = (
-        torch.from_numpy(each).to(device, torch.int64) for each in (classes.rows, classes.columns)
-    )
-    return (rows[:, None] + columns).clamp_(max=CONTEXTS - 1)
-
-
 def _by_classes(q: Tensor, sums: ans.Sums) -> _Way:
     """See `mpcomp.entropy.classes`."""
     few = q.numel() < FEW or not sums.largest
     classes = Classes.single(*q.shape) if few else Classes.of(sums)
-    symbols = q.abs().clamp_(max=ans.ESCAPE)
-    counts = _tally(_contexts(classes, q.device), symbols, CONTEXTS)
+    counts = counts_of(q, None, classes, sums)
     large = int(counts[:, ans.ESCAPE].sum()) if sums.largest == ans.ESCAPE else 0
     signs = -(-sums.nonzero // 8) if sums.negative else 0
     return _in_classes(classes, counts[None], 2 * large + signs)
@@ -170,16 +137,8 @@ def _by_classes(q: Tensor, sums: ans.Sums) -> _Way:
 def _by_dither(q: Tensor, offsets: Tensor, sums: ans.Sums) -> _Way:
     """See `mpcomp.entropy.dithered`."""
     classes = Classes.of(sums)
-    counts = _dithered_counts(q, offsets, classes)
+    counts = counts_of(q, offsets, classes, sums)
     return _in_classes(classes, counts.reshape(dithered.SIZES, CONTEXTS, -1))
-
-
-def _dithered_counts(q: Tensor, offsets: Tensor, classes: Classes) -> NDArray[np.int64]:
-    """Occurrences of each symbol in contexts of all sizes of offsets: [contexts, symbols]."""
-    away = torch.where(offsets >= 0, -q, q)
-    sizes = offsets ^ (offsets >> 63)
-    contexts = sizes * CONTEXTS + _contexts(classes, q.device)
-    return _tally(contexts, _folded(away), dithered.SIZES * CONTEXTS)
 
 
 def _in_classes(classes: Classes, counts: NDArray[np.int64], behind: int = 0) -> _Way:
@@ -204,10 +163,10 @@ def _by_neighbours(q: Tensor, image: tuple[int, int], *, signed: bool) -> list[_
     height, width = image
     if int(q.abs().max()) > neighbours.LARGEST:
         return []
-    images = q.reshape(-1, height, width, q.shape[1])
+    images = q.to(torch.int64).reshape(-1, height, width, q.shape[1])
     expected, contexts = neighbours.expect_all(images)
     d = images - expected
-    symbols = _folded(d) if signed else torch.where(d.abs() <= expected, _folded(d), images)
+    symbols = folded(d) if signed else torch.where(d.abs() <= expected, folded(d), images)
     if signed:
         some = max(1, len(images) // neighbours.ONE_OF)
         if not bool(symbols[:some].sum() < 2 * images[:some].abs().sum()):
@@ -216,8 +175,3 @@ def _by_neighbours(q: Tensor, image: tuple[int, int], *, signed: bool) -> list[_
     large = int(counts[:, ans.ESCAPE].sum()) if counts.shape[1] > ans.ESCAPE else 0
     said = counts[counts.any(1)]
     return [_Way(Table.of_each(said), list(said), -(-neighbours.CONTEXTS // 8) + 2 * large)]
-
-
-def _folded(d: Tensor) -> Tensor:
-    """As `ans.folded`."""
-    return 2 * d.abs() - (d < 0).to(torch.int64)

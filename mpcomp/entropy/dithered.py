@@ -45,9 +45,9 @@ LARGEST: Final = (ans.ESCAPE - 1) // 2
 _int64: Any = np.int64  # for a type checker, which knows no bits of numpy's own numbers
 
 
-def may_tell(q: NDArray[np.int16], sums: ans.Sums) -> bool:
-    """Whether there are integers enough for so many tables, and none too large for a symbol."""
-    return q.size >= FEW and 0 < sums.largest <= LARGEST
+def may_tell(num: int, sums: ans.Sums) -> bool:
+    """Whether so many integers are enough for the tables, and none too large for a symbol."""
+    return num >= FEW and 0 < sums.largest <= LARGEST
 
 
 def encode(q: NDArray[np.int16], offsets: NDArray[np.int8], sums: ans.Sums) -> Message:

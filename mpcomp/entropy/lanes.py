@@ -35,12 +35,14 @@ from torch import Tensor
 
 from mpcomp.core.compiled import compiled
 from mpcomp.core.kernels import kernel
-from mpcomp.core.threads import each, slices_of
+from mpcomp.core.threads import each
+from mpcomp.core.transfer import to_device, to_host
 from mpcomp.entropy import ans, dithered
 from mpcomp.entropy.ans import LOWEST, unfolded
 from mpcomp.entropy.classes import CONTEXTS, Classes, head, read, with_tables
 from mpcomp.entropy.frequencies import Table, shares_of, starts_of
 from mpcomp.entropy.message import Reader, damaged
+from mpcomp.entropy.tallies import counts_of, sums_of
 
 __all__ = [
     "LANES",
@@ -48,6 +50,8 @@ __all__ = [
     "Way",
     "best",
     "check_ends",
+    "chosen",
+    "codes_on",
     "decode",
     "encode",
     "joined",
@@ -73,8 +77,6 @@ _MAGNITUDE: Final = 127  # the largest that has a symbol
 _INTEGERS = np.arange(-128, 128)
 _FOLDED = np.abs(2 * _INTEGERS) - (_INTEGERS < 0)
 _UNSIGNED = np.where(_INTEGERS < 0, _SYMBOLS - 1, _INTEGERS)
-_NONE = np.zeros((0, 0), np.int8)  # offsets of what is coded without
-_SIZES: Final = dithered.SIZES  # here too, as what is compiled does not look elsewhere
 _MAGNITUDES, _SIGNED, _DITHERED = range(3)
 _BY_ITSELF: Final = 6  # bytes
 # Bytes of a block beside its words: of 32 bits of a state, its words have taken about 8.
@@ -197,62 +199,63 @@ def best(found: Sequence[Way], rows: int, columns: int) -> Way | None:
     return way if way.all_bytes(rows, columns) <= _MOST * least else None
 
 
-def encode(q: NDArray[np.int16], offsets: NDArray[np.int8] | None) -> list[bytes] | None:
+def codes_on(device: torch.device) -> bool:
+    """Whether a device other than the host codes blocks itself."""
+    return device.type != "cpu" and pushed.own(device) is not None
+
+
+def encode(q: Tensor, offsets: Tensor | None) -> list[bytes] | None:
     """The message of integers but for its kind; None where another kind takes less.
 
     Args:
-        q: integers [rows, columns], some not zero.
-        offsets: as of `mpcomp.entropy.encode`.
+        q: integers, int16 [rows, columns], contiguous, on the host or a device that codes.
+        offsets: as of `mpcomp.entropy.encode`, int8 [rows, columns], contiguous, there too.
     """
-    parts = slices_of(*q.shape)
-    sums = _summed(each(lambda rows: ans.sums(q[rows]), parts))
+    way = chosen(q, offsets, sums_of(q))
+    return None if way is None else _written(q, offsets if way.flag == _DITHERED else None, way)
+
+
+def chosen(q: Tensor, offsets: Tensor | None, sums: ans.Sums) -> Way | None:
+    """The shortest way to say integers; None of zeros, and where another kind takes less.
+
+    Args:
+        q: as of `encode`.
+        offsets: likewise.
+        sums: of the integers.
+    """
     if not sums.largest:
         return None
     classes = Classes.of(sums)
-    dithers = offsets is not None and dithered.may_tell(q, sums)
-    by = offsets if offsets is not None and dithers else _NONE
-
-    def tallied(rows: slice) -> NDArray[Any]:
-        of_rows, of_columns, _ = classes.place()
-        if dithers:
-            width = 2 * sums.largest + 1
-            return tally(q[rows], by[rows], of_rows[rows], classes.columns, CONTEXTS, width)
-        return ans.tally(q[rows], of_rows[rows], of_columns, CONTEXTS, sums.largest)
-
-    counts: NDArray[np.int64] = np.stack(each(tallied, parts)).sum(0, dtype=np.int64)
-    way = best(ways(classes, counts, sums, dithers=dithers), *q.shape)
-    return None if way is None else _written(q, by if way.flag == _DITHERED else _NONE, way)
+    if offsets is not None and not dithered.may_tell(q.numel(), sums):
+        offsets = None
+    counts = counts_of(q, offsets, classes, sums)
+    found = ways(classes, counts, sums, dithers=offsets is not None)
+    return best(found, q.shape[0], q.shape[1])
 
 
-def _summed(sums: Sequence[ans.Sums]) -> ans.Sums:
-    """The sums of all slices."""
-    return ans.Sums(
-        np.concatenate([one.by_row for one in sums]),
-        np.sum([one.by_column for one in sums], axis=0),
-        max(one.largest for one in sums),
-        sum(one.nonzero for one in sums),
-        sum(one.negative for one in sums),
-    )
-
-
-def _written(q: NDArray[np.int16], offsets: NDArray[np.int8], way: Way) -> list[bytes]:
+def _written(q: Tensor, offsets: Tensor | None, way: Way) -> list[bytes]:
     """The message of a way, but for its kind."""
-    k = way.block(q.size)
+    k = way.block(q.numel())
     ahead = [bytes([way.flag, k]), *head(way.classes, way.tables).parts()]
     entries = _coded(_of_symbols(way.frequencies, way.flag), way.flag)
     coded = pushed(
-        _tensor(q),
-        _tensor(offsets),
-        _Place.of(way.classes).tensors(),
-        _tensor(entries.view(np.int64)),
+        q,
+        _offsets(offsets, q.device),
+        _Place.of(way.classes).tensors(q.device),
+        _tensor(entries.view(np.int64), q.device),
         _rows_of_block(q.shape[1], k),
         1 + sum(map(len, ahead)),  # behind the kind
     )
-    return [*ahead, coded.numpy().tobytes()]
+    return [*ahead, to_host(coded).numpy().tobytes()]
 
 
-def _tensor(array: NDArray[Any]) -> Tensor:
-    return torch.from_numpy(np.require(array, None, ["C", "W"]))
+def _tensor(array: NDArray[Any], device: torch.device) -> Tensor:
+    return to_device(torch.from_numpy(np.require(array, None, ["C", "W"])), device)
+
+
+def _offsets(offsets: Tensor | None, device: torch.device) -> Tensor:
+    """As kernels take them, of none a tensor without rows."""
+    return torch.empty((0, 0), dtype=torch.int8, device=device) if offsets is None else offsets
 
 
 @kernel
@@ -320,9 +323,16 @@ def joined(
 
 
 def decode(
-    reader: Reader, rows: int, columns: int, offsets: NDArray[np.int8] | None
-) -> NDArray[np.int16]:
-    """The integers [rows, columns] of a message.
+    reader: Reader, rows: int, columns: int, offsets: Tensor | None, device: torch.device
+) -> Tensor:
+    """The integers of a message, int16 [rows, columns].
+
+    Args:
+        reader: of the message.
+        rows: of its integers.
+        columns: likewise.
+        offsets: as of `encode`, on the device.
+        device: where they go, the host or one that codes.
 
     Raises:
         RuntimeError: it cannot be of such integers.
@@ -336,7 +346,6 @@ def decode(
     tables_each = dithered.SIZES if dithers else 1
     classes, tables, coder = read(reader, rows, columns, tables_each, in_lanes=True)
     coder.check_end()
-    by = offsets if offsets is not None and dithers else _NONE
     (count,) = map(int, reader.array("<u4", 1))
     places, values = reader.array("<u4", count), reader.array("<i2", count)
     if count and int(places.max()) >= rows * columns:
@@ -353,17 +362,18 @@ def decode(
     words = np.zeros(int(lengths.sum()) + 1, np.uint16)
     words[:-1] = reader.array("<u2", len(words) - 1)
     frequencies = _of_symbols(_frequencies(tables[2:], flag), flag)
-    said = popped(
-        _tensor(words.view(np.int16)),
-        _tensor(lengths),
-        _tensor(states.view(np.int32)),
-        _tensor(by),
-        _Place.of(classes).tensors(),
-        _tensor(slots_of(frequencies, flag != _MAGNITUDES).view(np.int32)),
+    q = popped(
+        _tensor(words.view(np.int16), device),
+        _tensor(lengths, device),
+        _tensor(states.view(np.int32), device),
+        _offsets(offsets if dithers else None, device),
+        _Place.of(classes).tensors(device),
+        _tensor(slots_of(frequencies, flag != _MAGNITUDES).view(np.int32), device),
         (rows, columns, rows_each),
     )
-    q: NDArray[np.int16] = said.numpy()
-    q.reshape(-1)[places] = np.maximum(values, -np.iinfo(np.int16).max)
+    if count:
+        alone = _tensor(np.maximum(values, -np.iinfo(np.int16).max), device)
+        q.view(-1)[_tensor(places.astype(np.int64), device)] = alone
     return q
 
 
@@ -439,9 +449,10 @@ class _Place(NamedTuple):
         rows, columns, table_of, apart = place
         return cls(rows.numpy(), columns.numpy(), table_of.numpy(), apart)
 
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor, int]:
-        """Its parts, as kernels take them."""
-        return _tensor(self.rows), _tensor(self.columns), _tensor(self.table_of), self.apart
+    def tensors(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, int]:
+        """Its parts, as kernels of a device take them."""
+        rows, columns, table_of = (_tensor(part, device) for part in self[:3])
+        return rows, columns, table_of, self.apart
 
     def part(self, rows: slice) -> _Place:
         """The places of a block."""
@@ -523,46 +534,6 @@ def slots_of(frequencies: NDArray[Any], signed: bool) -> NDArray[Any]:
                 slots[at] = (frequency - 1) << 20 | place << 8 | value & 255
                 at += 1
     return slots
-
-
-@compiled
-def tally(
-    q: NDArray[Any],
-    offsets: NDArray[Any],
-    rows: NDArray[Any],
-    columns: NDArray[Any],
-    num_contexts: int,
-    num_symbols: int,
-) -> NDArray[Any]:
-    """Occurrences of each symbol under a dither: int32 [sizes * contexts, symbols].
-
-    Args:
-        q: integers, int16 [rows, columns].
-        offsets: theirs, int8 [rows, columns].
-        rows: classes, uint8 [rows].
-        columns: classes, uint8 [columns].
-        num_contexts: of offsets of a size.
-        num_symbols: all are below.
-    """
-    num_rows, num_columns = q.shape
-    stride, of_class = num_contexts * num_symbols, -1
-    counts = np.zeros((2, _SIZES * stride), np.int32)  # two, by turns, as in `ans.tally`
-    bases, places = np.zeros(num_columns, np.int32), np.zeros(num_columns, np.int32)
-    for i in range(num_rows):
-        if rows[i] != of_class:
-            of_class = _int64(rows[i])
-            for j in range(num_columns):
-                context = min(of_class + _int64(columns[j]), num_contexts - 1)
-                bases[j] = context * num_symbols
-        for j in range(num_columns):
-            offset, value = _int32(offsets[i, j]), _int32(q[i, j])
-            away = value if offset < 0 else -value
-            size = offset ^ (offset >> 7)
-            places[j] = bases[j] + size * stride + 2 * abs(away) - (away < 0)
-        for j in range(num_columns):
-            counts[j & 1, places[j]] += 1
-    both: NDArray[Any] = counts[0] + counts[1]
-    return both.reshape(_SIZES * num_contexts, num_symbols)
 
 
 @compiled

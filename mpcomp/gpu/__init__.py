@@ -12,4 +12,5 @@ from mpcomp.gpu import lanes as lanes
 from mpcomp.gpu import quantize as quantize
 from mpcomp.gpu import randomness as randomness
 from mpcomp.gpu import rounding as rounding
+from mpcomp.gpu import tallies as tallies
 from mpcomp.gpu import topk as topk

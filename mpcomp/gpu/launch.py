@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["as_fp32", "as_type", "floor", "launch", "nearest"]
+__all__ = ["Tiles", "as_fp32", "as_type", "floor", "launch", "nearest", "places"]
+
+_WIDEST: Final = 1024  # columns of a tile, at most
 
 
 def launch(kernel: Any, programs: int, on: Tensor, *args: Any, **constants: Any) -> None:
@@ -25,6 +27,38 @@ def launch(kernel: Any, programs: int, on: Tensor, *args: Any, **constants: Any)
     if programs:
         with torch.cuda.device_of(on):
             kernel[(programs,)](*args, **constants, enable_fp_fusion=False)
+
+
+class Tiles:
+    """Tiles of rows and columns, a program each.
+
+    Args:
+        vectors: [rows, columns].
+        size: elements of a tile, a power of two, `_WIDEST` or more.
+
+    Attributes:
+        sizes: rows and columns of all.
+        tile: rows and columns of a tile, as constants of a kernel.
+        across: tiles beside each other.
+        down: tiles below each other.
+        num: tiles in all.
+    """
+
+    def __init__(self, vectors: Tensor, size: int = 2048) -> None:
+        rows, columns = self.sizes = vectors.shape[0], vectors.shape[1]
+        width = min(_WIDEST, triton.next_power_of_2(max(1, columns)))
+        self.tile = {"ROWS": size // width, "COLUMNS": width}
+        self.across, self.down = triton.cdiv(columns, width), triton.cdiv(rows, size // width)
+        self.num = self.across * self.down
+
+
+@triton.jit
+def places(num_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Rows, columns and places among all of a program's tile."""
+    program, across = tl.program_id(0).to(tl.int64), tl.cdiv(num_columns, COLUMNS)
+    row = program // across * ROWS + tl.arange(0, ROWS)
+    column = program % across * COLUMNS + tl.arange(0, COLUMNS)
+    return row, column, row[:, None] * num_columns + column[None, :]
 
 
 @triton.jit

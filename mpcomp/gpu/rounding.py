@@ -13,19 +13,18 @@ from torch import Tensor
 
 from mpcomp.compressors import rounding
 from mpcomp.compressors.rounding import Grid
-from mpcomp.gpu.launch import floor, launch, nearest
+from mpcomp.gpu.launch import Tiles, floor, launch, nearest, places
 
 __all__ = ["norms_of", "parts_of", "restored", "rounded", "sums_of"]
 
-_TILE: Final = 2048  # elements of a program
-_WIDEST: Final = 1024  # and columns, at most
+_TILE: Final = 2048  # parts that a program makes
 _LARGEST: Final = tl.constexpr(rounding._LARGEST)
 
 
 @rounding.norms_of.on("cuda")
 def norms_of(vectors: Tensor) -> NDArray[np.float64]:
     """See `mpcomp.compressors.rounding.norms_of`."""
-    shape = _Tiles(vectors)
+    shape = Tiles(vectors)
     sums = vectors.new_empty((len(vectors), shape.across), dtype=torch.float64)
     launch(add_squares, shape.num, vectors, vectors.contiguous(), sums, *shape.sizes, **shape.tile)
     norms: NDArray[np.float64] = sums.sum(1).sqrt().cpu().numpy()
@@ -35,7 +34,7 @@ def norms_of(vectors: Tensor) -> NDArray[np.float64]:
 @rounding.sums_of.on("cuda")
 def sums_of(vectors: Tensor, grid: Grid) -> NDArray[np.float64]:
     """See `mpcomp.compressors.rounding.sums_of`."""
-    shape = _Tiles(vectors)
+    shape = Tiles(vectors)
     sums = vectors.new_empty((shape.down, vectors.shape[1]), dtype=torch.float64)
     launch(
         add_columns,
@@ -57,7 +56,7 @@ def rounded(
     vectors: Tensor, grid: Grid, dither: Tensor | None, dead_zone: float, limit: int
 ) -> Tensor:
     """See `mpcomp.compressors.rounding.rounded`."""
-    shape = _Tiles(vectors)
+    shape = Tiles(vectors)
     q = torch.empty(vectors.shape, dtype=torch.int16, device=vectors.device)
     launch(
         round_tile,
@@ -79,7 +78,7 @@ def rounded(
 @rounding.restored.on("cuda")
 def restored(q: Tensor, grid: Grid, dither: Tensor | None, limit: float) -> Tensor:
     """See `mpcomp.compressors.rounding.restored`."""
-    shape = _Tiles(q)
+    shape = Tiles(q)
     x = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     launch(
         restore_tile,
@@ -97,33 +96,13 @@ def restored(q: Tensor, grid: Grid, dither: Tensor | None, limit: float) -> Tens
 
 
 @rounding.parts_of.on("cuda")
-def parts_of(dither: Tensor, num: int) -> NDArray[np.int8]:
+def parts_of(dither: Tensor, num: int) -> Tensor:
     """See `mpcomp.compressors.rounding.parts_of`."""
     parts = torch.empty(dither.shape, dtype=torch.int8, device=dither.device)
     programs = triton.cdiv(dither.numel(), _TILE)
     args = dither.contiguous(), parts, dither.numel(), float(num)
     launch(floor_parts, programs, dither, *args, TILE=_TILE)
-    of_device: NDArray[np.int8] = parts.cpu().numpy()
-    return of_device
-
-
-class _Tiles:
-    """Tiles of rows and columns, a program each.
-
-    Attributes:
-        sizes: rows and columns of all.
-        tile: rows and columns of a tile, as constants of a kernel.
-        across: tiles beside each other.
-        down: tiles below each other.
-        num: tiles in all.
-    """
-
-    def __init__(self, vectors: Tensor) -> None:
-        rows, columns = self.sizes = vectors.shape[0], vectors.shape[1]
-        width = min(_WIDEST, triton.next_power_of_2(max(1, columns)))
-        self.tile = {"ROWS": _TILE // width, "COLUMNS": width}
-        self.across, self.down = triton.cdiv(columns, width), triton.cdiv(rows, _TILE // width)
-        self.num = self.across * self.down
+    return parts
 
 
 def _columns(each: Tensor) -> tuple[Tensor, int]:
@@ -135,15 +114,6 @@ def _of_grid(grid: Grid) -> tuple[Any, ...]:
     """Units, means and shares, as kernels take them."""
     means = None if grid.means is None else grid.means.contiguous()
     return *_columns(grid.units), means, *_columns(grid.centred)
-
-
-@triton.jit
-def _places(num_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Rows, columns and places among all of a program's tile."""
-    program, across = tl.program_id(0).to(tl.int64), tl.cdiv(num_columns, COLUMNS)
-    row = program // across * ROWS + tl.arange(0, ROWS)
-    column = program % across * COLUMNS + tl.arange(0, COLUMNS)
-    return row, column, row[:, None] * num_columns + column[None, :]
 
 
 @triton.jit
@@ -163,7 +133,7 @@ def _means(means, centred, centred_stride, row, column, num_rows, num_columns):
 @triton.jit
 def add_squares(x, sums, num_rows, num_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Sums of squares of a tile's rows, fp64 [rows, tiles beside each other]."""
-    row, column, place = _places(num_columns, ROWS, COLUMNS)
+    row, column, place = places(num_columns, ROWS, COLUMNS)
     inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
     value = _finite(tl.load(x + place, mask=inside, other=0.0)).to(tl.float64)
     across = tl.cdiv(num_columns, COLUMNS)
@@ -185,7 +155,7 @@ def add_columns(
     COLUMNS: tl.constexpr,
 ):
     """Sums of a tile's columns in units of the rows, fp64 [tiles below each other, columns]."""
-    row, column, place = _places(num_columns, ROWS, COLUMNS)
+    row, column, place = places(num_columns, ROWS, COLUMNS)
     inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
     unit = tl.load(units + row * units_stride, mask=row < num_rows, other=0.0)
     share = tl.load(centred + row * centred_stride, mask=row < num_rows, other=0.0)
@@ -215,7 +185,7 @@ def round_tile(
     COLUMNS: tl.constexpr,
 ):
     """Whole numbers of a tile."""
-    row, column, place = _places(num_columns, ROWS, COLUMNS)
+    row, column, place = places(num_columns, ROWS, COLUMNS)
     inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
     unit = tl.load(units + row * units_stride, mask=row < num_rows, other=1.0)
     unit = tl.where(unit > 0, unit, float("inf"))
@@ -249,7 +219,7 @@ def restore_tile(
     COLUMNS: tl.constexpr,
 ):
     """Elements of a tile's whole numbers."""
-    row, column, place = _places(num_columns, ROWS, COLUMNS)
+    row, column, place = places(num_columns, ROWS, COLUMNS)
     inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
     y = tl.load(q + place, mask=inside, other=0).to(tl.float32)
     if means is not None:

@@ -17,15 +17,15 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Final, NamedTuple
 from unittest import mock
 
 import torch
 from torch import Tensor
 
-from mpcomp import entropy
+from mpcomp import ECSQ
 from mpcomp.compressors.base import Compressor
 from mpcomp.core.checks import has_nonfinite
 from mpcomp.core.kernels import KERNELS, Kernel
@@ -200,6 +200,8 @@ def in_triton() -> list[str]:
 def calls_of(method: str, x: Tensor) -> list[Call]:
     """Requests to kernels by a look for NaN, coding a tensor, and decoding the message."""
     compressor: Compressor = parse(method)
+    if isinstance(compressor, ECSQ):
+        compressor = replace(compressor, lanes=True)
     with noted() as calls, _all_in_lanes():
         has_nonfinite(x)
         payload = compressor.compress(x, generator_for(0))
@@ -223,13 +225,9 @@ def noted() -> Iterator[list[Call]]:
 
 @contextmanager
 def _all_in_lanes() -> Iterator[None]:
-    """Integers go in lanes, be they few, in small blocks, or shorter in another kind."""
-    asked = partial(entropy.encode, in_lanes=True)
-    small = {"MANY": 1, "_MOST": math.inf, "_LEAST": 10, "_LARGEST": 10}
-    with ExitStack() as patched:
-        patched.enter_context(mock.patch.object(entropy, "encode", asked))
-        for name, value in small.items():
-            patched.enter_context(mock.patch.object(lanes, name, value))
+    """Lanes are taken by few integers too, in small blocks, and where another kind is shorter."""
+    small: dict[str, Any] = {"MANY": 1, "_MOST": math.inf, "_LEAST": 10, "_LARGEST": 10}
+    with mock.patch.multiple(lanes, **small):
         yield
 
 

@@ -2,8 +2,8 @@
 
     python -m recipes.bench.gpu_check --parts lanes
 
-Whole numbers of a message are coded on the host, as other kinds and in lanes, and in lanes by the
-kernels of a GPU. Those code blocks alone: tables and what goes by itself are the host's.
+Whole numbers of a message are coded on the host, as other kinds and in lanes, and on a GPU in
+lanes: blocks alone, by their kernels, and whole messages, whose tables are the host's.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mpcomp import entropy
+from mpcomp.core import kernels
 from mpcomp.core.kernels import KERNELS
 from mpcomp.core.randomness import generator_for
 from mpcomp.core.spec import parse
@@ -81,19 +82,34 @@ def _rows_of(method: str, x: Tensor, repeats: int, dry: bool) -> Iterator[dict[s
         "encode_gb_s": _kernel_gb_s(pushed, q.nbytes),
         "decode_gb_s": _kernel_gb_s(popped, q.nbytes),
     }
+    device = device_of(dry)
+    there = torch.from_numpy(q).to(device)
+    by = None if offsets is None else torch.from_numpy(offsets).to(device)
+    # Kernels are on, whatever the environment says.
+    with mock.patch.object(kernels, "_in_triton", return_value=True):
+        encode_there = partial(entropy.encode_tensor, there, image, by)
+        coded = encode_there()
+        decode_there = partial(entropy.decode_to, device, coded, rows, columns, image, by)
+        yield {
+            **{"kind": "lanes", "coded_on": "GPU", "num_bytes": len(coded)},
+            "same": np.array_equal(coded.numpy(), encode(True))
+            and torch.equal(decode_there(), there),
+            "encode_gb_s": _gb_s(q.nbytes, repeats, encode_there),
+            "decode_gb_s": _gb_s(q.nbytes, repeats, decode_there),
+        }
 
 
 def _numbers_of(method: str, x: Tensor) -> tuple[Any, ...]:
     """The arguments with which a method asks for the entropy coder: numbers, image, offsets."""
-    encode, found = entropy.encode, list[tuple[Any, ...]]()
+    encode, found = entropy.encode_tensor, list[tuple[Any, ...]]()
 
-    def note(*numbers: Any) -> Any:
-        found.append(numbers)
-        return encode(*numbers)
+    def note(q: Tensor, image: Any, offsets: Tensor | None, **others: Any) -> Any:
+        found.append((q.numpy(), image, None if offsets is None else offsets.numpy()))
+        return encode(q, image, offsets, **others)
 
-    with mock.patch.object(entropy, "encode", note):
+    with mock.patch.object(entropy, "encode_tensor", note):
         parse(method).compress(x, generator_for(0))
-    return found[-1]  # behind the few of scales and means
+    return found[0]
 
 
 def _kernel_gb_s(call: Call, num_bytes: int) -> float:

@@ -94,7 +94,7 @@ class _Integers(mpcomp.ECSQ):
     """`ECSQ` that keeps what it codes."""
 
     def encode_elements(self, q: Tensor, tokens: Tokens, dither: Tensor | None) -> Tensor:
-        offsets = None if dither is None else parts_of(dither, entropy.PARTS)
+        offsets = None if dither is None else parts_of(dither, entropy.PARTS).numpy()
         _coded[:] = [(q.numpy(), offsets)]
         return super().encode_elements(q, tokens, dither)
 

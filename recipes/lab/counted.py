@@ -44,12 +44,14 @@ class Counted(ECSQ):
         offsets = None
         if dither is not None:
             offsets = (dither * entropy.PARTS).floor_().to(torch.int8)
-        num_bytes = entropy.count_bytes(q, tokens.image, offsets)
+        num_bytes = entropy.count_bytes(q, tokens.image, offsets, in_lanes=self.lanes)
         data = np.zeros(max(num_bytes, _TICKET), np.uint8)
         data[:_TICKET] = np.array([self._kept.put(q)], "<i8").view(np.uint8)
         return torch.from_numpy(data)
 
-    def decode_elements(self, data: Tensor, tokens: Tokens, dither: Tensor | None) -> Tensor:
+    def decode_elements(
+        self, data: Tensor, tokens: Tokens, dither: Tensor | None, device: torch.device
+    ) -> Tensor:
         """The numbers that are kept.
 
         Raises:

@@ -44,6 +44,9 @@ def test_no_message_compiles_more(compiled_ahead):
                 g = (torch.randn(shape, generator=generator) ** power).to(dtype)
                 for method in ("auto", "auto:scratch", "auto:relu"):
                     measure_coding(method, method, x, g, repeats=1)
+    many = torch.randn((512, 256), generator=generator)
+    for method in ("step:0.3:lanes=true", "step:1:rounding=dither:lanes=true"):
+        measure_coding(method, method, many, many, repeats=1)
     now = kinds_of_arguments()
     more = {name: now[name] - kinds for name, kinds in compiled_ahead.items()}
     assert {name for name, kinds in more.items() if kinds} == set()

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import mpcomp
 from mpcomp import AQSGD, ECSQ, TensorMeta, parse
+from mpcomp.compressors.tokens import Tokens
 from mpcomp.core.randomness import generator_for
 from mpcomp.core.step import MessageContext
 from mpcomp.data_parallel.base import check_run
@@ -330,6 +331,37 @@ def test_both_ends_of_dither_need_equal_generators():
     assert same_bits(round_trip(plain, x, 1), round_trip(plain, x, 2))
 
 
+# -- lanes -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "setting", [{}, {"centre": True, "spikes": 16}, {"rounding": "dither"}], ids=str
+)
+def test_in_lanes_the_same_numbers_take_hardly_more_bytes(setting):
+    plain, fast = ECSQ(0.7, **setting), ECSQ(0.7, **setting, lanes=True)
+    x = torch.randn(1024, 160) * torch.linspace(-1, 1, 160).exp()
+    meta = TensorMeta.of(x)
+    before, after = (each.compress(x, drawn()) for each in (plain, fast))
+    assert kind_of_elements(plain, meta, before) in (4, 8)
+    assert kind_of_elements(fast, meta, after) == 10
+    assert len(before[0]) < len(after[0]) <= 1.008 * len(before[0]) + 8
+    arrived = plain.decompress(before, meta, drawn())
+    for reader in (plain, fast):
+        assert same_bits(reader.decompress(after, meta, drawn()), arrived)
+    sent, kept = fast.round_trip(x, x, meta, drawn)
+    assert torch.equal(sent[0], after[0]) and same_bits(kept, arrived)
+
+
+def test_few_elements_are_in_no_lanes():
+    x = torch.randn(30, 40)
+    assert torch.equal(ECSQ(0.5, lanes=True).compress(x)[0], ECSQ(0.5).compress(x)[0])
+
+
+def kind_of_elements(compressor, meta, payload):
+    """The first byte of the last code."""
+    return int(compressor._parts(Tokens.of(meta)).parted((payload[0],))[-1][0][0])
+
+
 # -- what is left of a tensor ----------------------------------------------------------------------
 
 
@@ -453,6 +485,7 @@ def test_bad_specs():
         "step:0.25:centre=True",
         "step:0.3:scale=tensor:dead_zone=0.75",
         "step:2.0:scale=tensor:rounding=dither",
+        "step:0.5:lanes=True",
         "ef+step:0.5",
         "ef21+step:0.5:dead_zone=0.6",
         "aqsgd:first=step/0.3+step:0.3",

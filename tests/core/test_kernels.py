@@ -27,6 +27,8 @@ def given():
     dither = torch.rand(x.shape, generator=torch.Generator().manual_seed(8)) - 0.5
     q = (x * 9).round().to(torch.int16)
     mask = x.reshape(-1) > 1
+    classes = (torch.arange(n).to(torch.uint8) % 16 for n in q.shape)
+    classes = tuple(classes)
     cpu = torch.device("cpu")
     return {
         "compressors.bits.pack_low": [((q & ((1 << b) - 1)).to(torch.uint8), b) for b in (1, 2, 4)],
@@ -47,6 +49,11 @@ def given():
         ],
         "compressors.rounding.restored": [(q, grid, None, 3.0), (q, grid, dither, 1e38)],
         "compressors.rounding.parts_of": [(dither, 16)],
+        "entropy.tallies.summed": [(q,), (9000 * q,)],
+        "entropy.tallies.tallied": [
+            (q, torch.empty((0, 0), dtype=torch.int8), *classes, 60),
+            (q, (dither * 8).floor().to(torch.int8), *classes, 120),
+        ],
         "core.randomness.hashed": [(cpu, numel, -9, 1 << 30) for numel in (3, 100_003)],
     }
 
@@ -85,5 +92,6 @@ def test_a_kernel_for_another_device_is_one_function(monkeypatch):
     def _(x):
         return np.zeros(len(x))
 
+    assert twice.own(torch.device("meta")) and not twice.own(torch.device("cpu"))
     assert twice(torch.ones(3, device="meta")).tolist() == [0, 0, 0]
     assert twice(torch.ones(2)).tolist() == [2, 2]

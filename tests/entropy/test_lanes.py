@@ -11,7 +11,7 @@ from test_entropy import CONTENTS, DAMAGED, content, dithered, gaussian, offsets
 
 from mpcomp import entropy
 from mpcomp.core import threads
-from mpcomp.entropy import ans, lanes
+from mpcomp.entropy import ans, lanes, tallies
 from mpcomp.entropy.classes import Classes, read
 from mpcomp.entropy.message import Reader
 
@@ -29,6 +29,15 @@ def _always(monkeypatch):
 def _small_blocks(monkeypatch):
     monkeypatch.setattr(lanes, "_LEAST", lanes._SMALLEST_BLOCK)
     monkeypatch.setattr(lanes, "_LARGEST", lanes._SMALLEST_BLOCK)
+
+
+def coded_in_lanes(q, eighths=None):
+    """The parts of a message but for its kind."""
+    return lanes.encode(tensor(q), tensor(eighths))
+
+
+def tensor(array):
+    return None if array is None else torch.from_numpy(array)
 
 
 def assert_comes_back(q, eighths=None):
@@ -128,7 +137,7 @@ def test_messages_are_as_the_format_says(name, _always, _small_blocks):
         q, eighths = dithered(np.random.default_rng(0), (70, 61), 0.7)
     elif name != "columns":
         q = content(name, (70, 37))
-    coded = lanes.encode(q, eighths)
+    coded = coded_in_lanes(q, eighths)
     data = np.frombuffer(b"".join([b"\n", *coded]), np.uint8)
     assert np.array_equal(said(data, *q.shape, eighths), q)
 
@@ -198,7 +207,7 @@ def refused(coded, rows, columns, eighths):
 
 def coded_of(name):
     q, eighths = HURT[name]
-    coded = lanes.encode(q, eighths)
+    coded = coded_in_lanes(q, eighths)
     assert coded is not None
     return np.frombuffer(bytearray(b"".join([b"\n", *coded])), np.uint8)
 
@@ -260,7 +269,7 @@ def test_random_bytes():
 )
 def test_errors_say_what_may_be_wrong(change, why, _always):
     q = content("gaussian", (40, 40))
-    data = np.frombuffer(bytearray(b"".join([b"\n", *lanes.encode(q, None)])), np.uint8)
+    data = np.frombuffer(bytearray(b"".join([b"\n", *coded_in_lanes(q)])), np.uint8)
     change(data)
     with pytest.raises(RuntimeError, match=f"{why}.*damaged, or the two ends have different"):
         entropy.decode(data, *q.shape)
@@ -275,13 +284,19 @@ def test_machine_code_does_what_the_interpreter_does(name, monkeypatch, _always,
     q, eighths = dithered(np.random.default_rng(1), (80, 53), 0.7)
     if name != "under a dither":
         q, eighths = content(name, (21, 53)), None
-    coded = lanes.encode(q, eighths)
-    for function in ("push", "pop", "slots_of", "tally"):
-        monkeypatch.setattr(lanes, function, getattr(lanes, function).__wrapped__)
+    coded = coded_in_lanes(q, eighths)
+    for module, function in (
+        (lanes, "push"),
+        (lanes, "pop"),
+        (lanes, "slots_of"),
+        (tallies, "tally"),
+    ):
+        monkeypatch.setattr(module, function, getattr(module, function).__wrapped__)
     with np.errstate(over="ignore"):
-        assert lanes.encode(q, eighths) == coded
+        assert coded_in_lanes(q, eighths) == coded
         data = np.frombuffer(b"".join([b"\n", *coded]), np.uint8)
-        assert np.array_equal(lanes.decode(Reader(data), *q.shape, eighths), q)
+        found = lanes.decode(Reader(data), *q.shape, tensor(eighths), torch.device("cpu"))
+        assert np.array_equal(found.numpy(), q)
 
 
 @given(frequency=st.integers(1, 1 << 12), multiple=st.integers(0, 2**32), off=st.integers(-2, 2))

@@ -9,7 +9,10 @@ import os
 import pytest
 import torch
 
+from mpcomp import TensorMeta, parse
 from mpcomp.core.kernels import KERNELS
+from mpcomp.core.randomness import generator_for as drawn_from
+from mpcomp.entropy import lanes
 
 pytest.importorskip("triton", reason="Triton is no dependency: pip install triton")
 from recipes.bench.gpu_kernels import Call, calls_of, drawn, in_triton, methods
@@ -49,6 +52,31 @@ def test_the_largest_are_those_of_the_cpu_among_ties(dtype):
             for k in {1, max(1, shape[1] // 3), shape[1] - 1}:
                 call = Call("compressors.topk.mask_of_largest", (tied, k))
                 assert not call.differing(DEVICE), (shape, k, tied)
+
+
+@pytest.mark.parametrize("method", ["step:0.3:centre=true", "step:0.7:rounding=dither"])
+def test_a_message_is_coded_where_its_tensor_is(method, monkeypatch):
+    """In lanes, as on a CPU that is asked for them."""
+    x = torch.randn(128, 160, generator=torch.Generator().manual_seed(49))
+    x[::16, :3] *= 99  # some go by themselves
+    meta = TensorMeta.of(x)
+    monkeypatch.setattr(lanes, "MANY", 1 << 14)
+    monkeypatch.setattr(lanes, "_MOST", 1.1)
+    compressor, on_cpu = parse(method), parse(f"{method}:lanes=true")
+    assert not torch.equal(*(each.compress(x, drawn_from(1))[0] for each in (compressor, on_cpu)))
+    expected = on_cpu.compress(x, drawn_from(1))
+    arrived = on_cpu.decompress(expected, meta, drawn_from(1))
+    assert {"entropy.lanes.pushed", "entropy.tallies.summed"} <= set(in_triton())
+    monkeypatch.setattr("mpcomp.core.kernels._in_triton", lambda device: True)
+    if INTERPRETED:
+        monkeypatch.setattr(lanes, "codes_on", lambda device: True)
+        for each in KERNELS.values():
+            if "cuda" in each.by_device:
+                monkeypatch.setitem(each.by_device, "cpu", each.by_device["cuda"])
+    payload = compressor.compress(x.to(DEVICE), drawn_from(1))
+    assert payload[0].device.type == "cpu" and torch.equal(payload[0], expected[0])
+    found = compressor.decompress_to(DEVICE, payload, meta, drawn_from(1))
+    assert found.device.type == DEVICE.type and torch.equal(found.cpu(), arrived)
 
 
 @pytest.mark.parametrize("damaged", ["words", "states"])

@@ -67,13 +67,13 @@ def test_two_ranks_are_one(ranks):
 @pytest.mark.parametrize("pair", METHODS, ids=" / ".join)
 def test_neighbours_save_bytes_and_change_nothing(pair, monkeypatch):
     kinds = []
-    decode = coding.decode
+    decode_to = coding.decode_to
 
-    def noting(data, *shape):
-        kinds.append(int(data[0]))
-        return decode(data, *shape)
+    def noting(device, coded, *shape):
+        kinds.append(int(coded[0]))
+        return decode_to(device, coded, *shape)
 
-    monkeypatch.setattr("mpcomp.entropy.decode", noting)
+    monkeypatch.setattr("mpcomp.entropy.decode_to", noting)
     losses, _, num_bytes = train(*pair)
     assert {6, 7} & set(kinds), "no message was coded by neighbours"
     monkeypatch.setattr(neighbours, "may_tell", lambda *_, **__: False)

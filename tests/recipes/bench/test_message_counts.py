@@ -7,11 +7,13 @@ import json
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map_only
 
 import mpcomp
 from mpcomp import TensorMeta
 from mpcomp.core.randomness import generator_for
-from mpcomp.core.transfer import to_host
+from mpcomp.core.transfer import to_device, to_host
+from mpcomp.entropy import lanes
 from recipes.bench.fake_accelerator import DEVICE, FakeAccelerator
 from recipes.bench.message_counts import main, rows_of, table
 
@@ -59,6 +61,38 @@ def test_payloads_and_tensors_have_the_bits_of_a_cpu(method):
         found, on_host = to_host(arrived), [to_host(part) for part in there]
     assert torch.equal(found, expected)
     assert all(torch.equal(a, b) for a, b in zip(payload, on_host, strict=True))
+
+
+@pytest.mark.parametrize("method", ["step:0.3:centre=true", "step:1:rounding=dither"])
+def test_an_accelerator_that_codes_lanes_is_asked_for_them(method, monkeypatch):
+    """Its integers stay there, and the message is that of a CPU that was asked."""
+    there = []
+
+    def on_host(run):
+        def run_on_host(*args):
+            there.append(args[0].device)
+            return to_device(run(*tree_map_only(torch.Tensor, to_host, args)), DEVICE)
+
+        return run_on_host
+
+    monkeypatch.setattr(lanes, "MANY", 1 << 14)
+    monkeypatch.setattr(lanes, "_MOST", 1.1)
+    x = torch.randn(64, 300, generator=torch.Generator().manual_seed(0))
+    meta = TensorMeta.of(x)
+    plain = mpcomp.parse(method).compress(x, generator_for(1))
+    fast = mpcomp.parse(f"{method}:lanes=true").compress(x, generator_for(1))
+    expected = mpcomp.parse(method).decompress(fast, meta, generator_for(1))
+    for each in (lanes.pushed, lanes.popped):
+        monkeypatch.setitem(each.by_device, DEVICE.type, on_host(each.anywhere))
+    with FakeAccelerator():
+        compressor = mpcomp.parse(method)
+        payload = compressor.compress(x.to(DEVICE), generator_for(1))
+        assert payload[0].device.type == "cpu" and there == [DEVICE]
+        arrived = compressor.decompress_to(DEVICE, payload, meta, generator_for(1))
+        assert arrived.device == DEVICE and there == [DEVICE, DEVICE]
+        arrived = to_host(arrived)
+    assert not torch.equal(plain[0], fast[0]) and torch.equal(payload[0], fast[0])
+    assert torch.equal(arrived, expected)
 
 
 def test_what_is_not_waited_for_is_not_there():

@@ -108,6 +108,20 @@ def test_a_method_without_a_coder_stays_what_it_is():
     assert counted(plain) == plain and not is_counted(counted(plain))
 
 
+@pytest.mark.parametrize("rounding", ["nearest", "dither"])
+def test_lanes_are_counted_as_they_are_coded(rounding):
+    method = mpcomp.parse(f"step:0.4:rounding={rounding}:lanes=true")
+    x = torch.randn(1024, 160, generator=torch.Generator().manual_seed(0))
+    coded, told = (
+        each.compress(x, torch.Generator().manual_seed(1))[0].numel()
+        for each in (method, counted(method))
+    )
+    plain = mpcomp.parse(f"step:0.4:rounding={rounding}").compress(
+        x, torch.Generator().manual_seed(1)
+    )
+    assert coded > plain[0].numel() and told == pytest.approx(coded, rel=0.001)
+
+
 def test_what_is_no_longer_kept_is_an_error():
     compressor = counted(mpcomp.parse("step:0.5"))
     assert isinstance(compressor, Counted)
