@@ -47,6 +47,11 @@ def given():
         ],
         "compressors.rounding.restored": [(q, grid, None, 3.0), (q, grid, dither, 1e38)],
         "compressors.rounding.parts_of": [(dither, 16)],
+        "compressors.tokens.transposed": [
+            (drawn(3, 40, 33),),
+            (drawn(2, 16, 64).bfloat16(),),
+            (drawn(2, 1, 5).double(),),
+        ],
         "core.randomness.hashed": [(cpu, numel, -9, 1 << 30) for numel in (3, 100_003)],
     }
 
