@@ -16,14 +16,13 @@ from torch import Tensor
 from mpcomp.compressors.base import Compressor, Identity, or_dense, shrinks
 from mpcomp.compressors.indices import decode_indices, encode_indices, index_bytes, nonzero
 from mpcomp.core.kernels import kernel
-from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.tensor_meta import WHOLE_NUMBERS, TensorMeta
 from mpcomp.core.transfer import to_device
 from mpcomp.core.wire import Payload, byte_parts, packed_length, unpack
 
 __all__ = ["InRows", "nonzero_rows"]
 
 _COUNT: Final = TensorMeta((1,), torch.int64)
-_WHOLE_NUMBERS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class _Form(NamedTuple):
@@ -207,7 +206,7 @@ def nonzero_rows(x: Tensor) -> Tensor:
 
     By bits, as what is left out comes back as 0, and not as -0.
     """
-    numbers = x.view(_WHOLE_NUMBERS[x.dtype.itemsize])
+    numbers = x.view(WHOLE_NUMBERS[x.dtype.itemsize])
     begin = numbers[:, 0] != 0
     if bool(begin.all()):  # as of a head's gradient: nothing more is to be read
         return begin

@@ -26,12 +26,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 __all__ = [
+    "WHOLE_NUMBERS",
     "TensorMeta",
     "cast_saturating",
     "keep_padded",
@@ -39,6 +40,9 @@ __all__ = [
     "valid_positions",
     "zero_padding",
 ]
+
+#: Types in which a tensor's bits are whole numbers, by bytes of an element.
+WHOLE_NUMBERS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)

@@ -49,12 +49,13 @@ LOWEST: Final = 1 << 16
 _BITS: Final = 15
 #: Frequencies of a table sum to this.
 TOTAL: Final = 1 << _BITS
+_INVERSE: Final = 47  # bits behind the point of a frequency's inverse
 _BUCKETS: Final = 256
 _IN_BUCKET: Final = _BITS - 8  # bits
 # For a type checker, which knows no larger or absolute one of numpy's own numbers.
 _int32: Any = np.int32
 _int64: Any = np.int64
-_float64: Any = np.float64
+_uint64: Any = np.uint64
 
 
 class Sums(NamedTuple):
@@ -200,7 +201,7 @@ def push(
         starts: sums of the frequencies before each symbol and behind the last, int64 [tables,
             symbols + 1]; of symbols that occur none is zero.
         states: a power of two of them, int64; they change.
-        out: takes the words, uint8.
+        out: takes the words, uint8; before ``at`` are two bytes for each symbol.
         at: where they begin so far.
 
     Returns:
@@ -209,31 +210,58 @@ def push(
     num_rows, num_columns = q.shape
     lanes, last, of_class = len(states) - 1, len(table_of) - 1, -1
     width, num_classes = starts.shape[1], len(columns)
-    flat = starts.reshape(-1)
-    inverses = np.empty(flat.size)
-    for n in range(flat.size - 1):
-        inverses[n] = 1.0 / max(flat[n + 1] - flat[n], 1)
-    places = np.zeros(num_columns, np.int64)
+    inverses, moves = divisors(starts)
+    bases, places = np.zeros(num_columns, np.int32), np.zeros(num_columns, np.int32)
+    end = _uint64(at)
     for i in range(num_rows - 1, -1, -1):
         if rows[i] != of_class or num_classes > 1:
             of_class = _int64(rows[i])
             of_row = columns[min(i, num_classes - 1)]
             for j in range(num_columns):
-                places[j] = table_of[min(of_class + _int64(of_row[j]), last)] * width
-        for j in range(num_columns - 1, -1, -1):
-            place = places[j] + min(abs(_int64(q[i, j])), ESCAPE)
-            start = flat[place]
-            frequency = flat[place + 1] - start
-            x = states[j & lanes]
-            if x >= frequency << (32 - _BITS):
-                at -= 2
-                out[at] = np.uint8(x)
-                out[at + 1] = np.uint8(x >> 8)
-                x >>= 16
-            # Exact: x + 1/2 is further from a multiple of the frequency than this may be wrong.
-            quotient = _int64((_float64(x) + 0.5) * inverses[place])
-            states[j & lanes] = (quotient << _BITS) + (x - quotient * frequency) + start
-    return at
+                bases[j] = table_of[min(of_class + _int64(of_row[j]), last)] * width
+        for j in range(num_columns):
+            places[j] = bases[j] + min(abs(_int32(q[i, j])), _int32(ESCAPE))
+        for j in range(num_columns - 1, -1, -1):  # without branches, and of numbers without signs
+            lane, place = _uint64(j & lanes), _uint64(places[j])
+            x, move = _uint64(states[lane]), moves[place]
+            start, rest = move & _uint64(TOTAL - 1), move >> _uint64(_BITS)
+            full = (x >> _uint64(32 - _BITS)) + rest >> _uint64(_BITS)  # whether x is too large
+            out[end - _uint64(2)] = np.uint8(x)
+            out[end - _uint64(1)] = np.uint8(x >> _uint64(8))
+            end -= full << _uint64(1)
+            x >>= full << _uint64(4)
+            states[lane] = x + quotient(x, inverses[place]) * rest + start
+    begin: int = _int64(end)
+    return begin
+
+
+@compiled
+def divisors(starts: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Inverses of frequencies f, ceil(2^47 / f), and what `push` adds: (M - f) M + b.
+
+    Args:
+        starts: as of `push`.
+
+    Returns:
+        Both by place in the tables, uint64 [tables * (symbols + 1)]; zero of no symbols.
+    """
+    flat = starts.reshape(-1)
+    inverses, moves = np.zeros((2, flat.size), np.uint64)
+    for place in range(flat.size - 1):
+        frequency = flat[place + 1] - flat[place]
+        if frequency > 0:
+            inverses[place] = ((1 << _INVERSE) + frequency - 1) // frequency
+            moves[place] = (TOTAL - frequency) << _BITS | flat[place]
+    return inverses, moves
+
+
+@compiled
+def quotient(x: Any, inverse: Any) -> Any:
+    """floor(x / f) of a state x < 2^17 f, by the inverse of f as of `divisors`.
+
+    It is exact: an inverse too large by less than 1 adds less than x / 2^47 < 1 / f.
+    """
+    return x * inverse >> _uint64(_INVERSE)
 
 
 @compiled
@@ -334,24 +362,27 @@ def pop_row(
     """
     lanes, width, end = len(states) - 1, starts.shape[1], len(data)
     flat, flat_first = starts.reshape(-1), first.reshape(-1)
-    largest = 0
-    for j in range(len(out)):
-        table = tables[j]
-        x = states[j & lanes]
-        slot = x & (TOTAL - 1)
-        symbol = _int64(flat_first[table * _BUCKETS + (slot >> _IN_BUCKET)])
-        place = table * width + symbol
-        while flat[place + 1] <= slot:
-            place += 1
-        start = flat[place]
-        x = (flat[place + 1] - start) * (x >> _BITS) + slot - start
-        if x < LOWEST:
-            if at + 2 > end:
-                return -1, 0
-            x = x << 16 | _int64(data[at]) | _int64(data[at + 1]) << 8
-            at += 2
-        states[j & lanes] = x
-        symbol = place - table * width
+    largest, enough = 0, at + 2 * len(out) <= end
+    for j in range(len(out)):  # of numbers without signs, and with few branches
+        lane, table = _uint64(j & lanes), _uint64(tables[j])
+        x = _uint64(states[lane])
+        slot = x & _uint64(TOTAL - 1)
+        base = table * _uint64(width)
+        bucket = table * _uint64(_BUCKETS) + (slot >> _uint64(_IN_BUCKET))
+        place = base + _uint64(flat_first[bucket])
+        while _uint64(flat[place + _uint64(1)]) <= slot:
+            place += _uint64(1)
+        start = _uint64(flat[place])
+        x = (_uint64(flat[place + _uint64(1)]) - start) * (x >> _uint64(_BITS)) + slot - start
+        needs = _uint64(x < _uint64(LOWEST))
+        if enough or at + 2 <= end:
+            word = _uint64(data[_uint64(at)]) | _uint64(data[_uint64(at + 1)]) << _uint64(8)
+            x = x << (needs << _uint64(4)) | word & (_uint64(0) - needs)
+            at += _int64(needs << _uint64(1))
+        elif needs:
+            return -1, 0
+        states[lane] = x
+        symbol = _int64(place - base)
         out[j] = symbol
         largest = max(largest, symbol)
     return at, largest

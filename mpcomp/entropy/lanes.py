@@ -597,7 +597,7 @@ def push(
             out[at - _uint64(1)] = _uint16(x)
             at -= full
             x >>= full << _uint64(4)
-            # Exact, as of `ans.push`.
+            # Exact: x + 1/2 is further from a multiple of the frequency than this may be wrong.
             quotient = _uint64(_int64((_float64(_int64(x)) + 0.5) * inverses[place]))
             start = entry >> _uint64(_BITS) & _uint64(_TOTAL - 1)
             states[lane] = x + quotient * (entry & _uint64(_TOTAL - 1)) + start

@@ -47,7 +47,8 @@ _SIZES = np.array(
     [n if n < 4 else 2 * (n.bit_length() - 1) + (n >> n.bit_length() - 2 & 1) for n in range(128)],
     np.uint8,
 )
-_LARGEST_SIZE: Final = 12  # of an expected integer; 64 and more
+_LARGEST_EXPECTED: Final = 64  # and more
+_LARGEST_SIZE: Final = 12  # of that
 _PER_ERROR: Final = _LARGEST_SIZE + 1
 _LARGEST_ERROR: Final = 14
 _FIRST: Final = _LARGEST_ERROR + 1  # the class of pixels with none around them
@@ -58,7 +59,10 @@ LARGEST: Final = 2**13 - 1
 _LIMIT: Final = 2**15 - 1  # of what damaged data says
 #: Of so many images one is looked at first, where integers may be negative.
 ONE_OF: Final = 8
-_int64: Any = np.int64  # for a type checker, which knows no absolute one of numpy's own numbers
+# For a type checker, which knows no absolute one of numpy's own numbers.
+_int32: Any = np.int32
+_int64: Any = np.int64
+_uint64: Any = np.uint64
 
 
 def may_tell(q: NDArray[np.int16], height: int, width: int, *, signed: bool) -> bool:
@@ -148,7 +152,7 @@ def expect(
         height: lines of an image.
         width: pixels of a line.
         errors: sums over channels of how wrong expected integers were, int64 [pixels].
-        expected: takes them, int64 [channels].
+        expected: takes them, whole numbers [channels].
         sizes: takes their classes, uint8 [channels].
 
     Returns:
@@ -164,12 +168,13 @@ def expect(
     left = i - width if is_first_of_line else i - 1
     above = left if is_in_first_line else i - width
     corner = left if is_in_first_line else above if is_first_of_line else above - 1
+    at_left, at_above, at_corner = q[left], q[above], q[corner]
+    for j in range(num_channels):  # m as low + high - c, with no c that is outside
+        a, b, c = at_left[j], at_above[j], at_corner[j]
+        low, high = _int32(min(a, b)), _int32(max(a, b))
+        expected[j] = low + high - min(max(_int32(c), low), high)
     for j in range(num_channels):
-        a, b, c = _int64(q[left, j]), _int64(q[above, j]), _int64(q[corner, j])
-        low, high = min(a, b), max(a, b)
-        m = min(max(a + b - c, low), high)
-        expected[j] = m
-        sizes[j] = min(_SIZES[min(abs(m), 127)], _LARGEST_SIZE)
+        sizes[j] = _SIZES[_uint64(min(abs(_int32(expected[j])), _int32(_LARGEST_EXPECTED)))]
     error = 4 * (errors[left] + errors[above]) // num_channels
     of_error: int = _int64(min(_SIZES[min(error, 127)], _LARGEST_ERROR))
     return of_error * _PER_ERROR
@@ -241,14 +246,14 @@ def symbols_of(
     sizes = np.empty((num_pixels, num_channels), np.uint8)
     classes = np.empty(num_pixels, np.uint8)
     errors = np.empty(num_pixels, np.int64)
-    expected = np.empty(num_channels, np.int64)
+    expected = np.empty(num_channels, np.int16)
     for i in range(num_pixels):
         classes[i] = expect(q, i, height, width, errors, expected, sizes[i])
-        error = 0
+        said, values, error = symbols[i], q[i], 0
         for j in range(num_channels):
-            value = _int64(q[i, j])
-            symbols[i, j] = symbol(value, expected[j], signed)
-            error += abs(value - expected[j])
+            value, m = _int32(values[j]), _int32(expected[j])
+            said[j] = symbol(value, m, signed)
+            error += abs(_int32(value - m))
         errors[i] = error
     return symbols, classes, sizes
 
@@ -286,25 +291,31 @@ def pop(
     """
     num_pixels, num_channels = out.shape
     end, escaped = len(data), 0
-    tables, expected = np.zeros((2, num_channels), np.int64)
+    tables, expected = np.zeros(num_channels, np.int64), np.zeros(num_channels, np.int16)
     sizes = np.empty(num_channels, np.uint8)
     errors = np.empty(num_pixels, np.int64)
     for i in range(num_pixels):
-        of_class = expect(out, i, height, width, errors, expected, sizes)
+        of_class = _uint64(expect(out, i, height, width, errors, expected, sizes))
         for j in range(num_channels):
-            tables[j] = table_of[of_class + _int64(sizes[j])]
-        at, largest = pop_row(data, at, tables, starts, first, states, out[i])
+            tables[j] = table_of[of_class + _uint64(sizes[j])]
+        values, error = out[i], 0
+        at, largest = pop_row(data, at, tables, starts, first, states, values)
         if at < 0:
             return -1, 0
-        error = 0
-        for j in range(num_channels):
-            symbol = _int64(out[i, j])
-            if largest == ESCAPE and symbol == ESCAPE:
-                escaped += 1
-                low = max(end - 2 * escaped, 0)
-                symbol = _int64(data[low]) | _int64(data[low + 1]) << 8
-            value = integer(symbol, expected[j], signed)
-            out[i, j] = value
-            error += abs(value - expected[j])
+        if largest == ESCAPE:
+            for j in range(num_channels):
+                symbol = _int64(values[j])
+                if symbol == ESCAPE:
+                    escaped += 1
+                    low = max(end - 2 * escaped, 0)
+                    symbol = _int64(data[low]) | _int64(data[low + 1]) << 8
+                values[j] = integer(symbol, _int64(expected[j]), signed)
+                error += abs(_int64(values[j]) - expected[j])
+        else:
+            for j in range(num_channels):
+                m = _int32(expected[j])
+                value = _int32(integer(_int32(values[j]), m, signed))
+                values[j] = value
+                error += abs(_int32(value - m))
         errors[i] = error
     return at, escaped

@@ -54,6 +54,11 @@ def given():
             (q, torch.empty((0, 0), dtype=torch.int8), *classes, 60),
             (q, (dither * 8).floor().to(torch.int8), *classes, 120),
         ],
+        "compressors.tokens.transposed": [
+            (drawn(3, 40, 33),),
+            (drawn(2, 16, 64).bfloat16(),),
+            (drawn(2, 1, 5).double(),),
+        ],
         "core.randomness.hashed": [(cpu, numel, -9, 1 << 30) for numel in (3, 100_003)],
     }
 

@@ -119,6 +119,16 @@ def test_classes_of_each_integer_take_the_place_of_those_of_columns():
     off=st.integers(-2, 2),
 )
 def test_the_quotient_by_an_inverse_is_exact(frequency, multiple, off):
-    """Next to the multiples, where it would be wrong first; as `ans.push` makes it."""
+    """Next to the multiples, where it would be wrong first: as in `ans.push`, and `lanes.push`."""
+    x = min(max(multiple % (2**17) * frequency + off, 0), 2**17 * frequency - 1)
+    inverses, _ = ans.divisors(np.array([[0, frequency, ans.TOTAL]]))
+    assert ans.quotient(np.uint64(x), inverses[0]) == x // frequency
     x = min(max(multiple % (2**32 // frequency) * frequency + off, 0), 2**32 - 1)
     assert int((np.float64(x) + 0.5) * (1.0 / np.float64(frequency))) == x // frequency
+
+
+def test_the_quotient_of_the_largest_state_is_exact_for_every_frequency():
+    """There the product has all 64 bits."""
+    for frequency in range(1, ans.TOTAL + 1):
+        inverse, largest = -(-(1 << 47) // frequency), 2**17 * frequency - 1
+        assert largest * inverse < 2**64 and largest * inverse >> 47 == 2**17 - 1

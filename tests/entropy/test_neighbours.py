@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -63,6 +64,21 @@ def test_expected_is_the_median_of_left_above_and_their_plane():
         expected, sizes = np.empty(3, np.int64), np.empty(3, np.uint8)
         neighbours.expect(q, i, 5, 4, errors, expected, sizes)
         assert np.array_equal(expected, want), (image, y, x)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_any_integers_are_expected_as_whole_images_are(seed):
+    """As large ones as damaged data may say: what is expected has no room to overflow."""
+    rng = np.random.default_rng(seed)
+    q = rng.choice([-LARGEST, -LARGEST + 1, -70, 0, 5, 64, LARGEST - 1, LARGEST], (40, 3))
+    expected, contexts = neighbours.expect_all(torch.from_numpy(q.reshape(2, 5, 4, 3)))
+    q, errors = q.astype(np.int16), np.zeros(40, np.int64)
+    for i in range(40):
+        of_pixel, sizes = np.empty(3, np.int16), np.empty(3, np.uint8)
+        of_class = neighbours.expect(q, i, 5, 4, errors, of_pixel, sizes)
+        assert np.array_equal(of_pixel, expected.reshape(40, 3)[i])
+        assert np.array_equal(of_class + sizes.astype(int), contexts.reshape(40, 3)[i])
+        errors[i] = np.abs(q[i].astype(int) - of_pixel).sum()
 
 
 def test_contexts_tell_sizes_errors_and_first_pixels_apart():

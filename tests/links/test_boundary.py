@@ -7,6 +7,7 @@ from models import store_of
 
 from mpcomp import (
     AQSGD,
+    ECSQ,
     EF21,
     Boundary,
     Cast,
@@ -77,6 +78,21 @@ def test_gradients_travel_where_a_nonzero_activation_arrived(act, shape):
         assert same_bits(arrived, torch.where(there, g, torch.zeros(())))
         assert payload == 4 * there.sum() and 0 < there.sum() < there.numel()
         boundary.finish_step(finite=True)
+
+
+@pytest.mark.parametrize("shape", [SHAPE, (4, 5, 6, 7)], ids=["rows", "images"])
+def test_a_sender_knows_what_arrived_without_decoding_its_message(shape, monkeypatch):
+    """Of every microbatch, not of those alone whose figures are measured."""
+    boundary = boundary_of(parse("step:0.5"), SameIndices(where="nonzero"))
+    x, g, step = torch.randn(shape).relu(), torch.randn(shape), step_of()
+    assert not step.samples(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(ECSQ, "decompress", None)
+        patch.setattr(ECSQ, "decompress_to", None)
+        message = boundary.act.encode(x, step, 1)
+    there = boundary.act.decode(message, TensorMeta.of(x), step, 1) != 0
+    arrived, _ = backward(boundary, g, step, 1)
+    assert same_bits(arrived, torch.where(there, g, torch.zeros(())))
 
 
 def test_gradients_whose_length_is_known_after_coding_at_positions_that_are():

@@ -119,6 +119,8 @@ class Endpoint(ABC):
 
     #: Whether messages of the cut's other direction are told of, by `crossed`.
     follows: bool = False
+    #: Whether `crossed` then asks for the tensor that arrived.
+    asks_arrived: bool = False
     #: Whether a message may be shorter than both ends know ahead.
     varies: bool = True
     #: Whether what a message leaves out is sent later, or is right on average.

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from mpcomp.compressors.base import Identity
+from mpcomp.compressors.indices import nonzero
 from mpcomp.compressors.same_indices import SameIndices
+from mpcomp.compressors.threshold import count_set
 from mpcomp.core.step import MessageContext
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.core.wire import Payload
@@ -29,6 +31,7 @@ class SelectionEndpoint(Endpoint, of=SameIndices):
 
     def __init__(self, method: SameIndices) -> None:
         super().__init__(method)
+        self.asks_arrived = method.where == "nonzero"
         #: By the activation's end, step and microbatch; None of an activation that went dense.
         self._selections: dict[tuple[Side, int, int], Tensor | None] = {}
 
@@ -51,8 +54,7 @@ class SelectionEndpoint(Endpoint, of=SameIndices):
         context: MessageContext,
     ) -> None:
         if context.train:
-            nonzero = self.method.where == "nonzero"
-            found = _nonzero(arrived()) if nonzero else plan.positions(payload)
+            found = _nonzero(arrived()) if self.asks_arrived else plan.positions(payload)
             self._selections[side, context.step, context.microbatch] = found
 
     def commit(self) -> None:
@@ -65,4 +67,5 @@ class SelectionEndpoint(Endpoint, of=SameIndices):
 def _nonzero(x: Tensor) -> Tensor:
     """Ascending int64 positions, in memory order, of what is not zero."""
     flat = TensorMeta.of(x).flatten(x).reshape(-1)
-    return flat.nonzero().squeeze(1)
+    mask = flat != 0
+    return nonzero(mask, count_set(mask))

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from recipes.lab.auto_rates import MACHINES, OUT, RATES, TASKS, Row, rows_of
+from recipes.lab.auto_rates import MACHINES, OUT, RATES, RESNET, TASKS, Row, rows_of
 from recipes.run_folder import read_json_lines
 
 ROWS = [Row(**row) for row in read_json_lines(OUT)]
@@ -42,3 +42,11 @@ def test_rows_are_what_the_simulation_gives(task, gflops):
         assert (ours.sends, ours.best) == (theirs.sends, theirs.best)
         assert ours.step_s == pytest.approx(theirs.step_s)
         assert ours.best_s == pytest.approx(theirs.best_s)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gflops", MACHINES)
+def test_with_the_coding_of_today_auto_loses_little_everywhere(gflops):
+    """By the shares of the page, of times that are committed."""
+    for row in rows_of(RESNET, gflops, (0.56, 0.65, 1, 1)):
+        assert row.step_s < 1.05 * row.best_s, row
