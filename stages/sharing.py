@@ -59,11 +59,14 @@ def with_tied_copies(model: nn.Module, pieces: Sequence[Piece]) -> list[Piece]:
     copied = [piece.copied for piece in pieces]
     for names in same_parameters(model):
         homes = sorted((i, name) for name in names for i in where.calling(name))
-        owners = {(i, id(model.get_submodule(name.rpartition(".")[0]))) for i, name in homes}
-        if len({owner for _, owner in owners}) < len(owners):
+        home = homes[0][0]
+        owner = {name: id(model.get_submodule(name.rpartition(".")[0])) for _, name in homes}
+        at_home = {owner[name] for i, name in homes if i == home}  # nothing is copied there
+        uses = [*at_home, *(owner[name] for i, name in homes if i != home)]
+        if len(set(uses)) < len(uses):
             continue
         for i, name in homes:
-            if i != homes[0][0]:
+            if i != home:
                 block = next(b for b in pieces[i].blocks if b in ancestors(name))
                 copied[i] = tuple(dict.fromkeys((*copied[i], block)))
     return [replace(piece, copied=names) for piece, names in zip(pieces, copied, strict=True)]

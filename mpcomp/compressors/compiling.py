@@ -7,6 +7,7 @@ import torch
 
 from mpcomp import entropy
 from mpcomp.compressors.base import Compressor
+from mpcomp.compressors.tokens import transposed
 from mpcomp.core.spec import parse
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.entropy.lanes import MANY
@@ -33,6 +34,8 @@ def compile_coder() -> None:
     offsets = np.resize(offsets, many.shape)
     coded = entropy.encode(many, None, offsets, in_lanes=True)
     entropy.decode(coded, *many.shape, None, offsets)
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        transposed(torch.zeros((1, 2, 2), dtype=dtype))
     x = torch.from_numpy(many).float()
     for method in ("step:0.5:centre=true", "step:0.5:rounding=dither"):
         compressor: Compressor = parse(method)

@@ -27,7 +27,7 @@ R = TypeVar("R")
 #: Environment variable with the number of the coder's threads.
 _THREADS = "MPCOMP_THREADS"
 #: Environment variable: 1 to code in the background, 0 to code in turn.
-BACKGROUND = "MPCOMPBACKGROUND"
+BACKGROUND = "MPCOMP_BACKGROUND"
 # Elements of a slice: milliseconds of coding, beside which the handing over to a thread is nothing.
 _ELEMENTS = 1 << 20
 
@@ -76,7 +76,7 @@ def num_threads() -> int:
 
 
 def codes_beside(device: torch.device, num_ranks: int) -> bool:
-    """Whether messages are coded beside computing: `MPCOMPBACKGROUND`; else with a core to spare.
+    """Whether messages are coded beside computing: `MPCOMP_BACKGROUND`; else with a core to spare.
 
     That is where this rank has more cores than torch computes with. On an accelerator it is so
     only where somebody says it.
@@ -86,7 +86,7 @@ def codes_beside(device: torch.device, num_ranks: int) -> bool:
         num_ranks: of the run; all are taken to be here where no launcher says how many are.
 
     Raises:
-        ValueError: `MPCOMPBACKGROUND` is neither 0 nor 1.
+        ValueError: `MPCOMP_BACKGROUND` is neither 0 nor 1.
     """
     given = os.environ.get(BACKGROUND)
     if given is not None:

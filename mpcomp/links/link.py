@@ -217,7 +217,9 @@ class Link:
         plan = self._plan(Side.SENDER, meta, step, microbatch, x.device)
         self._note_coded(step, microbatch)
         compared = plan.context.sampled and self._compares(step)
-        asked = compared or (step.train and self._other_asks())
+        other = self._other  # which may ask what has arrived: this end knows it from encoding
+        told = other is not None and other.endpoint.follows and other.endpoint.asks_arrived
+        asked = compared or (told and step.train)
         payload = plan.encode(x, asked=asked and not plan.dense)
         header = self._header(plan, step)
         message = frame(header, payload, variable=plan.variable, checked=self.checked)
@@ -293,11 +295,6 @@ class Link:
         if other is not None and other.endpoint.follows:
             context = other._context(step, microbatch)
             other.endpoint.crossed(side, plan, payload, arrived, context)
-
-    def _other_asks(self) -> bool:
-        """Whether the other direction asks what has arrived, which this end knows from encoding."""
-        other = self._other
-        return other is not None and other.endpoint.follows and other.endpoint.asks_arrived
 
     def way_back(self) -> Callable[[], None]:
         """A function that makes the meter forget a message that has been encoded and not sent."""

@@ -4,6 +4,8 @@ Settings of single methods are tested beside them, specs in test_parsing.py, che
 test_checkpoint.py, NaN and Inf in test_precision.py.
 """
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -83,6 +85,26 @@ def test_a_parameter_shared_across_a_cut_is_named():
     model.three.weight = model.two.weight = nn.Parameter(torch.randn(19, 19))
     with pytest.raises(ValueError, match=r"'two.weight' in stage 1 and 'three.weight' in stage 2"):
         pipe_of(model)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_module_used_twice_in_one_stage_is_no_two_weights(stage):
+    """Beside a weight of another stage: copies of it would each move by a part of the gradient."""
+    one, other = nn.Linear(19, 19), nn.Linear(19, 19)
+    other.weight = one.weight
+    model = nn.Sequential(one, nn.Tanh(), one, other, nn.Tanh())
+    if stage == 1:
+        model = nn.Sequential(other, nn.Tanh(), one, nn.Tanh(), one)
+        with pytest.raises(ValueError, match="are one tensor; a stage must own what it trains"):
+            pipe_of(model, split=[2, 3])
+        return
+    plain, x, y = copy.deepcopy(model), torch.randn(6, 19), torch.randint(19, (6,))
+    pipe = pipe_of(model, split=[3, 2], ties="apart")
+    pipe.forward_backward(x, y)
+    F.cross_entropy(plain(x), y).backward()
+    expected = plain[0].weight.grad
+    for weight in (p for p in pipe.parameters() if p.dim() == 2):
+        torch.testing.assert_close(weight.grad, expected)
 
 
 @pytest.mark.parametrize("way", ["wrapped", "in place"])
