@@ -1,11 +1,15 @@
 """Tiny encoders of transformers with each of their heads, and batches for these."""
 
+import copy
 from typing import Any
 
 import torch
 import transformers
 from lms import VOCABULARY, config_of
 from torch import Tensor
+from torch.testing import assert_close
+
+import mpcomp
 
 transformers.logging.set_verbosity_error()
 
@@ -151,3 +155,18 @@ def text_batch(head: str, rows: int, seed: int = 0, *, segments: bool = False) -
         counted = (mask == 1) & (torch.arange(positions) % 3 != 2)
         batch["labels"] = labels.masked_fill(~counted, -100)
     return batch
+
+
+def check_equal(model, batch, chunks, **options):
+    """Loss and every gradient are the plain model's over the whole batch, in any pipeline."""
+    plain = copy.deepcopy(model)
+    loss = plain(**batch).loss
+    loss.backward()
+    pipe = mpcomp.pipeline(model, chunks, **options)
+    assert_close(pipe.forward_backward(batch), loss.detach())
+    trained = dict(pipe.merge().named_parameters())
+    for name, parameter in plain.named_parameters():
+        found = trained[name].grad
+        assert (found is None) == (parameter.grad is None), name
+        if found is not None:
+            assert_close(found, parameter.grad, rtol=1e-4, atol=1e-5, msg=name)

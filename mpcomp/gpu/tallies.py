@@ -17,7 +17,7 @@ from mpcomp.gpu.launch import Tiles, launch, places
 
 __all__ = ["add_symbols", "count_symbols", "summed", "tallied"]
 
-_TILE: Final = 1 << 14  # elements of which a program adds up rows and columns
+_TILE: Final = 1 << 14  # elements of a tile whose rows and columns are added up
 _WARPS: Final = 8  # of it
 _APART: Final = 128  # tables of counts: programs that share one wait for each other
 _ESCAPE: Final = tl.constexpr(ans.ESCAPE)

@@ -423,9 +423,9 @@ def _mpcomp_variant(name: str, job: Job, lengths: Counter[str]) -> Variant:
     within = update if setting.updates > 1 else None
 
     def step() -> Tensor:
-        before = message_lengths(pipe)
+        before = message_lengths(pipe) if name == IN_BACKGROUND else None
         loss = pipe.forward_backward(x, y, sample_ids=ids, update=within, updates=setting.updates)
-        if name == IN_BACKGROUND:
+        if before is not None:
             for direction, sent in (message_lengths(pipe) - before).items():
                 lengths[direction] = sent // job.chunks
         return loss

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from encoder_decoders import FAMILIES, encoder_decoder, pairs, sounds
+from encoders import check_equal
 from everyday import slow_but
 from methods import same_bits
 from torch.testing import assert_close
@@ -13,21 +14,6 @@ import mpcomp
 
 #: Numbers of blocks of stages, of 3 and 3: a cut within the encoder, behind it, within the decoder.
 CUTS = ([2, 4], [3, 3], [4, 2], [1, 2, 2, 1])
-
-
-def check_equal(model, batch, chunks, **options):
-    """Loss, every gradient and the output are the plain model's over the whole batch."""
-    plain = copy.deepcopy(model)
-    loss = plain(**batch).loss
-    loss.backward()
-    pipe = mpcomp.pipeline(model, chunks, **options)
-    assert_close(pipe.forward_backward(batch), loss.detach())
-    trained = dict(pipe.merge().named_parameters())
-    for name, parameter in plain.named_parameters():
-        found = trained[name].grad
-        assert (found is None) == (parameter.grad is None), name
-        if found is not None:
-            assert_close(found, parameter.grad, rtol=1e-4, atol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize("family", slow_but(("bart", "mbart", "whisper"), [*FAMILIES]))

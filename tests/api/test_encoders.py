@@ -6,7 +6,17 @@ import pytest
 import torch
 import transformers
 from encoder_decoders import encoder_decoder, sounds
-from encoders import CLASSES, DECODERS, HEADS, IMAGES, TEXT, encoder, image_batch, text_batch
+from encoders import (
+    CLASSES,
+    DECODERS,
+    HEADS,
+    IMAGES,
+    TEXT,
+    check_equal,
+    encoder,
+    image_batch,
+    text_batch,
+)
 from everyday import slow_but
 from methods import same_bits
 from torch.testing import assert_close
@@ -23,21 +33,6 @@ READ_BY_ALL = ("deberta", "deberta-v2", "mpnet")
 TIED = [("bert", "MaskedLM")]
 
 
-def check_equal(model, batch, chunks, num_stages=3):
-    """Loss, every gradient and the output are the plain model's over the whole batch."""
-    plain = copy.deepcopy(model)
-    loss = plain(**batch).loss
-    loss.backward()
-    pipe = mpcomp.pipeline(model, chunks, split=num_stages)
-    assert_close(pipe.forward_backward(batch), loss.detach())
-    trained = dict(pipe.merge().named_parameters())
-    for name, parameter in plain.named_parameters():
-        found = trained[name].grad
-        assert (found is None) == (parameter.grad is None), name
-        if found is not None:
-            assert_close(found, parameter.grad, rtol=1e-4, atol=1e-5, msg=name)
-
-
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("family", slow_but(EVERYDAY, [*TEXT]))
 def test_encoders_of_texts(family, head):
@@ -50,7 +45,7 @@ def test_encoders_of_texts(family, head):
     num_stages = 2 if family in READ_BY_ALL else 3
     for chunks in (1, 2):
         batch = text_batch(head, 5, chunks, segments=segments)
-        check_equal(copy.deepcopy(model), batch, chunks, num_stages)
+        check_equal(copy.deepcopy(model), batch, chunks, split=num_stages)
 
 
 @pytest.mark.parametrize("head", HEADS[1:])
@@ -59,14 +54,14 @@ def test_heads_of_decoders(family, head):
     """A class is read at the last token that is no padding, which a later stage must find."""
     model = encoder(family, head)
     for chunks in (1, 2):
-        check_equal(copy.deepcopy(model), text_batch(head, 5, chunks), chunks)
+        check_equal(copy.deepcopy(model), text_batch(head, 5, chunks), chunks, split=3)
 
 
 @pytest.mark.parametrize("family", slow_but(("vit", "deit", "swin"), [*IMAGES]))
 def test_encoders_of_images(family):
     model = encoder(family, "ImageClassification")
     for chunks in (1, 2):
-        check_equal(copy.deepcopy(model), image_batch(model, 5, chunks), chunks)
+        check_equal(copy.deepcopy(model), image_batch(model, 5, chunks), chunks, split=3)
 
 
 def test_a_classifier_of_sounds():
@@ -75,7 +70,7 @@ def test_a_classifier_of_sounds():
     model = transformers.WhisperForAudioClassification(config).train()
     for chunks in (1, 2):
         batch = {**sounds(5, chunks, masks=False), "labels": torch.arange(5) % CLASSES}
-        check_equal(copy.deepcopy(model), batch, chunks)
+        check_equal(copy.deepcopy(model), batch, chunks, split=3)
 
 
 @pytest.mark.parametrize("problem", ["regression", "numbers", "multi_label_classification"])
@@ -87,7 +82,7 @@ def test_other_labels_of_rows(problem):
     batch = text_batch("SequenceClassification", 5)
     batch["labels"] = torch.rand(5) if count == 1 else torch.rand(5, CLASSES).round()
     for chunks in (1, 2):
-        check_equal(copy.deepcopy(model), batch, chunks)
+        check_equal(copy.deepcopy(model), batch, chunks, split=3)
     assert model.config.problem_type == named
 
 
@@ -190,7 +185,7 @@ def test_adapters():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_()
-    check_equal(model, text_batch("SequenceClassification", 5), 2)
+    check_equal(model, text_batch("SequenceClassification", 5), 2, split=3)
 
 
 @pytest.mark.parametrize("family, head", [("deberta-v2", "SequenceClassification"), *TIED])
