@@ -2,12 +2,14 @@
 
     python -m recipes.lab.finetune_study --model SmolLM2-135M-Instruct.Q4_1.gguf --data FOLDER
     python -m recipes.lab.finetune_study --model FILE --data FOLDER --resume FOLDER
+    python -m recipes.lab.finetune_study --model FILE --data FOLDER --lora 8 --lr 2e-4 --out FILE
     python -m recipes.lab.finetune_study --table
 
-All weights, in three stages, over epochs in which the same blocks of text come again in another
-order: what methods with a memory are made for. Seeds vary the order. Published methods stand in
-their own settings beside the project's own, and the parts of a memory by themselves. Both uses of
-the tied embedding are on the first rank: a step sends what its cuts send, and has one more.
+All weights, or with ``--lora`` adapters, in three stages, over epochs in which the same blocks of
+text come again in another order: what methods with a memory are made for. Seeds vary the order.
+Published methods stand in their own settings beside the project's own, and the parts of a memory by
+themselves. Both uses of the tied embedding are on the first rank: a step sends what its cuts send,
+and has one more.
 
 By default an epoch has 161 steps (45 articles of WikiText-2), three of them, and each ends with
 an evaluation on 64 blocks. A memory may cost nothing over 27 steps and much over 483, as a sample's
@@ -118,6 +120,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--data", help="hub name, folder, text files, or python-docs")
     add("--split", default="10,10,10", help="blocks of each stage (default %(default)s)")
     add("--seq-len", type=int, default=256, metavar="TOKENS", help="of a block")
+    add("--lora", type=int, metavar="RANK", help="of the adapters that alone are trained")
     add("--train-limit", type=int, default=45, metavar="ARTICLES", help="(default %(default)s)")
     add("--eval-limit", type=int, default=64, metavar="BLOCKS", help="(default %(default)s)")
     add("--resume", type=Path, metavar="FOLDER", help="of checkpoints, to go on with stopped runs")

@@ -28,11 +28,13 @@ def test_parts_of_a_memory_differ_from_it_in_what_their_names_say():
 
 
 def test_rows_differ_in_their_methods_alone():
-    options = finetune_study.parse_args(["--model", "some.gguf", "--data", "python-docs"])
+    model = ["--model", "some.gguf", "--data", "python-docs", "--lora", "8"]
+    options = finetune_study.parse_args(model)
     configs = {row: finetune_study.configuration(options, row, 1) for row in ROWS}
     assert len({str(shared_settings(config, options)) for config in configs.values()}) == 1
     config = configs["auto:memory"]
     assert (config.act, config.seed, config.optimizer) == (("auto:memory",), 1, "adamw")
+    assert shared_settings(config, options)["lora"] == config.lora == 8
 
 
 @pytest.mark.parametrize(
