@@ -12,13 +12,14 @@ Costs are means of a study's runs; its page has their intervals.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from mpcomp.links.auto import AUTO, BEFORE_HEAD, INFERENCE
 
-__all__ = ["CURVES", "LEAST", "MOST", "Curve", "Measured", "percent_of", "spelt"]
+__all__ = ["CURVES", "LEAST", "MOST", "Curve", "Measured", "percent_of", "scaled", "spelt"]
 
 #: The range of budgets, in %.
 LEAST, MOST = 0.1, 5.0
@@ -124,6 +125,11 @@ CURVES: Final[Mapping[str, Curve]] = {
         ],
     ),
 }
+
+
+def scaled(spec: str, factor: float) -> str:
+    """The spec with all of its steps times a factor, to three digits."""
+    return re.sub(r"(?<=step[:/])[0-9.]+", lambda found: f"{factor * float(found[0]):.3g}", spec)
 
 
 def percent_of(budget: str | float) -> float:
