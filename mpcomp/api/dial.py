@@ -10,7 +10,8 @@ modules before a cut, the model's weights, and whether a step's batch has sample
   any such scales nothing shows that the model was trained, and ``auto:scratch`` has finer steps.
 * A trained one below `RELEASED` parameters: ``auto:scratch`` too.
 * A trained one from there on: ``auto:memory`` if its first batch has sample ids, else plain
-  ``auto``. Until it is trained it sends what was measured at inference.
+  ``auto``. Until it is trained it sends what was measured at inference. A budget that
+  ``auto:memory`` cannot keep is refused at once, unless all weights are frozen.
 * Anything else: plain ``auto``.
 
 Once steps have been timed, cuts at which that does not pay send bf16 (`mpcomp.pilot.paying`).
@@ -78,6 +79,8 @@ class Dial:
         self._choices = self._chosen(cut, config)
         self.is_open = INFERENCE in self._choices
         self.words = [self._words(i) for i in range(len(names))]
+        if self.is_open and any(each.requires_grad for each in cut[0].original.parameters()):
+            self._check_training()
         if self._budget is not None and not any(self.words):
             raise ValueError(
                 f"budget={config.budget!r} with act_comp={config.act_comp!r} and "
@@ -118,6 +121,13 @@ class Dial:
     def _spelt(self, word: str, cut: int) -> Mapping[str, str]:
         """The methods that a word stands for at a cut."""
         return spelt(word, self._budget, before_head=cut == self._before_head)
+
+    def _check_training(self) -> None:
+        """Refuses at once a budget that no first training step could keep."""
+        try:
+            self._spelt("auto:memory", 0)
+        except ValueError as error:
+            raise ValueError(f"{error}; for inference alone model.requires_grad_(False)") from None
 
     def mark(self, boundaries: Sequence[Boundary]) -> None:
         """Notes in the links what was chosen for them."""

@@ -28,14 +28,14 @@ class Row(NamedTuple):
     """The methods of a row.
 
     Attributes:
-        act: method of activations.
-        grad: method of gradients.
+        act: method of activations, or of each cut.
+        grad: method of gradients, likewise.
         warmup: whether it begins with uncompressed epochs (`--warmup-epochs`).
         also: other options of the configuration.
     """
 
-    act: str
-    grad: str
+    act: str | tuple[str, ...]
+    grad: str | tuple[str, ...]
     warmup: bool = False
     also: Mapping[str, Any] = MappingProxyType({})
 
@@ -68,11 +68,15 @@ def chosen_options(
         **given(options, config),
         "eval_every": options.eval_every or options.epochs,
         "warmup_epochs": options.warmup_epochs if row.warmup else 0,
-        "act": (row.act,),
-        "grad": (row.grad,),
+        "act": _of_cuts(row.act),
+        "grad": _of_cuts(row.grad),
         "seed": seed,
         **row.also,
     }
+
+
+def _of_cuts(methods: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (methods,) if isinstance(methods, str) else methods
 
 
 def shared_settings(config: RunConfig, options: argparse.Namespace) -> Line:

@@ -35,7 +35,8 @@ from typing import Final
 from tabulate import tabulate
 
 from mpcomp.core.traffic import LAGS
-from mpcomp.links.auto import AUTO, GENERAL
+from mpcomp.links.auto import AUTO, BEFORE_HEAD, GENERAL
+from mpcomp.links.budget import scaled
 from recipes.lab.account import REFERENCE
 from recipes.lab.cut_grid import (
     Row,
@@ -65,9 +66,22 @@ _ROUNDED: Final = "aqsgd:first=step/1.05/scale=tensor+step:0.9:scale=tensor"
 _DITHERED_AT_FIRST: Final = "aqsgd:first=step/1.2/scale=tensor/rounding=dither+step:1:scale=tensor"
 _DITHERED: Final = "step:1:scale=tensor:rounding=dither"
 
+
+def _scaled(factor: float) -> Row:
+    """`auto:memory` with all of its steps times a factor, the ones before the head, too."""
+    of_cuts = [*[AUTO["auto:memory"]] * 2, BEFORE_HEAD["auto:memory"]]
+    act, grad = (
+        tuple(scaled(methods[argument], factor) for methods in of_cuts)
+        for argument in ("act_comp", "grad_comp")
+    )
+    return Row(act, grad)
+
+
 ROWS: Final[dict[str, Row]] = {
     REFERENCE: Row(REFERENCE, REFERENCE),
     "auto:memory": Row("auto:memory", "auto:memory"),
+    # What a budget goes by (`mpcomp.links.budget`).
+    **{f"all steps times {factor:g}": _scaled(factor) for factor in (0.5, 0.7, 1.5)},
     # Without what it has before a head.
     "alike at all cuts": Row(AUTO["auto:memory"]["act_comp"], AUTO["auto:memory"]["grad_comp"]),
     "auto": Row(*GENERAL),
@@ -163,8 +177,10 @@ def train(config: TextConfig, settings: Line, ranks: Ranks, *, folder: Path | No
     elements = cuts[-1]["num_elements"]
     return {
         **outcome,
-        "act": config.act[0],
-        "grad": config.grad[0],
+        **{
+            name: methods[0] if len(methods) == 1 else methods
+            for name, methods in (("act", config.act), ("grad", config.grad))
+        },
         "cut_bytes_by_epoch": [after - before for before, after in itertools.pairwise(sums)],
         **{
             f"{key}_by_epoch": [epoch[key] for epoch in trainer.history]

@@ -235,11 +235,14 @@ def _of_study(row: Mapping[str, Any], dense_bits: int) -> Run:
 
 
 def _of_fine_tuning(row: Mapping[str, Any], dense_bits: int) -> Run:
-    act, grad = row["act"], row["grad"]
+    act, grad = (each if isinstance(each, str) else each[0] for each in (row["act"], row["grad"]))
     defaults = {(pair["act_comp"], pair["grad_comp"]): word for word, pair in AUTO.items()}
     if "memories" not in row:  # of before memories were gauged, when the word stood for this
         defaults[WITH_DEAD_ZONES] = "auto:memory"
-    method = defaults.get((act, grad), _both(act, grad))
+    if isinstance(row["act"], str):
+        method = defaults.get((act, grad), _both(act, grad))
+    else:
+        method = row["row"]  # of each cut another
     epochs = [BF16_BITS * sent / row["bf16_bytes_an_epoch"] for sent in row["cut_bytes_by_epoch"]]
     trained = "LoRA, " if row.get("lora") else ""
     return Run(

@@ -14,8 +14,9 @@ from torch import nn
 import mpcomp
 import stages
 from mpcomp.api import dial
+from mpcomp.links import budget
 from mpcomp.links.auto import AUTO, INFERENCE, TIE_COMP
-from mpcomp.links.budget import spelt
+from mpcomp.links.budget import Measured, spelt
 from mpcomp.links.build import method_of
 from mpcomp.pilot import paying
 
@@ -377,14 +378,48 @@ def test_a_budget_below_what_was_measured_is_refused():
         built(lms.gpt2(), 2, budget="1 %")
 
 
-def test_a_budget_that_training_cannot_keep_is_refused_by_its_first_step(small_is_released):
+@pytest.fixture
+def memory_has_a_curve(monkeypatch):
+    """Steps that cost 1 % of half as large, and 3 % of one and a half times as large."""
+    rows = [Measured(1.0, 0.2, 0.5, "some", "fine"), Measured(3.0, 0.6, 1.5, "some", "coarse")]
+    monkeypatch.setattr(budget, "CURVES", {**budget.CURVES, "auto:memory": rows})
+
+
+def test_a_budget_moves_the_steps_of_fine_tuning(small_is_released, memory_has_a_curve):
+    """Before a head its own, too."""
+    pipe = built(trained(lms.gpt2()), 2, budget="2 %")
+    assert of_cuts(pipe) == [meant(spelt(INFERENCE, 2.0))] * 2
+    step_of(pipe, ids=torch.arange(4))
+    first, before_head = (spelt("auto:memory", 2.0, before_head=head) for head in (False, True))
+    assert of_cuts(pipe) == [meant(first), meant(before_head)]
+    assert first["grad_comp"].endswith("+step:0.866:scale=tensor")
+    assert before_head["grad_comp"].endswith("+step:0.433:scale=tensor")
+    assert pipe.report(show=False)["auto"].endswith(
+        " parameters, with sample_ids), with steps for a loss of 2 %"
+    )
+
+
+def test_a_budget_that_no_training_can_keep_is_refused_at_once(
+    small_is_released, memory_has_a_curve, monkeypatch
+):
+    """Weights that are frozen are for inference alone, which has a curve of its own."""
+    said = "budget of 0.9 % with 'auto:memory': the finest steps that were measured cost 1 %"
+    frozen = built(trained(lms.llama()).requires_grad_(False), 2, budget="0.9 %")
+    assert of_cuts(frozen) == [meant(spelt(INFERENCE, 0.9))]
+    with pytest.raises(ValueError, match=said + ".*for inference alone model.requires_grad_"):
+        built(trained(lms.llama()), 2, budget="0.9 %")
+    monkeypatch.delitem(budget.CURVES, "auto:memory")
+    with pytest.raises(ValueError, match="budget of 4 % with 'auto:memory': no study has"):
+        built(trained(lms.llama()), 2, budget="4 %")
+
+
+def test_a_budget_that_a_first_step_cannot_keep_is_refused_by_it(
+    small_is_released, memory_has_a_curve
+):
     pipe = built(trained(lms.llama()), 2, budget="1 %")
-    at_inference = [meant(spelt(INFERENCE, 1.0))]
-    assert of_cuts(pipe) == at_inference
-    for ids, word in ((torch.arange(4), "auto:memory"), (None, "auto")):
-        with pytest.raises(ValueError, match=f"budget of 1 % with '{word}': no study has"):
-            pipe.forward_backward(lms.text(4), sample_ids=ids)
-        assert of_cuts(pipe) == at_inference and pipe.num_steps == 0
+    with pytest.raises(ValueError, match="budget of 1 % with 'auto': no study has"):
+        pipe.forward_backward(lms.text(4))
+    assert of_cuts(pipe) == [meant(spelt(INFERENCE, 1.0))] and pipe.num_steps == 0
 
 
 def test_a_resumed_run_keeps_its_steps(tmp_path):

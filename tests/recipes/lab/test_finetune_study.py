@@ -5,6 +5,7 @@ import math
 import pytest
 
 from mpcomp.links.auto import AUTO
+from mpcomp.links.budget import scaled, spelt
 from recipes.lab import finetune_study
 from recipes.lab.account import account_of
 from recipes.lab.cut_grid import shared_settings
@@ -25,6 +26,14 @@ def test_parts_of_a_memory_differ_from_it_in_what_their_names_say():
     for row, parts in ROWS.items():
         assert ("dead_zone" in parts.act + parts.grad) == ("dead zone" in row)
         assert ("along" in parts.act) == (row in ("along", "dead zones"))
+
+
+@pytest.mark.parametrize("factor", [0.5, 0.7, 1.5])
+def test_rows_of_a_budget_are_the_word_with_other_steps(factor):
+    row = ROWS[f"all steps times {factor:g}"]
+    of_word = [spelt("auto:memory", None, before_head=head) for head in (False, False, True)]
+    for argument, specs in (("act_comp", row.act), ("grad_comp", row.grad)):
+        assert list(specs) == [scaled(methods[argument], factor) for methods in of_word]
 
 
 def test_rows_differ_in_their_methods_alone():

@@ -22,5 +22,6 @@ GRIDS = [
 @pytest.mark.parametrize("study", GRIDS, ids=lambda study: study.__name__.rpartition(".")[2])
 def test_rows_are_methods_of_cuts(study):
     for row in study.ROWS.values():
-        method_of("act_comp", row.act)
-        method_of("grad_comp", row.grad)
+        for argument, given in (("act_comp", row.act), ("grad_comp", row.grad)):
+            for method in (given,) if isinstance(given, str) else given:
+                method_of(argument, method)
