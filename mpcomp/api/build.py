@@ -135,7 +135,7 @@ def pipeline(
             of the data (`ReplicaSampler`); gradients are averaged once a step.
         shard: each replica holds a piece of every parameter and of the optimizer's state (ZeRO, by
             torch's FSDP2), and a stage is whole during a step alone. Not with a schedule that
-            splits backward, and not with a tied weight in two stages.
+            splits backward, and not with two copies of a tied weight.
         param_comp: with ``shard``, compressor of the parameters that replicas gather, such as
             ``Quantize(8, scale=128)``; None for none.
         schedule: "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble",

@@ -170,7 +170,7 @@ class PipelineConfig:
     def together(self) -> bool:
         """Whether both uses of a weight go to one rank, where the model's cut allows that."""
         return self.ties == "together" or (
-            self.ties is None and self.tie_comp is None and self.schedule is None and not self.shard
+            self.ties is None and self.tie_comp is None and self.schedule is None
         )
 
     @property
@@ -182,7 +182,6 @@ class PipelineConfig:
         for name, why in {
             "tie_comp": "nothing is exchanged then",
             "schedule": "torch's schedules do not place the last stage on the first rank",
-            "shard": "the pieces of one weight would be gathered for two stages",
         }.items():
             if value := getattr(self, name):
                 raise ValueError(
@@ -198,7 +197,7 @@ class PipelineConfig:
         v_shaped = schedule_named(self.schedule).v_shaped
         if self.data == "all" or len(cut) == 1 or cut[0].together or v_shaped:
             return
-        apart = {"ties": self.ties, "tie_comp": self.tie_comp, "shard": self.shard}
+        apart = {"ties": self.ties, "tie_comp": self.tie_comp}
         given = {name: value for name, value in apart.items() if value}
         if self.schedule is not None:
             why = (

@@ -279,7 +279,7 @@ class DistributedLaunch(Launch):
             check_run(trained_in(cut), self._dp_comp, network, config.replicas)
         param_comp = param_comp_of(config.param_comp)
         if config.shard:
-            self._check_sharding(ties)
+            self._check_sharding(cut, ties)
             self._sharding = Sharding(param_comp)
 
     def own_stages(self, cut: Sequence[staging.Stage]) -> list[int]:
@@ -391,18 +391,25 @@ class DistributedLaunch(Launch):
                 "is no cut to compress at; leave them out, or start more processes"
             )
 
-    def _check_sharding(self, ties: Sequence[Tie]) -> None:
+    def _check_sharding(self, cut: Sequence[staging.Stage], ties: Sequence[Tie]) -> None:
         if self._schedule.splits_backward:
             raise ValueError(
                 f"shard=True with schedule={self._schedule.name!r}, which splits backward into two "
                 "passes: FSDP2 would free parameters between them; use the engine's own schedule, "
                 "GPipe, 1F1B, Interleaved1F1B or LoopedBFS"
             )
-        if ties:
+        copied = [tie for tie in ties if isinstance(tie, TiedWeights)]
+        if copied:
+            config = self.config
+            apart = {"ties": config.ties, "tie_comp": config.tie_comp, "schedule": config.schedule}
+            given = ", ".join(f"{name}={value!r}" for name, value in apart.items() if value)
+            cure = f"leave {given} out, and both uses are on one rank"
+            if config.together:
+                cure = f"{cut[0].why_apart}; untie them, or leave shard out"
             raise ValueError(
-                f"shard=True with {ties[0].name}, a tied weight in two stages: their gradients "
-                "are added up whole, before replicas would have shared them out; keep both in one "
-                "stage, or untie them"
+                f"shard=True with {' and '.join(name for _, name in copied[0].copies)}, one weight "
+                "of which two ranks have copies: replicas would round the pieces of each by "
+                f"themselves, and the copies would come apart; {cure}"
             )
 
     def _check_recompute(self) -> None:

@@ -75,13 +75,14 @@ class OriginalNames(nn.Module):
         state = {} if destination is None else destination
         for stage in self._all_stages():
             own = self._state_of(stage, keep_vars)
+            # Of a weight that two stages use the first one's is what counts.
+            firsts = {again: uses[0][1] for uses in staging.ties([stage]) for _, again in uses[1:]}
             for name, x in own.items():
+                if name in stage.second_uses:
+                    state[prefix + name] = state[prefix + firsts[name]]
+                    continue
                 whole = x if keep_vars else self.mesh.whole(x, "parameters of other replicas")
                 state[prefix + name] = whole
-            if stage.together:  # of a weight that two stages use the first one's is what counts
-                for (_, name), (_, again) in staging.ties([stage]):
-                    if again in own:
-                        state[prefix + again] = state[prefix + name]
         return state
 
     def _all_stages(self) -> Iterator[staging.Stage]:

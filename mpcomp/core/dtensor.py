@@ -29,7 +29,8 @@ def distribute_like(x: Tensor, other: Tensor) -> Tensor:
 
 def on_meta(module: _Module) -> _Module:
     """A copy without data, which knows nothing of what becomes of the module."""
-    held = [*module.parameters(), *module.buffers()]
+    named = module.named_parameters(remove_duplicate=False)  # of a stage those of second uses, too
+    held = [*(parameter for _, parameter in named), *module.buffers()]
     memo: dict[int, object] = {}
     for x in held:
         empty = torch.empty_like(x, device="meta")

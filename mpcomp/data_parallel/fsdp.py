@@ -184,6 +184,29 @@ class Shards:
             if param.sharded_param.requires_grad
         }
 
+    def share(self, shard: nn.Parameter, other: nn.Module, name: str) -> FSDPModule:
+        """Gives another root the parameter of one; it is then for both a shard, or whole.
+
+        Args:
+            shard: of the parameter.
+            other: a root that was sharded without it.
+            name: its qualified name there.
+
+        Returns:
+            The module that gathers it.
+        """
+        module, param = next(
+            (module, param)
+            for module, param_group in self._groups
+            for param in param_group.fsdp_params
+            if param.sharded_param is shard
+        )
+        parent, _, leaf = name.rpartition(".")
+        param._module_info.shared_modules.append(other.get_submodule(parent))
+        param._module_info.shared_param_names.append(leaf)
+        param._setattr_on_modules(shard)
+        return module
+
     def connect(
         self,
         owner: Owner,

@@ -8,7 +8,7 @@ optimizer's state between steps.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,12 +74,17 @@ class ShardedAverage(ReplicaSync):
         # would lead to the groups of a pipeline that is gone. So each has a name of its own.
         names = (f"replicas of group {group.group_name}",)
         sharded_over = DeviceMesh.from_group(group, device.type, mesh_dim_names=names)
+        options: dict[str, Any] = {"mesh": sharded_over, "reshard_after_forward": False}
         for stage in stages:
-            for block in _separate_blocks(stage):
-                fully_shard(block, mesh=sharded_over, reshard_after_forward=False)
-            fully_shard(stage, mesh=sharded_over, reshard_after_forward=False)
+            again = {stage.get_parameter(name) for name in stage.second_uses}
+            for block in _separate_blocks(stage, again):
+                fully_shard(block, ignored_params=again, **options)
+            fully_shard(stage, ignored_params=again, **options)
         self._shards = shards = Shards(self._stages)
         shards.check_dtypes()
+        #: Modules that gather what two stages here use; the second has to find it whole.
+        self._gathering = _share_tied(stages, shards)
+        staging.tie_names(stages[0].original, stages)  # else its head keeps the whole weight
         self.exchange = ShardedExchange(
             shards.parts, method, group, device=device, param_comp=param_comp, **connections
         )
@@ -105,6 +110,8 @@ class ShardedAverage(ReplicaSync):
 
     def begin(self, step: Step) -> None:
         self._compress = step.compress_dp
+        for module in self._gathering:
+            module.unshard()
         shards = self._shards.trained()
         #: Those with a gradient that an earlier step has added to its shard.
         self._kept = {name for name, (shard, _) in shards.items() if shard.grad is not None}
@@ -149,7 +156,17 @@ class ShardedAverage(ReplicaSync):
         self.exchange.gather(own, parts, out, compress=self._compress)
 
 
-def _separate_blocks(stage: staging.Stage) -> list[nn.Module]:
+def _share_tied(stages: Sequence[staging.Stage], shards: Shards) -> list[FSDPModule]:
+    """Gives second uses on this rank the first ones' shards; the modules that gather these."""
+    here = {stage.index: stage for stage in stages}
+    return [
+        shards.share(here[first].get_parameter(name), here[last], again)
+        for (first, name), (last, again) in staging.ties(stages)
+        if first in here and last in here
+    ]
+
+
+def _separate_blocks(stage: staging.Stage, ignored: Collection[nn.Parameter]) -> list[nn.Module]:
     """The blocks that share no parameter with another; those that do go with the stage itself."""
     blocks = [stage.get_submodule(name) for name in stage.block_names]
     users: dict[int, int] = {}
@@ -159,6 +176,6 @@ def _separate_blocks(stage: staging.Stage) -> list[nn.Module]:
     return [
         block
         for block in blocks
-        if any(True for _ in block.parameters())
+        if any(parameter not in ignored for parameter in block.parameters())
         and all(users[id(parameter)] == 1 for parameter in block.parameters())
     ]

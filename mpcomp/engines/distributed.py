@@ -245,8 +245,8 @@ class DistributedEngine(Engine):
         searches = self._depth if updates is None else None
         choosing = searches.choosing() if searches else nullcontext()
         with choosing, self.mesh.abort_all_on_error():
+            parts = parts or self._begin(microbatches, step, updates)
             with separate_gradients(self._ties, step) as added_up:
-                parts = parts or self._begin(microbatches, step, updates)
                 if isinstance(self.schedule, InFlight1F1B):
                     stashed = [one.stashed for one in self._stages if one.stashed is not None]
                     self.schedule.updates = (
@@ -393,11 +393,11 @@ class DistributedEngine(Engine):
         self, microbatches: Sequence[Any], step: Step, updates: Updates | None = None
     ) -> list[dict[int, Any]]:
         """Returns of each microbatch what each stage here takes, by stage."""
-        for tie in self._ties:
-            tie.follow()
         autocast, metas = Autocast.of_caller(self.device), self.plan(microbatches)
         if self._replica_sync is not None:
             self._replica_sync.begin(step)
+        for tie in self._ties:
+            tie.follow()
         for stage in self._stages:
             stage.begin(step, metas, autocast, updates)
         return [

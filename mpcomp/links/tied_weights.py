@@ -119,7 +119,8 @@ class SharedWeight(Tie):
     """A weight whose both uses are on one rank, in stages that are together.
 
     The last stage's use gathers its gradient by itself, so that the order of additions is the same
-    whatever runs when; beside that it is the weight.
+    whatever runs when; beside that it is the weight. One of which replicas have pieces is one
+    parameter for both until it is gathered.
     """
 
     def find(self, stages: Mapping[int, nn.Module]) -> None:
@@ -137,8 +138,18 @@ class SharedWeight(Tie):
     def follow(self) -> None:
         if self._here:
             first, again = self.here[0], self.here[1]
+            if again is first:
+                self._separate(first)
+                return
             again.data = first.data
             again.requires_grad_(first.requires_grad)
+
+    def _separate(self, first: nn.Parameter) -> None:
+        """Gives the second use a parameter with the memory of the first."""
+        stage, name = self._here[1]
+        parent, _, leaf = name.rpartition(".")
+        again = nn.Parameter(first.detach(), first.requires_grad)
+        stage.get_submodule(parent).register_parameter(leaf, again)
 
     def add_up(self, before: Mapping[int, Tensor | None], step: Step) -> None:
         first, again = self.here[0], self.here[1]

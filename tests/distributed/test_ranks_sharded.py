@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from everyday import slow_but
+from everyday import slow
+from lm_runs import calm, text
 from methods import same_bits
 from models import adamw, images, rows
 from runs import SINGLE, deep, deep_convnet
@@ -19,22 +20,41 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*would not shrink")
 NETWORK = ReplicaNetwork(smallest=16)
 #: Those that do not split backward.
 SCHEDULES = (None, "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS")
+EMBEDDING, HEAD = "transformer.wte.weight", "lm_head.weight"
 
 
-def pipe_of(schedule=None, **kwargs):
+def pipe_of(schedule=None, ties=None, **kwargs):
+    """Of a chain of layers, or with ``ties`` of a language model whose head is its embedding."""
     torch.manual_seed(0)
     stages = 2 if schedule in SINGLE else 4
     split = [str(8 * (i + 1) // stages - 1) for i in range(stages - 1)]
     options = {"split": split, "schedule": schedule, "replicas": 2, "timeout": 60.0}
     options |= {"loss_fn": F.cross_entropy, "network": NETWORK}
+    if ties is not None:
+        options |= {"split": stages, "loss_fn": None, "ties": ties}
     if "dp_comp" not in kwargs and "shard" not in kwargs:
         del options["network"]
-    return mpcomp.pipeline(deep(), 4, **{**options, **kwargs})
+    return mpcomp.pipeline(calm() if ties else deep(), 4, **{**options, **kwargs})
+
+
+def optimizer_of(model, ties):
+    if ties is None:
+        return adamw(model)
+    # The bias of a key has no gradient but rounding, which a smaller eps would scale up.
+    return torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
+
+
+def batch_of(pipe, count, seed):
+    return text(count, seed) if pipe.cut_stages[0].is_causal_lm else rows(count, seed)
 
 
 def share_of(pipe, step):
-    x, y = rows(16, step)
-    return x[8 * pipe.replica :][:8], y[8 * pipe.replica :][:8]
+    """This replica's half of a batch."""
+    x, y = batch_of(pipe, 16, step)
+    own = slice(8 * pipe.replica, 8 * pipe.replica + 8)
+    if isinstance(x, dict):
+        return {name: values[own] for name, values in x.items()}, y[own]
+    return x[own], y[own]
 
 
 def train(pipe, optimizer, steps, first=0, max_norm=0.5):
@@ -54,7 +74,9 @@ def weights_of(pipe):
 
 
 def evaluated(pipe):
-    return pipe.evaluate([rows(8, 99)], F.cross_entropy)
+    if pipe.cut_stages[0].is_causal_lm:
+        return pipe.evaluate([batch_of(pipe, 8, 99)])
+    return pipe.evaluate([batch_of(pipe, 8, 99)], F.cross_entropy)
 
 
 def assert_near(a, b, bound=2e-6):
@@ -63,25 +85,27 @@ def assert_near(a, b, bound=2e-6):
         torch.testing.assert_close(a[name], b[name], rtol=0, atol=bound)
 
 
-def as_if_whole(schedules):
-    for schedule in schedules:
-        seen = []
-        for kwargs in ({}, {"shard": True}):
-            pipe = pipe_of(schedule, act_comp="topk:0.5", **kwargs)
-            said = train(pipe, adamw(pipe), 2)
-            judged = evaluated(pipe)
-            said = torch.cat([said, train(pipe, adamw(pipe), 1, first=2)])
-            seen.append((said, judged, weights_of(pipe)))
-        (losses, judged, weights), (own, own_judged, own_weights) = seen
-        torch.testing.assert_close(own, losses, rtol=0, atol=2e-6)
-        assert own_judged == pytest.approx(judged, abs=2e-6)
-        # Means of two replicas are the same; the norm is added up from pieces.
-        assert_near(own_weights, weights)
+def as_if_whole(schedule, ties):
+    seen = []
+    for kwargs in ({}, {"shard": True}):
+        pipe = pipe_of(schedule, ties, act_comp="topk:0.5", **kwargs)
+        said = train(pipe, optimizer_of(pipe, ties), 2)
+        judged = evaluated(pipe)
+        said = torch.cat([said, train(pipe, optimizer_of(pipe, ties), 1, first=2)])
+        seen.append((said, judged, weights_of(pipe)))
+    (losses, judged, weights), (own, own_judged, own_weights) = seen
+    torch.testing.assert_close(own, losses, rtol=0, atol=2e-6)
+    assert own_judged == pytest.approx(judged, abs=2e-6)
+    # Means of two replicas are the same; the norm is added up from pieces.
+    assert_near(own_weights, weights)
 
 
-@pytest.mark.parametrize("schedule", slow_but([None], SCHEDULES))
-def test_sharded_replicas_train_as_whole_ones(ranks, schedule):
-    ranks(as_if_whole, 4, [schedule])
+@pytest.mark.parametrize(
+    "schedule, ties",
+    [(None, None), (None, "together"), *(slow(schedule, None) for schedule in SCHEDULES[1:])],
+)
+def test_sharded_replicas_train_as_whole_ones(ranks, schedule, ties):
+    ranks(as_if_whole, 4, schedule, ties)
 
 
 def channels_last():
@@ -109,24 +133,85 @@ def test_weights_in_channels_last_memory(ranks):
     ranks(channels_last, 4)
 
 
-def pieces():
-    pipe = pipe_of(shard=True)
-    whole = {name: p.shape for name, p in deep().named_parameters()}
+def as_plain():
+    """Two replicas, each with half of a batch, and the plain model with all of it."""
+    pipe = pipe_of(ties="together", shard=True)
+    torch.manual_seed(0)
+    model = calm()
+    optimizer, plain = optimizer_of(pipe, "together"), optimizer_of(model, "together")
+    for step in range(3):
+        x, y = text(16, step)
+        loss = model(**x, labels=y).loss
+        loss.backward()
+        torch.testing.assert_close(
+            pipe.forward_backward(*share_of(pipe, step)), loss.detach(), rtol=0, atol=2e-6
+        )
+        if pipe.mesh.place == 0:
+            grads = dict(pipe.named_parameters())
+            whole = grads[EMBEDDING].grad.full_tensor()
+            torch.testing.assert_close(whole, model.get_parameter(EMBEDDING).grad)
+        for each in (optimizer, plain):
+            each.step()
+            each.zero_grad()
+    whole = pipe.merge()
+    assert whole.get_parameter(HEAD) is whole.get_parameter(EMBEDDING)
+    batch, _ = text(3, 9, "")
+    with torch.no_grad():
+        logits, expected = (each.eval()(**batch).logits for each in (whole, model))
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-3)
+    told, expected = (each.generate(**batch, max_new_tokens=4) for each in (pipe, whole))
+    assert same_bits(told, expected)
+
+
+def test_a_tied_weight_trains_as_in_the_plain_model(ranks):
+    ranks(as_plain, 4)
+
+
+def pieces(ties):
+    pipe = pipe_of(ties=ties, shard=True)
+    whole = {name: p.shape for name, p in (calm() if ties else deep()).named_parameters()}
     held = {name: p.to_local().numel() for name, p in pipe.named_parameters()}
+    assert held.keys() <= whole.keys()  # a tied weight once
     assert all(0 < held[name] < whole[name].numel() for name in held if whole[name][0] > 1)
-    optimizer = adamw(pipe)
+    optimizer = optimizer_of(pipe, ties)
     train(pipe, optimizer, 1)
     for p in pipe.parameters():
         assert optimizer.state[p]["exp_avg"].to_local().numel() == p.to_local().numel()
+    assert len(optimizer.state) == len(held)
+    del whole
+    gc.collect()
+    wholes = [x for x in gc.get_objects() if type(x) is torch.nn.Parameter and not x.is_meta]
+    assert wholes and not any(x.untyped_storage().size() for x in wholes)
 
 
-def test_a_rank_holds_a_piece_of_parameters_and_of_the_optimizer(ranks):
-    ranks(pieces, 4)
+@pytest.mark.parametrize("ties", [None, "together"])
+def test_a_rank_holds_a_piece_of_parameters_and_of_the_optimizer(ranks, ties):
+    ranks(pieces, 4, ties)
 
 
-def compressed():
-    pipe = pipe_of(shard=True, dp_comp="conef+topk:0.1", param_comp="quant:8:scale=16")
-    losses = train(pipe, adamw(pipe), 4)
+def frozen():
+    pipe = pipe_of(ties="together", shard=True)
+    weight = dict(pipe.named_parameters()).get(EMBEDDING)
+    optimizer = optimizer_of(pipe, "together")
+    train(pipe, optimizer, 1)
+    before = weights_of(pipe)
+    if weight is not None:
+        weight.requires_grad_(False)
+    train(pipe, optimizer, 1, first=1)
+    assert weight is None or weight.grad is None
+    after = weights_of(pipe)
+    assert same_bits(after[HEAD], before[HEAD]) and same_bits(after[EMBEDDING], before[EMBEDDING])
+    assert not same_bits(after["transformer.ln_f.weight"], before["transformer.ln_f.weight"])
+
+
+def test_a_tied_weight_is_frozen_for_both_uses(ranks):
+    ranks(frozen, 4)
+
+
+def compressed(ties):
+    comp = {"dp_comp": "conef+topk:0.1", "param_comp": "quant:8:scale=16"}
+    pipe = pipe_of(ties=ties, shard=True, **comp)
+    losses = train(pipe, optimizer_of(pipe, ties), 4)
     exact = evaluated(pipe)
     with pipe.uncompressed():
         whole = evaluated(pipe)
@@ -136,8 +221,9 @@ def compressed():
     return losses, exact, whole, weights_of(pipe), report, len(exchange.history), own
 
 
-def test_compressed_gradients_and_parameters(ranks):
-    found = ranks(compressed, 4)
+@pytest.mark.parametrize("ties", [None, "together"])
+def test_compressed_gradients_and_parameters(ranks, ties):
+    found = ranks(compressed, 4, ties)
     _, exact, whole, weights, report, steps, _ = found[0]
     for other in found[1:]:
         assert same_bits(other[0], found[0][0])
@@ -153,17 +239,17 @@ def test_compressed_gradients_and_parameters(ranks):
 CASES = ({"dp_comp": "conef+topk:0.1"}, {"dp_comp": "ef+quant:4"}, {"dp_comp": "ef21+topk:0.1"})
 
 
-def goes_on(root):
-    for number, kwargs in enumerate(CASES):
+def goes_on(root, ties):
+    for number, kwargs in enumerate(CASES[: 1 if ties else None]):
         folder = Path(root) / f"{number}"
-        straight = pipe_of(shard=True, **kwargs)
-        optimizer = adamw(straight)
+        straight = pipe_of(ties=ties, shard=True, **kwargs)
+        optimizer = optimizer_of(straight, ties)
         train(straight, optimizer, 2)
         straight.save(folder, optimizer=optimizer)
         expected = train(straight, optimizer, 2, first=2)
 
-        resumed = pipe_of(shard=True, **kwargs)
-        other = adamw(resumed)
+        resumed = pipe_of(ties=ties, shard=True, **kwargs)
+        other = optimizer_of(resumed, ties)
         train(resumed, other, 1)  # which must leave nothing
         resumed.load(folder, optimizer=other)
         assert same_bits(train(resumed, other, 2, first=2), expected), kwargs
@@ -172,8 +258,9 @@ def goes_on(root):
 
 
 @pytest.mark.slow
-def test_going_on_is_as_if_never_stopped(ranks, tmp_path):
-    ranks(goes_on, 4, str(tmp_path))
+@pytest.mark.parametrize("ties", [None, "together"])
+def test_going_on_is_as_if_never_stopped(ranks, tmp_path, ties):
+    ranks(goes_on, 4, str(tmp_path), ties)
 
 
 def one_after_the_other(root):
@@ -194,17 +281,17 @@ def test_several_pipelines_in_one_process(ranks, tmp_path):
     ranks(one_after_the_other, 4, str(tmp_path))
 
 
-def changes_sides(root):
+def changes_sides(root, ties):
     """A checkpoint has whole tensors, so that other kinds of replicas go on from it."""
     ends = []
     for first, second in ((True, False), (False, True), (False, False)):
         folder = Path(root) / f"{first}{second}"
-        pipe = pipe_of(shard=first)
-        optimizer = adamw(pipe)
+        pipe = pipe_of(ties=ties, shard=first)
+        optimizer = optimizer_of(pipe, ties)
         train(pipe, optimizer, 2)
         pipe.save(folder, optimizer=optimizer)
-        pipe = pipe_of(shard=second)
-        optimizer = adamw(pipe)
+        pipe = pipe_of(ties=ties, shard=second)
+        optimizer = optimizer_of(pipe, ties)
         pipe.load(folder, optimizer=optimizer)
         train(pipe, optimizer, 1, first=2)
         ends.append(weights_of(pipe))
@@ -212,14 +299,15 @@ def changes_sides(root):
     assert_near(ends[1], ends[2])
 
 
-def test_a_checkpoint_loads_sharded_and_whole(ranks, tmp_path):
-    ranks(changes_sides, 4, str(tmp_path))
+@pytest.mark.parametrize("ties", [None, "together"])
+def test_a_checkpoint_loads_sharded_and_whole(ranks, tmp_path, ties):
+    ranks(changes_sides, 4, str(tmp_path), ties)
 
 
-def added_up():
+def added_up(ties):
     ends = []
     for accumulate in (False, True):
-        pipe = pipe_of(shard=True)
+        pipe = pipe_of(ties=ties, shard=True)
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
         if accumulate:
             with pipe.no_sync():
@@ -235,8 +323,9 @@ def added_up():
 
 
 @pytest.mark.slow
-def test_accumulation(ranks):
-    ranks(added_up, 4)
+@pytest.mark.parametrize("ties", [None, "together"])
+def test_accumulation(ranks, ties):
+    ranks(added_up, 4, ties)
 
 
 def diverges():
@@ -267,6 +356,7 @@ def refused():
         {"shard": True, "schedule": "InterleavedZeroBubble"},
         {"shard": True, "dp_comp": "powersgd:2"},
         {"shard": True, "network": ReplicaNetwork(per_machine=2)},
+        {"shard": True, "ties": "apart"},
         {"param_comp": "quant:8"},
     ):
         with pytest.raises(ValueError) as caught:
@@ -282,7 +372,14 @@ def test_refused_on_all_ranks(ranks):
     assert all(said == found[0] for said in found)
     for said, words in zip(
         found[0],
-        ("'ZBVZeroBubble', which splits", "splits backward", "LowRank", "one owner", "shard=True"),
+        (
+            "'ZBVZeroBubble', which splits",
+            "splits backward",
+            "LowRank",
+            "one owner",
+            "leave ties='apart' out",
+            "shard=True",
+        ),
         strict=True,
     ):
         assert words in said
