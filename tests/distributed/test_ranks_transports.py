@@ -1,18 +1,24 @@
 """The seam for another network: NCCL's rules on CPUs, and a transport that is one class."""
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from everyday import slow
+from models import rows
 from ranks import preload
-from runs import SCHEDULES, Run, assert_same, descending, train, train_all
-from strict import strictly
+from runs import KINDS, SCHEDULES, Kind, Run, assert_same, descending, train, train_all
+from strict import Operations, Strict, strictly
+from torch import nn
 
 import mpcomp.api.launch as launch
 from mpcomp.comm.channels import Channel
+from mpcomp.comm.mesh import ProcessMesh
+from mpcomp.comm.nccl import NCCLChannel
 from mpcomp.comm.transport import Transport
+from mpcomp.links.link import Link
 
 preload("strict")
 
@@ -32,7 +38,30 @@ def runs_of(schedule):
         Run(schedule=schedule, stages=2 if schedule in (None, "1F1B", "GPipe") else 4, act=act,
             grad=grad, steps=4, chunks=4, rows=(64,), ids=64)
         for act, grad in METHODS
-    ]  # fmt: skip
+    ] + ([TIED] if schedule is None else [])  # fmt: skip
+
+
+def tied_vectors():
+    """Two stages share a vector, whose gradient has no rows to leave out, so NCCL takes it."""
+    layers = [nn.Linear(13, 16), nn.LayerNorm(16), nn.Tanh(), nn.LayerNorm(16), nn.Linear(16, 5)]
+    layers[3].weight = layers[1].weight
+    return nn.Sequential(*layers)
+
+
+class Stopped(nn.Module):
+    """A layer whose input gets no gradient."""
+
+    def forward(self, x):
+        return x.detach()
+
+
+def stopped():
+    return nn.Sequential(nn.Linear(13, 16), nn.Tanh(), Stopped(), nn.Linear(16, 5))
+
+
+KINDS["tied vectors"] = Kind(tied_vectors, rows, split=("2",))
+KINDS["stopped"] = Kind(stopped, rows, split=("1",))
+TIED = Run("tied vectors", pipeline={"ties": "apart"})
 
 
 def train_strictly(runs):
@@ -52,19 +81,72 @@ def test_nothing_breaks_the_rules_of_nccl(ranks, schedule):
         assert_same(run, ours, alone(run))
 
 
-def one_of_unequal_length(runs):
-    """The strict transport's error for a link that calls its varying messages fixed ones."""
-    from mpcomp.links.link import Link
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Link, "varies", False)
-        return train_strictly(runs)
+# Each takes out a cure, so that a run breaks a rule.
 
 
-def test_the_strict_transport_sees_what_would_hang(ranks):
-    run = Run(act="step:0.2:centre=true", grad="quant:8", steps=1, chunks=2, rows=(16,))
-    results = ranks(one_of_unequal_length, 2, [run], may_fail=True)
-    assert any("(microbatch, bytes)" in str(result) for result in results)
+def what_varies_goes_over_nccl(patch):
+    patch.setattr(Link, "varies", False)
+
+
+def a_notice_is_short(patch):
+    patch.setattr(NCCLChannel, "equal_lengths", False)
+
+
+def receives_are_begun_ahead(patch):
+    patch.setattr(NCCLChannel, "posts_ahead", True)
+
+
+def ranks_do_not_meet_when_they_connect(patch):
+    patch.setattr(Operations, "all_reduce", lambda *_, **__: None)
+
+
+def operations_begin_alone(patch):
+    patch.setattr(NCCLChannel, "_begin", lambda self, kind, x: [kind(x, self.peer, self.group)])
+
+
+LENGTHS, AHEAD, MEETING = "(microbatch, bytes)", "was begun ahead", "each waits for the other"
+
+#: Without a cure: the run, and words of the rule that it breaks.
+WITHOUT = {
+    what_varies_goes_over_nccl: (Run(act="step:0.2:centre=true", chunks=2, rows=(16,)), LENGTHS),
+    a_notice_is_short: (Run("stopped"), LENGTHS),
+    receives_are_begun_ahead: (Run(), AHEAD),
+    ranks_do_not_meet_when_they_connect: (TIED, MEETING),
+    operations_begin_alone: (TIED, MEETING),
+}
+
+
+def train_without(cure, run):
+    with pytest.MonkeyPatch.context() as patch, strictly():
+        cure(patch)
+        return train(run, alone=False)
+
+
+@pytest.mark.parametrize("cure", WITHOUT, ids=lambda cure: cure.__name__)
+def test_the_strict_transport_tells_which_rule_is_broken(ranks, cure):
+    run, words = WITHOUT[cure]
+    results = ranks(train_without, 2, cure, replace(run, steps=1), may_fail=True)
+    assert any(words in str(result) for result in results), results
+
+
+def wait_in_another_order():
+    """The second rank waits for the second message first."""
+    mesh = ProcessMesh(1, 60.0, torch.device("cpu"))
+    mesh.connect(["rank 0", "rank 1"])
+    with strictly():
+        channel = Strict(mesh).open(0, 1, "link", varies=False)
+        for microbatch in range(2):
+            if mesh.place == 0:
+                channel.send(microbatch, torch.ones(24, dtype=torch.uint8))
+            else:
+                channel.post(microbatch, 24)
+        if mesh.place == 1:
+            channel.receive(1)
+
+
+def test_the_strict_transport_knows_no_tags(ranks):
+    _, error = ranks(wait_in_another_order, 2, may_fail=True)
+    assert error == ("AssertionError", "link: (microbatch, bytes) (0, 24), awaited (1, 24)")
 
 
 class Files(Transport):
