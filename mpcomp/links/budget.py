@@ -76,11 +76,12 @@ CURVES: Final[Mapping[str, Sequence[Measured]]] = {
 }
 #: The step of activations at inference without a budget.
 _AT_INFERENCE: Final = 0.2
-_STEP: Final = re.compile(r"(?<=step[:/])[0-9.]+")
+#: Steps in a spec, but not evaluation's.
+_STEP: Final = re.compile(r"(?<!eval=step/)(?<=step[:/])[0-9.]+")
 
 
 def scaled(spec: str, factor: float) -> str:
-    """The spec with all of its steps times a factor, to three digits."""
+    """The spec with all steps of training times a factor, to three digits."""
     return _STEP.sub(lambda found: f"{factor * float(found[0]):.3g}", spec)
 
 
