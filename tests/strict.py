@@ -26,6 +26,9 @@ from mpcomp.comm.mesh import ProcessMesh
 #: Tag of notes, as gloo has tags.
 NOTE = 1
 
+#: Of a rank's wait for the other one to make a communicator, so that no test hangs.
+LONGEST_S = 60.0
+
 
 class StrictChannel(nccl.NCCLChannel):
     """NCCL's channel over gloo: ahead of each message goes a note of its number and length."""
@@ -103,7 +106,7 @@ class Operations:
         """Makes a communicator, unless it is there: waits until the other rank makes it too.
 
         Raises:
-            AssertionError: the other rank waits where this one has not come.
+            AssertionError: the other rank waits where this one has not come, or does not come.
         """
         name = f"the communicator of {whose} {group.group_name}"
         if name in self._came:
@@ -114,7 +117,8 @@ class Operations:
         store = PrefixStore("strict", dist.distributed_c10d._get_default_store())
         store.set(f"at/{rank}", name)
         store.set(f"{name}/{rank}", "")
-        while True:
+        begin = time.monotonic()
+        while time.monotonic() - begin < LONGEST_S:
             # In this order: a peer that waits elsewhere may have come here before.
             there = store.get(f"at/{peer}").decode() if store.check([f"at/{peer}"]) else name
             if store.check([f"{name}/{peer}"]):
@@ -123,6 +127,7 @@ class Operations:
                 f"rank {rank} makes {name}, and rank {peer} {there}: each waits for the other"
             )
             time.sleep(1e-3)
+        raise AssertionError(f"rank {rank} makes {name}, and rank {peer} does not come")
 
 
 class Strict(nccl.NCCL):

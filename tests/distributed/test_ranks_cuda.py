@@ -68,6 +68,7 @@ def _train_with_nccl(act, grad):
 @pytest.mark.gpu(3)
 @pytest.mark.parametrize("grad", ["none", "ef21+topk:0.3"])
 def test_nccl_is_the_local_engine(ranks, grad):
+    """It has not run yet, as no machine had three GPUs."""
     losses, weights = _train([f"cuda:{i}" for i in range(3)], "topk:0.3", grad)
     for others, theirs in ranks(_train_with_nccl, 3, "topk:0.3", grad):
         assert others == losses
