@@ -9,11 +9,16 @@
 
 Each process joins a gloo group over a file store before the function is called, so no port is
 needed for the rendezvous. Whatever happens, no process is left when the call returns.
+
+    process = start_python("script.py", "argument", environment={"RANK": "0"}, printed=path)
+
+does what `python script.py argument` would, but for the seconds of its imports.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.forkserver
@@ -31,6 +36,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+ROOT = Path(__file__).parents[1]
 _CONTEXT = multiprocessing.get_context("forkserver")
 # All that most tests import, as mpcomp itself loads nothing before it is asked for: a rank that had
 # to import torch's pipelining and FSDP would take a second of the processor for it.
@@ -64,8 +70,10 @@ def preload(*modules: str) -> None:
     _CONTEXT.set_forkserver_preload([*_PRELOADED, "frozen"])
 
 
-def _start_server() -> None:
+def start_server() -> None:
     """Starts the server, if it is not there, so that it finds what it preloads.
+
+    A process has one: a recipe that runs jobs would start one that has nothing loaded.
 
     Of itself it looks in the current folder and among installed packages alone, and leaves out in
     silence what is not there: all modules of tests.
@@ -105,7 +113,7 @@ def run_ranks(
         init: join a gloo group first.
         without: ranks that are not waited for, as the test stops them; their result is None.
     """
-    _start_server()
+    start_server()
     with tempfile.TemporaryDirectory() as folder:
         processes, ends = [], []
         for rank in range(num_ranks):
@@ -124,6 +132,46 @@ def run_ranks(
             for process in processes:
                 process.kill()
                 process.join()
+
+
+def start_python(
+    *arguments: str,
+    printed: Path,
+    environment: dict[str, str] | None = None,
+    folder: Path | None = None,
+) -> multiprocessing.process.BaseProcess:
+    """Starts python's work in a fork of the server; the caller joins or kills the process.
+
+    Args:
+        arguments: of `python`: a script's path or ``-m`` and a module, and what that is given.
+        printed: file that gets what it prints.
+        environment: variables beside those of this process and the root in ``PYTHONPATH``.
+        folder: the working one, if another.
+    """
+    start_server()
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path, **(environment or {})}
+    process = _CONTEXT.Process(target=_python, args=(arguments, environment, printed, folder))
+    process.start()
+    return process
+
+
+def _python(
+    arguments: tuple[str, ...], environment: dict[str, str], printed: Path, folder: Path | None
+) -> None:
+    os.environ.update(environment)
+    os.chdir(folder or ".")
+    with printed.open("a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    if arguments[0] == "-m":
+        how, sys.argv = "run_module({!r}, run_name='__main__', alter_sys=True)", [*arguments[1:]]
+    else:
+        how, sys.argv = "run_path({!r}, run_name='__main__')", [*arguments]
+    code = "import runpy; runpy." + how.format(sys.argv[0])
+    # By the interpreter itself, which ends as `python` does, with what it leaves at its end.
+    failed = ctypes.pythonapi.PyRun_SimpleString(code.encode())
+    ctypes.pythonapi.Py_Exit(1 if failed else 0)
 
 
 def _results(

@@ -1,17 +1,16 @@
 """Runs that go on after a process has died: attempts, errors, signals; the quiet run's bits."""
 
-import os
 import signal
-import subprocess
-import sys
 import textwrap
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from everyday import slow
+from ranks import preload, start_python
 
-ROOT = Path(__file__).parents[1]
+preload("mpcomp.healing", "torch.distributed.run")
 LIMIT_S = 120
 
 ATTEMPTS = """
@@ -71,31 +70,23 @@ PIPELINE = """
 """
 
 
-def command(script, folder, *arguments, ranks=1):
+def started(script, folder, *arguments, ranks=1):
+    """The process of a script, or of the torchrun that starts it; and what that prints into."""
     path = folder / "script.py"
     path.write_text(textwrap.dedent(script))
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    return [sys.executable, *(launcher if ranks > 1 else []), str(path), *map(str, arguments)]
-
-
-def environment():
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    return {**os.environ, "PYTHONPATH": path}
+    command = [*(launcher if ranks > 1 else []), str(path), *map(str, arguments)]
+    printed = folder / "printed"
+    return start_python(*command, printed=printed), printed
 
 
 def run(*arguments, **options):
-    return subprocess.run(
-        command(*arguments, **options),
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
-
-
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
+    """Exit status and words."""
+    process, printed = started(*arguments, **options)
+    process.join(LIMIT_S)
+    process.kill()
+    process.join()
+    return process.exitcode, printed.read_text()
 
 
 @pytest.mark.parametrize(
@@ -110,10 +101,10 @@ def slow(*values):
     ids=["killed", "always killed", "another rank", "error", "exit"],
 )
 def test_what_is_tried_again(tmp_path, what, status, attempts, said):
-    done = run(ATTEMPTS, tmp_path, tmp_path / "log", what)
-    assert done.returncode == status, done.stderr
+    ended, words = run(ATTEMPTS, tmp_path, tmp_path / "log", what)
+    assert ended == status, words
     assert len((tmp_path / "log").read_text()) == attempts
-    assert said in done.stdout + done.stderr
+    assert said in words
 
 
 def test_a_signal_to_end_reaches_the_fork_and_ends_both(tmp_path):
@@ -121,7 +112,7 @@ def test_a_signal_to_end_reaches_the_fork_and_ends_both(tmp_path):
     waits = (
         f"import time; Path({str(log)!r} + '.pid').write_text(str(os.getpid())); time.sleep(600)"
     )
-    process = subprocess.Popen(command(ATTEMPTS, tmp_path, log, waits), env=environment())
+    process, _ = started(ATTEMPTS, tmp_path, log, waits)
     try:
         pid = Path(f"{log}.pid")
         deadline = time.monotonic() + LIMIT_S
@@ -129,11 +120,12 @@ def test_a_signal_to_end_reaches_the_fork_and_ends_both(tmp_path):
             assert time.monotonic() < deadline, "the fork has not begun"
             time.sleep(0.05)
         process.terminate()
-        assert process.wait(LIMIT_S) == 128 + signal.SIGTERM
+        process.join(LIMIT_S)
+        assert process.exitcode == 128 + signal.SIGTERM
         assert not Path(f"/proc/{pid.read_text()}").exists()
     finally:
         process.kill()
-        process.wait()
+        process.join()
 
 
 @pytest.mark.slow
@@ -142,9 +134,9 @@ def test_kills_leave_no_trace_in_the_weights(tmp_path):
     for name in ("quiet", "deaths"):
         folder = tmp_path / name
         folder.mkdir()
-        done = run(PIPELINE, folder, folder, name, ranks=2)
-        assert done.returncode == 0, done.stderr
-        assert done.stderr.count("was ended by SIGKILL; all ranks begin again") == (
+        status, words = run(PIPELINE, folder, folder, name, ranks=2)
+        assert status == 0, words
+        assert words.count("was ended by SIGKILL; all ranks begin again") == (
             2 if name == "deaths" else 0
         )
         found[name] = torch.load(folder / "trained.pt")
@@ -162,6 +154,6 @@ def test_a_process_that_cannot_be_forked_is_refused(tmp_path):
         torch.randn(4096, 4096).exp()
         mpcomp.heal(print)
     """
-    done = run(threads, tmp_path)
-    assert done.returncode == 1
-    assert "heal: torch's threads have begun" in done.stderr
+    status, words = run(threads, tmp_path)
+    assert status == 1
+    assert "heal: torch's threads have begun" in words

@@ -4,25 +4,22 @@ Two machines are two processes here, started without torchrun. The second reache
 is in the first, through a relay that the test resets, silences, or takes away for a while.
 """
 
-import os
 import socket
 import struct
-import subprocess
-import sys
 import textwrap
 import threading
 import time
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from everyday import slow
+from ranks import preload, start_python
 
 from mpcomp import healing
 from recipes.bench.hosts import free_port
 
-ROOT = Path(__file__).parents[1]
+preload("mpcomp.healing")
 LIMIT_S = 120
 
 SCRIPT = """
@@ -170,17 +167,28 @@ class Relay:
 
 
 class Run:
-    """Two ranks with a relay between the second and the store."""
+    """Two ranks with a relay between the second and the store, each in a process of its own."""
 
-    def __init__(self, folder, processes, settings, relay):
-        self.folder, self.processes, self.settings, self.relay = folder, processes, settings, relay
+    def __init__(self, folder, arguments):
+        port = free_port()
+        self.folder, self.arguments, self.relay = folder, arguments, Relay(port)
+        self._ports = (port, self.relay.port)
+        self.script = folder / "script.py"
+        self.script.write_text(textwrap.dedent(SCRIPT))
+        self.processes = [self._started(rank) for rank in (0, 1)]
+
+    def _started(self, rank):
+        own = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._ports[rank])}
+        printed = self.folder / f"printed-{rank}"
+        arguments = (str(self.script), str(self.folder), *self.arguments)
+        return start_python(*arguments, environment=own, printed=printed)
 
     def start_again(self, rank):
         """Kills the process of a rank, and starts it again."""
-        process = self.processes[rank]
-        process.kill()
-        process.communicate()
-        self.processes[rank] = subprocess.Popen(process.args, **self.settings[rank])
+        self.processes[rank].kill()
+        self.processes[rank].join()
+        self.processes[rank] = self._started(rank)
 
     def until(self, what):
         """Waits until both ranks have come to a point."""
@@ -199,35 +207,22 @@ class Run:
     def ends(self):
         """Status and words of each rank."""
         found = []
-        for process in self.processes:
-            words, _ = process.communicate(timeout=LIMIT_S)
-            found.append((process.returncode, words))
+        for rank, process in enumerate(self.processes):
+            process.join(LIMIT_S)
+            found.append((process.exitcode, (self.folder / f"printed-{rank}").read_text()))
         return found
 
 
 @contextmanager
 def running(folder, what, patience_s=60.0):
-    script = folder / "script.py"
-    script.write_text(textwrap.dedent(SCRIPT))
-    port = free_port()
-    relay, processes, settings = Relay(port), [], []
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    run = Run(folder, (what, str(patience_s)))
     try:
-        for rank in (0, 1):
-            own = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-            own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str((port, relay.port)[rank])}
-            started = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-            started["env"] = {**os.environ, "PYTHONPATH": path, **own}
-            settings.append(started)
-            command = [sys.executable, str(script), str(folder), what, str(patience_s)]
-            processes.append(subprocess.Popen(command, **started))
-        yield Run(folder, processes, settings, relay)
+        yield run
     finally:
-        relay.close()
-        for process in processes:
+        run.relay.close()
+        for process in run.processes:
             process.kill()
-            process.wait()
-            process.stdout.close()
+            process.join()
 
 
 def reset(run):

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from everyday import by_halves
+from everyday import by_halves, slow
 from methods import same_bits
 from models import assert_same_state, links_state, rows
 from runs import (
@@ -29,16 +29,21 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*would not shrink")
 COMPRESSED = {"act": "ef21+topk:0.3", "grad": "ef21+quant:4"}
 
 
-def test_batches_of_other_sizes_in_training(ranks):
+OTHER_SIZES = [
+    Run("deep", 4, schedule, rows=(10, 7, 4, 13), steps=5, **COMPRESSED)
+    for schedule in ("ZBVZeroBubble", "InterleavedZeroBubble", "Interleaved1F1B")
+]
+OTHER_SIZES += [
+    Run("deep", rows=(10, 4, 9), steps=4, act="aqsgd+quant:4", grad="ef+topk:0.3"),
+    Run("deep convnet", rows=(12, 5, 12), steps=4, **COMPRESSED),
+]
+
+
+@pytest.mark.parametrize(
+    "runs", [[OTHER_SIZES[0], *OTHER_SIZES[3:]], slow(OTHER_SIZES[1:3])], ids=["some", "rest"]
+)
+def test_batches_of_other_sizes_in_training(ranks, runs):
     """A short last batch, a longer one, and the usual again."""
-    runs = [
-        Run("deep", 4, schedule, rows=(10, 7, 4, 13), steps=5, **COMPRESSED)
-        for schedule in ("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
-    ]
-    runs += [
-        Run("deep", rows=(10, 4, 9), steps=4, act="aqsgd+quant:4", grad="ef+topk:0.3"),
-        Run("deep convnet", rows=(12, 5, 12), steps=4, **COMPRESSED),
-    ]
     check(ranks, 2, runs)
 
 

@@ -1,10 +1,12 @@
 """Modules that compute in evaluation another way than in training, or give another shape there."""
 
 import copy
+import itertools
 
 import pytest
 import torch
 import torch.nn.functional as F
+from everyday import slow
 from torch import nn
 
 import mpcomp
@@ -75,6 +77,9 @@ def model(name):
 
 MODULES = {"last": LastInEvaluation, "two views": TwoViews, "pooled": PooledInEvaluation}
 NAMES = ["encoder", "layer", "attention", "no mask", *MODULES]
+CHUNKS = (1, 2, 4)
+ALL = list(itertools.product(NAMES, CHUNKS))
+EACH = list(zip(NAMES, itertools.cycle(CHUNKS)))
 #: Padding of four rows at their ends, in some, in all so that the longest is short, and in none.
 LENGTHS = {"some": [2, 4, 3, 4], "all": [2, 3, 1, 3], "none": [4, 4, 4, 4]}
 
@@ -101,9 +106,9 @@ def numbers(name, chunks):
     return found
 
 
-def of_all():
+def of_cases(cases):
     enabled = torch.backends.mha.get_fastpath_enabled()
-    found = [numbers(name, chunks) for name in NAMES for chunks in (1, 2, 4)]
+    found = [numbers(*case) for case in cases]
     assert torch.backends.mha.get_fastpath_enabled() == enabled
     return found
 
@@ -115,7 +120,7 @@ def assert_plain(found):
 
 
 def test_in_one_process_they_are_the_plain_models():
-    found = of_all()
+    found = of_cases(ALL)
     assert_plain(found)
     differ = [abs(trained - evaluated) for _, (trained, evaluated, _) in found[0]]
     assert differ[0] > 1e-3 < differ[1] and differ[2] < 1e-5  # the fast path was taken
@@ -123,9 +128,10 @@ def test_in_one_process_they_are_the_plain_models():
 
 @pytest.mark.timeout(120)
 @pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype")
-def test_on_ranks_they_are_the_plain_models(ranks):
-    first, second = ranks(of_all, 2)
-    assert first == second == of_all()
+@pytest.mark.parametrize("cases", [EACH, slow(ALL)], ids=["each", "all"])
+def test_on_ranks_they_are_the_plain_models(ranks, cases):
+    first, second = ranks(of_cases, 2, cases)
+    assert first == second == of_cases(cases)
     assert_plain(first)
 
 
