@@ -129,6 +129,14 @@ def _coder_is_compiled(tmp_path_factory: pytest.TempPathFactory) -> None:
 @pytest.fixture(scope="session")
 def ranks(_coder_is_compiled: None) -> Callable[..., list[object]]:
     """Runs a function in several processes; see `ranks.run_ranks`."""
-    from ranks import run_ranks
+    from ranks import run_ranks, start_server
 
+    start_server()
     return run_ranks
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _server_of_ranks(request: pytest.FixtureRequest) -> None:
+    """The server of ranks, where a test has use for it, is there before a recipe starts another."""
+    if any("ranks" in getattr(item, "fixturenames", ()) for item in request.session.items):
+        request.getfixturevalue("ranks")

@@ -125,3 +125,14 @@ def test_jobs_end_with_whoever_runs_them(tmp_path):
     runner.wait()
     runner.stdout.close()
     assert gone(tmp_path)
+
+
+def says_what_is_loaded(reporter):
+    reporter.say({"row": "frozen" in sys.modules})
+
+
+@pytest.mark.usefixtures("ranks")
+def test_jobs_are_forked_from_the_server_of_ranks():
+    """A process has one: theirs, with nothing loaded, would cost each rank seconds of imports."""
+    said, _ = outcome([Job("a", says_what_is_loaded, 30.0)])
+    assert said == {"a": [True]}
