@@ -11,15 +11,17 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+
+from ranks import preload, start_python
 
 from recipes.bench.hosts import free_port
 
-ROOT = Path(__file__).parents[1]
+preload("mpcomp.healing", "torch.distributed.run")
+
 #: Seconds for anything: for what hangs, as a busy machine takes minutes.
 LIMIT_S = 180
 
@@ -51,12 +53,10 @@ class Launchers:
         self.script = folder / "script.py"
         self.script.write_text(textwrap.dedent(script))
         port = free_port()
-        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        common = {**os.environ, "PYTHONPATH": path}
         command = [str(self.script), str(folder), *arguments]
         torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", *options]
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[BaseProcess] = []
         self._starts: list[tuple[list[str], dict[str, str]]] = []
         for number in range(ranks if by_hand else machines):
             own: dict[str, str] = {}
@@ -68,15 +68,17 @@ class Launchers:
             else:
                 launcher = [*torchrun, f"--nnodes={machines}", f"--node-rank={number}"]
                 launcher += ["--master-addr=127.0.0.1", f"--master-port={port}"]
-            self._starts.append(([sys.executable, *launcher, *command], {**common, **own}))
+            self._starts.append(([*launcher, *command], own))
             self._processes.append(self._started(number))
 
-    def _started(self, number: int) -> subprocess.Popen[bytes]:
-        command, environment = self._starts[number]
-        with (self.folder / f"printed-{number}").open("a") as printed:
-            return subprocess.Popen(
-                command, env=environment, stdout=printed, stderr=printed, cwd=self.folder
-            )
+    def _started(self, number: int) -> BaseProcess:
+        arguments, own = self._starts[number]
+        return start_python(
+            *arguments,
+            environment=own,
+            printed=self.folder / f"printed-{number}",
+            folder=self.folder,
+        )
 
     def __enter__(self) -> Launchers:
         return self
@@ -84,7 +86,7 @@ class Launchers:
     def __exit__(self, *_: object) -> None:
         for process in self._processes:
             process.kill()
-            process.wait()
+            process.join()
         for number in self.running():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(number, signal.SIGKILL)
@@ -94,13 +96,12 @@ class Launchers:
         return "\n".join(path.read_text() for path in sorted(self.folder.glob("printed-*")))
 
     def running(self) -> list[int]:
-        """Numbers of the processes of the script, forks and torchruns included."""
+        """Numbers of the processes of the script, forks and torchruns included: all print here."""
         found = []
         for folder in Path("/proc").iterdir():
             with contextlib.suppress(OSError, ValueError):
                 number = int(folder.name)
-                named = str(self.script) in (folder / "cmdline").read_text().split("\0")
-                if named and number != os.getpid():
+                if (folder / "fd" / "1").readlink().parent == self.folder:
                     found.append(number)
         return found
 
@@ -114,14 +115,19 @@ class Launchers:
 
     def start_again(self, machine: int) -> None:
         """Starts the torchrun of a machine again, once it has ended, as a supervisor would."""
-        self._processes[machine].wait(LIMIT_S)
+        self._end_of(self._processes[machine])
         self._processes[machine] = self._started(machine)
 
     def wait_for_all_to_end(self) -> list[int]:
         """Waits until no process of the script is there; the exit statuses of the torchruns."""
-        statuses = [process.wait(LIMIT_S) for process in self._processes]
+        statuses = [self._end_of(process) for process in self._processes]
         self._wait(lambda: not self.running(), "some are left")
         return statuses
+
+    def _end_of(self, process: BaseProcess) -> int:
+        process.join(LIMIT_S)
+        assert process.exitcode is not None, f"a launcher has not ended:\n{self.printed()}"
+        return process.exitcode
 
     def _wait(self, is_so, otherwise: str) -> None:
         deadline = time.monotonic() + LIMIT_S
