@@ -408,7 +408,7 @@ class DistributedLaunch(Launch):
                 cure = f"{cut[0].why_apart}; untie them, or leave shard out"
             raise ValueError(
                 f"shard=True with {' and '.join(name for _, name in copied[0].copies)}, one weight "
-                "of which two ranks have copies: replicas would round the pieces of each by "
+                "that two ranks have copies of: replicas would round the pieces of each by "
                 f"themselves, and the copies would come apart; {cure}"
             )
 

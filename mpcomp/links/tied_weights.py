@@ -119,7 +119,7 @@ class SharedWeight(Tie):
     """A weight whose both uses are on one rank, in stages that are together.
 
     The last stage's use gathers its gradient by itself, so that the order of additions is the same
-    whatever runs when; beside that it is the weight. One of which replicas have pieces is one
+    whatever runs when; beside that it is the weight. If replicas have pieces of it, it is one
     parameter for both until it is gathered.
     """
 
