@@ -64,7 +64,7 @@ AUTO: Final[Words] = {
 BEFORE_HEAD: Final[Words] = {
     "auto:memory": {
         "act_comp": "klt:weighted=true+aqsgd:first=step/0.35/centre=true/spikes=16"
-        ":eval=step/0.1/centre=true/spikes=16+step:0.35:spikes=16",
+        ":eval=step/0.05/centre=true/spikes=16+step:0.35:spikes=16",
         "grad_comp": "klt+aqsgd:first=step/0.5/scale=tensor/rounding=dither+step:0.5:scale=tensor",
     },
 }
