@@ -65,6 +65,11 @@ CURVES: Final[Mapping[str, Sequence[Measured]]] = {
         ),
         Measured(1.52, 0.5, 1.5, "cifar10_study", "step 0.5, dithered gradients of nonzero"),
     ],
+    # Before a head its own steps, times the same factor. The coarse row has one run.
+    "auto:memory": [
+        Measured(0.36, 0.4, 1.0, "finetune_long", "auto:memory"),
+        Measured(1.67, 0.64, 1.6, "finetune_long", "training steps times 1.6"),
+    ],
     # By the divergence from the uncompressed predictions, exp(KL) - 1.
     INFERENCE: [
         Measured(0.76, 0.15, 0.5, "smollm2_inference", "step:0.15:centre=True:spikes=16"),

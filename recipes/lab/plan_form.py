@@ -183,8 +183,6 @@ def _setting(task: str, pair: Pair) -> dict[str, Any]:
 
 def _bits_in_study(known: Known) -> float:
     """Bits of an element, the mean of both ways and of all epochs."""
-    if known.bits is not None:
-        return known.bits
     rows = read_json_lines(CODING.with_name(f"{known.study}.jsonl"))
     _, points = points_of(rows, dense_bits=DENSE_BITS.get(known.study, 32))
     return next(point.bits for point in points if point.method == known.row)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ def named(known: Known) -> str:
     return f"{known.task} {known.row}"
 
 
-@pytest.mark.parametrize("known", [one for one in KNOWN if one.bits is None], ids=named)
+@pytest.mark.parametrize("known", KNOWN, ids=named)
 def test_a_figure_is_that_of_its_study(known: Known) -> None:
     rows = read_json_lines(RESULTS / f"{known.study}.jsonl")
     _, points = points_of(rows)
@@ -37,19 +36,6 @@ def test_a_figure_is_that_of_its_study(known: Known) -> None:
         tuple(str(method_of(a, s)) for a, s in zip(("act_comp", "grad_comp"), pair, strict=True))
         for pair in spelt
     }
-
-
-@pytest.mark.parametrize("known", [one for one in KNOWN if one.bits is not None], ids=named)
-def test_a_figure_of_no_file_is_that_of_the_page(known: Known) -> None:
-    page = (RESULTS / f"{known.study}.md").read_text(encoding="utf-8")
-    before, _, after = page.partition(f"| {known.row} |")
-    assert "| epoch | whole step below bf16 | training loss | perplexity on |" in before
-    rows = after.partition("\n\n")[0].splitlines()
-    epochs = [row.strip(" |").split(" | ") for row in rows]
-    assert f"{known.loss:+g} %" == epochs[-1][3]
-    assert known.bits == round(statistics.mean(16 / float(epoch[1]) for epoch in epochs), 2)
-    # One run has no interval, which plans and pages leave out then.
-    assert (known.half_width, known.n) == (None, 1)
 
 
 def test_every_task_has_methods_to_look_at() -> None:
