@@ -61,7 +61,7 @@ def stopped():
 
 
 KINDS["tied vectors"] = Kind(tied_vectors, rows, split=("2",))
-KINDS["stopped"] = Kind(stopped, rows, split=("1",))
+KINDS["stopped chain"] = Kind(stopped, rows, split=("1",))
 TIED = Run("tied vectors", pipeline={"ties": "apart"})
 
 
@@ -110,7 +110,7 @@ LENGTHS, AHEAD, MEETING = "(microbatch, bytes)", "was begun ahead", "each waits 
 #: Without a cure: the run, and words of the rule that it breaks.
 WITHOUT = {
     what_varies_goes_over_nccl: (Run(act="step:0.2:centre=true", chunks=2, rows=(16,)), LENGTHS),
-    a_notice_is_short: (Run("stopped"), LENGTHS),
+    a_notice_is_short: (Run("stopped chain"), LENGTHS),
     receives_are_begun_ahead: (Run(), AHEAD),
     ranks_do_not_meet_when_they_connect: (TIED, MEETING),
     operations_begin_alone: (TIED, MEETING),
