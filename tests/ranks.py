@@ -145,7 +145,7 @@ def start_python(
     Args:
         arguments: of `python`: a script's path or ``-m`` and a module, and what that is given.
         printed: file that gets what it prints.
-        environment: variables beside those of this process and the root in ``PYTHONPATH``.
+        environment: variables; this process's own and the root in ``PYTHONPATH`` are added.
         folder: the working one, if another.
     """
     start_server()

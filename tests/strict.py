@@ -73,7 +73,7 @@ class Checked:
 
 
 class Operations:
-    """What `mpcomp.comm.nccl` calls of torch.distributed, of gloo's groups by NCCL's rules.
+    """Operations of torch.distributed that `mpcomp.comm.nccl` calls, by NCCL's rules over gloo.
 
     Collectives and batches take the group's communicator. Each operation that stands alone takes
     another one of both ranks. There are no tags.

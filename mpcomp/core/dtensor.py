@@ -29,7 +29,7 @@ def distribute_like(x: Tensor, other: Tensor) -> Tensor:
 
 def on_meta(module: _Module) -> _Module:
     """A copy without data, which knows nothing of what becomes of the module."""
-    named = module.named_parameters(remove_duplicate=False)  # of a stage those of second uses, too
+    named = module.named_parameters(remove_duplicate=False)  # a stage's second uses, too
     held = [*(parameter for _, parameter in named), *module.buffers()]
     memo: dict[int, object] = {}
     for x in held:
