@@ -19,6 +19,7 @@ from stages.stage import Stage, ancestors
 #: What forwards of transformers take besides inputs: settings, states, and what a loss is from.
 _NO_INPUTS = frozenset(
     {
+        "cache",
         "decoder_inputs_embeds",
         "decoder_position_ids",
         "encoder_attention_mask",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,14 +64,15 @@ class DecoderRun:
             **source,
             "attention_mask": attention_mask,
             "position_ids": position_ids,
-            "past_key_values": cache,
             "use_cache": cache is not None,
         }
         holder = self._holder(stage, first=first, last=last)
+        model = self._above(stage, holder) if last else holder
+        if cache is not None:
+            settings[_name_of_cache(model)] = cache
         if not last:
-            return holder(**settings).last_hidden_state
-        lm = self._above(stage, holder)
-        return lm(**settings, logits_to_keep=logits_to_keep).logits
+            return model(**settings).last_hidden_state
+        return model(**settings, logits_to_keep=logits_to_keep).logits
 
     def check_batch(self, model: nn.Module, batch: object) -> None:
         """Raise for a batch that the model cannot take; the message says what it can."""
@@ -113,6 +115,12 @@ class DecoderRun:
             modules[leaf] = inner
             inner, name = shallow(theirs, stage, modules, self._config(stage)), parent
         return inner
+
+
+def _name_of_cache(model: nn.Module) -> str:
+    """The name under which a forward takes a cache: another one from transformers 5.24 on."""
+    names = inspect.signature(model.forward).parameters
+    return "cache" if "cache" in names else "past_key_values"
 
 
 class _Nothing(nn.Module):

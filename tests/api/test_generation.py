@@ -1,6 +1,7 @@
 """Generation through the stages: the tokens of transformers' own, and nothing else is touched."""
 
 import copy
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +16,10 @@ from lms import evaluation, gpt2, language_model, text, without_labels
 
 import mpcomp
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*would not shrink")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*would not shrink"),
+    pytest.mark.filterwarnings("error:.past_key_values. is deprecated:FutureWarning"),
+]
 
 NEW = 9
 LONG: dict[str, Any] = {"max_position_embeddings": 32, "initializer_range": 0.4}
@@ -78,6 +82,27 @@ def test_greedy_of_other_families(family):
     model = model_of(family)
     prompt = prompt_of(padded=True)
     assert torch.equal(ours(mpcomp.pipeline(model, 1, split=3), prompt), theirs(model, prompt))
+
+
+def test_a_cache_goes_by_the_name_that_the_forward_has(monkeypatch):
+    """Forwards took ``past_key_values``, and take ``cache`` from transformers 5.24 on."""
+    model, prompt = model_of(), prompt_of()
+    expected = theirs(model, prompt)
+    pipe = mpcomp.pipeline(model, 2, split=2)
+    kind, forward = type(model), type(model).forward
+    name = "cache" if "cache" in inspect.signature(forward).parameters else "past_key_values"
+
+    def older(self, *, past_key_values=None, use_cache, **given):
+        assert use_cache == (past_key_values is not None)
+        return forward(self, **{name: past_key_values}, use_cache=use_cache, **given)
+
+    def newer(self, *, cache=None, use_cache, **given):
+        assert use_cache == (cache is not None)
+        return forward(self, **{name: cache}, use_cache=use_cache, **given)
+
+    for renamed in (older, newer):
+        monkeypatch.setattr(kind, "forward", renamed)
+        assert torch.equal(ours(pipe, prompt), expected)
 
 
 def test_a_prompt_of_one_token_and_one_new_token():

@@ -37,6 +37,8 @@ OTHERS = [
 ]
 H = [f"transformer.h.{i}" for i in range(4)]
 
+pytestmark = pytest.mark.filterwarnings("error:.past_key_values. is deprecated:FutureWarning")
+
 
 @pytest.mark.parametrize("family", slow_but(FAMILIES, [*sorted(FAMILIES), *OTHERS]))
 def test_every_family_gives_the_models_logits(family):

@@ -175,6 +175,9 @@ def test_batches_that_the_model_cannot_take():
         stage.check_batch({"attention_mask": torch.ones(2, 3)})
     with pytest.raises(ValueError, match="the batch has 'pixel_values'; .* takes 'input_ids', 'at"):
         stage.check_batch({"input_ids": torch.ones(2, 3).long(), "pixel_values": torch.ones(2)})
+    for name in ("cache", "past_key_values"):  # the forward's name for it depends on the version
+        with pytest.raises(ValueError, match=f"the batch has '{name}'"):
+            stage.check_batch({"input_ids": torch.ones(2, 3).long(), name: None})
 
 
 def test_weights_beside_the_blocks_belong_to_no_stage():
