@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ __all__ = [
     "advise_on_sequences",
     "advise_on_threads",
     "advise_on_ties",
+    "advise_on_weights",
     "num_cores",
 ]
 
@@ -130,3 +131,27 @@ def advise_on_sequences(model: nn.Module) -> None:
         "this layer, and takes rows first itself, all is well",
         stacklevel=4,
     )
+
+
+def advise_on_weights(of_ranks: Sequence[Mapping[str, int | None]]) -> None:
+    """Warns if ranks of a pipeline have built models with other weights.
+
+    Data parallel scripts may load a checkpoint on one rank alone, as its weights are sent to the
+    others. Here each rank trains stages of the model that it has built itself.
+
+    Args:
+        of_ranks: of each rank, a number for the weights of each stage, by the stage's name; None
+            where the rank has no values.
+    """
+    for name in of_ranks[0] if of_ranks else ():
+        known = {rank: each[name] for rank, each in enumerate(of_ranks) if each[name] is not None}
+        other = [rank for rank, number in known.items() if number != next(iter(known.values()))]
+        if other:
+            warnings.warn(
+                f"rank {next(iter(known))} and rank {other[0]} have built different models: {name} "
+                "has other weights. Each rank trains its stages of its own model. Weights that "
+                "one rank loads must be loaded on all; and torch.manual_seed(n) before the model "
+                "is made must have one n",
+                stacklevel=4,
+            )
+            return

@@ -19,6 +19,7 @@ from mpcomp.api.advice import (
     advise_on_sequences,
     advise_on_threads,
     advise_on_ties,
+    advise_on_weights,
 )
 from mpcomp.api.config import PipelineConfig
 from mpcomp.api.dial import Dial
@@ -253,6 +254,8 @@ def build(model: nn.Module, config: PipelineConfig) -> Pipeline:
         if config.split is None or isinstance(config.split, int):
             advise_on_cut(model, cut)
         advise_on_ties(cut)
+        if config.weights is None:
+            advise_on_weights(launch.weights)
         if launch.device_of(0).type == "cpu":
             advise_on_threads(launch.local_ranks)
         if not cut[0].of_transformers:

@@ -67,6 +67,7 @@ def clip_grad_norm_(
             "model has diverged or overflowed; pass error_if_nonfinite=False to go on"
         )
     torch.nn.utils.clip_grads_with_norm_(pipe.with_loss.parameters(), max_norm, norm)
+    pipe.note_gradients()
     return norm
 
 

@@ -12,12 +12,15 @@ hook for each microbatch::
     here                                                    hook
 
 Loss scalers of several ranks skip the same steps, each looking at its own gradients. Updates within
-a step change weights before the gradient is whole, so they go with neither.
+a step change weights before the gradient is whole, so they go with neither. An optimizer has the
+gradients of one rank's stages alone, as has torch's clipping: see `OptimizerWatch`.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -25,6 +28,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mpcomp.core.dtensor import local
 from mpcomp.engines.base import Engine
@@ -32,6 +36,8 @@ from mpcomp.engines.updates import Updates, check_stashable
 from mpcomp.links.tied_weights import Tie
 
 __all__ = [
+    "BY_ALL_GRADIENTS",
+    "OptimizerWatch",
     "check_without_gradients",
     "gradients_overflowed",
     "hooks_once",
@@ -201,3 +207,87 @@ def updates_within(
     check_stashable(stages)
     engine.check_updates()
     return Updates(update, count, chunks // count)
+
+
+#: Classes of optimizers whose step goes by a sum over all gradients: of pytorch_optimizer, and of
+#: the packages prodigyopt and dadaptation.
+BY_ALL_GRADIENTS = {
+    *("ASGD", "AdaGC", "AdamS", "Adai", "AliG", "AvaGrad", "Prodigy"),
+    *("DAdaptAdaGrad", "DAdaptAdam", "DAdaptAdan", "DAdaptLion", "DAdaptSGD"),
+    *("BSAM", "FriendlySAM", "GSAM", "LookSAM", "SAM", "WSAM"),
+}
+
+
+class OptimizerWatch:
+    """Looks at what optimizers are about to do with the gradients of one rank of several.
+
+    It warns once of gradients that were clipped by this rank's norm. torch's ``clip_grad_norm_``
+    multiplies each in place, once, so its version is one more when the optimizer steps than when
+    the training step ended. ``unscale_`` of a loss scaler leaves versions alone, and
+    ``clip_grad_value_`` takes two operations.
+
+    Args:
+        model: has the parameters of this rank.
+        pp_size: ranks of a pipeline, two or more.
+    """
+
+    def __init__(self, model: nn.Module, pp_size: int) -> None:
+        self._model = model
+        self._pp_size = pp_size
+        self._versions: dict[nn.Parameter, int] = {}
+        self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._warned = False
+        watch = weakref.ref(self)
+
+        def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            if (found := watch()) is not None:
+                found._look(optimizer)
+
+        weakref.finalize(self, register_optimizer_step_pre_hook(before_step).remove)
+
+    def note(self) -> None:
+        """Notes the gradients of this rank as those that an optimizer may have."""
+        of = self._model.parameters()
+        self._versions = {p: p.grad._version for p in of if p.grad is not None}
+
+    def _look(self, optimizer: torch.optim.Optimizer) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if optimizer not in self._seen:
+            self._seen.add(optimizer)
+            if not {*parameters}.isdisjoint(self._model.parameters()):
+                self._check(optimizer)
+        changes = {
+            parameter.grad._version - self._versions.pop(parameter)
+            for parameter in parameters
+            if parameter in self._versions and parameter.grad is not None
+        }
+        if changes == {1} and not self._warned:
+            self._warned = True
+            warnings.warn(
+                "every gradient of this rank was changed in place between forward_backward and "
+                "optimizer.step. torch.nn.utils.clip_grad_norm_ does so, and takes the norm of "
+                "this rank's stages alone, so each rank clips by another: use "
+                "mpcomp.clip_grad_norm_(pipe, max_norm). A change that is the same on all ranks, "
+                "such as a division, does no harm",
+                stacklevel=5,
+            )
+
+    def _check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuses an optimizer that several ranks cannot step by, warns of one that differs."""
+        name = type(optimizer).__name__
+        if isinstance(optimizer, torch.optim.LBFGS):
+            self._seen.discard(optimizer)
+            raise ValueError(
+                f"LBFGS on {self._pp_size} ranks: each would search by the gradients of its own "
+                "stages alone, and call its closure as often as it likes; train in one process, or "
+                "by an optimizer that goes by each gradient, such as Adam"
+            )
+        clips = optimizer.defaults.get("max_grad_norm") and getattr(optimizer, "pre_norm", True)
+        of_torch = type(optimizer).__module__.startswith("torch.")  # whose ASGD is another
+        if clips or (name in BY_ALL_GRADIENTS and not of_torch):
+            warnings.warn(
+                f"{name} on {self._pp_size} ranks: it goes by a sum over all gradients, and each "
+                "rank has only its own stages', so it trains otherwise than in one process. "
+                + ("max_grad_norm=0 turns that off" if clips else "AdamW goes by each gradient"),
+                stacklevel=6,
+            )

@@ -23,7 +23,13 @@ from torch import nn
 import stages as staging
 from mpcomp.api.config import PipelineConfig
 from mpcomp.comm.devices import device_of_rank
-from mpcomp.comm.handshake import announcing_failure, exchange, shake_hands, show_secret
+from mpcomp.comm.handshake import (
+    announcing_failure,
+    exchange,
+    fingerprint,
+    shake_hands,
+    show_secret,
+)
 from mpcomp.comm.joining import join
 from mpcomp.comm.mesh import ProcessMesh
 from mpcomp.comm.probe import transport_for
@@ -69,6 +75,8 @@ class Launch(ABC):
     Attributes:
         replica: which pipeline this rank is in.
         local_ranks: processes of the run on this machine, once they are connected.
+        weights: of each rank of a pipeline, once they are connected: a number for a stage's
+            weights as that rank has built them, by the stage's name; None where it has not.
 
     Raises:
         ValueError: this engine cannot do what the configuration asks for.
@@ -76,6 +84,7 @@ class Launch(ABC):
 
     replica = 0
     local_ranks = 1
+    weights: Sequence[Mapping[str, int | None]] = ()
 
     def __init__(self, config: PipelineConfig) -> None:
         self.config = config
@@ -302,7 +311,11 @@ class DistributedLaunch(Launch):
         }
         shake_hands(self.mesh, {**what_it_comes_to, **self.config.compared()})
         machine = platform.node()
-        self.local_ranks = exchange(self.mesh, "machine", machine).count(machine)
+        weights = {stage.name: _sample_of(stage) for stage in cut}
+        said = exchange(self.mesh, "machine and weights", [machine, weights])
+        self.local_ranks = [each[0] for each in said].count(machine)
+        # The first replica's: those of the others are replaced by them.
+        self.weights = [each[1] for each in said[: self.mesh.pp_size]]
         self.mesh.connect(self._rank_names(len(cut)))
 
     def _rank_names(self, num_stages: int) -> list[str]:
@@ -450,6 +463,14 @@ def _check_times(of_ranks: Sequence[Any]) -> None:
                 f"rank {rank} says {times!r:.80} in place of the seconds that each of "
                 f"{num_blocks} blocks takes: run the same script on every rank"
             )
+
+
+def _sample_of(stage: staging.Stage) -> int | None:
+    """A number for some elements of each parameter; None where there is one without values."""
+    parameters = [p.detach().flatten() for p in stage.parameters()]
+    if any(p.is_meta for p in parameters):
+        return None
+    return fingerprint(*(p[:: max(1, p.numel() // 64)] for p in parameters))
 
 
 def _check_there(device: torch.device) -> None:

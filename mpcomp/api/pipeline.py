@@ -15,6 +15,7 @@ from mpcomp import checkpoint
 from mpcomp.api.batches import Batches
 from mpcomp.api.dial import Dial
 from mpcomp.api.figures import Figures
+from mpcomp.api.gradients import OptimizerWatch
 from mpcomp.api.inference import Inference, Metric, evaluating
 from mpcomp.api.learned_loss import LeafCheck
 from mpcomp.api.original_names import OriginalModel
@@ -117,6 +118,8 @@ class Pipeline(Figures, OriginalModel):
         self._batches = Batches(engine, cut, chunks, loss_fn, first_data)
         self._inference = Inference(engine, cut, self._batches, loss_fn)
         self._leaf_check = LeafCheck(list(self.with_loss.parameters()))
+        pp_size = self.mesh.pp_size
+        self._watch = OptimizerWatch(self.with_loss, pp_size) if pp_size > 1 else None
 
     @property
     def chunks(self) -> int:
@@ -337,11 +340,18 @@ class Pipeline(Figures, OriginalModel):
             check=self._leaf_check,
         )
         total = steps.run(given, loss, within, since).as_subclass(DifferentiatedLoss)
+        if update is None:  # within a step each stage may be clipped by its own norm
+            self.note_gradients()
         if not with_output:
             return total
         outputs = [output for _, output in sorted(loss.outputs.items())]
         whole = gather(outputs) if outputs else None
         return self._output_on_all(whole) if self.first_data is None else whole, total
+
+    def note_gradients(self) -> None:
+        """Takes the gradients as they are for right; see `mpcomp.api.gradients.OptimizerWatch`."""
+        if self._watch is not None:
+            self._watch.note()
 
     def check_updates(self, updates: int) -> None:
         """Refuses what `forward_backward` would, for a program that has not begun.

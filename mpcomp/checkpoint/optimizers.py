@@ -59,12 +59,6 @@ def _names_of(run: RunState, optimizer: torch.optim.Optimizer) -> list[list[str]
     Raises:
         ValueError: as of `optimizer_entry`.
     """
-    if isinstance(optimizer, torch.optim.LBFGS) and run.mesh.pp_size > 1:
-        raise ValueError(
-            f"LBFGS on {run.mesh.pp_size} ranks: each would search by the gradients of its "
-            "own stages alone, and call its closure as often as it likes; train in one process, or "
-            "by an optimizer that goes by each gradient, such as Adam"
-        )
     names = {id(p): name for name, p in run.model.named_parameters()}
     # A weight that all blocks read has one name in several stages, also in one process.
     elsewhere = {

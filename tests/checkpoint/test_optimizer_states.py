@@ -150,14 +150,3 @@ def test_lbfgs_in_one_process_is_the_plain_models(case):
 
         plain.step(closure)
     assert all(map(same_bits, found, model.parameters()))
-
-
-def save_lbfgs(folder):
-    pipe = mpcomp.pipeline(mlp(), 2, split=2, loss_fn=F.cross_entropy)
-    pipe.save(folder, optimizer=torch.optim.LBFGS(pipe.parameters()))
-
-
-def test_lbfgs_on_ranks_is_refused_on_each(ranks, tmp_path):
-    found = ranks(save_lbfgs, 2, str(tmp_path / "run"), may_fail=True)
-    assert all("LBFGS on 2 ranks: each would search" in message for _, message in found)
-    assert not (tmp_path / "run").exists()
