@@ -13,7 +13,6 @@ from torch import Tensor, nn
 import stages as staging
 from mpcomp import checkpoint
 from mpcomp.api.batches import Batches
-from mpcomp.api.dial import Dial
 from mpcomp.api.figures import Figures
 from mpcomp.api.inference import Inference, Metric, evaluating
 from mpcomp.api.learned_loss import LeafCheck
@@ -35,6 +34,7 @@ from mpcomp.engines.first_data import FirstData
 from mpcomp.links.boundary import Boundary
 from mpcomp.links.tied_weights import SharedWeight, Tie, TiedWeights
 from mpcomp.pilot.comparison import Comparison
+from mpcomp.pilot.dial import Dial
 from mpcomp.pilot.trials import MethodPair, Pilot, compare
 from mpcomp.plan.state_bytes import state_bytes
 
@@ -272,7 +272,7 @@ class Pipeline(Figures, OriginalModel):
         or tokens (`mpcomp.core.loss.num_terms`; not at all where the loss has
         ``reduction="sum"``), and microbatches are differentiated in ascending order. Call it
         several times before the optimizer's step to accumulate gradients. Hooks of
-        ``register_post_accumulate_grad_hook`` run once, at the end (`mpcomp.api.gradients`).
+        ``register_post_accumulate_grad_hook`` run once, at the end (`mpcomp.engines.gradients`).
 
         Args:
             batch: tensor [b, ...], tuple of tensors, or mapping (arguments of the first stage);
