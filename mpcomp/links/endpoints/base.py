@@ -53,7 +53,7 @@ class Plan(ABC):
         on_host: whether it is coded on the host, so that `decode` is given a payload of the host.
         cf: compression factor that both ends have agreed on, where that changes; else 0.
         lags: of the message that was encoded here, as `mpcomp.core.traffic.Traffic.lags`; None
-            unless it was asked for, and samples came again to a memory.
+            unless its microbatch is sampled, and samples came again to a memory.
     """
 
     meta: TensorMeta
@@ -72,7 +72,7 @@ class Plan(ABC):
 
         Args:
             x: like `meta`.
-            asked: whether `arrived` will be, which a method may know without decoding, and `lags`.
+            asked: whether `arrived` will be, which a method may know without decoding.
         """
 
     @abstractmethod
