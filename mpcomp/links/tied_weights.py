@@ -146,10 +146,8 @@ class SharedWeight(Tie):
 
     def _separate(self, first: nn.Parameter) -> None:
         """Gives the second use a parameter with the memory of the first."""
-        stage, name = self._here[1]
-        parent, _, leaf = name.rpartition(".")
-        again = nn.Parameter(first.detach(), first.requires_grad)
-        stage.get_submodule(parent).register_parameter(leaf, again)
+        owner, leaf = staging.owner_of(*self._here[1])
+        owner.register_parameter(leaf, nn.Parameter(first.detach(), first.requires_grad))
 
     def add_up(self, before: Mapping[int, Tensor | None], step: Step) -> None:
         first, again = self.here[0], self.here[1]
