@@ -565,10 +565,10 @@ class Pipeline(Figures, OriginalModel):
         """
         steps = self._steps
         with ExitStack() as stack:
-            for own, other in zip(self.boundaries, boundaries, strict=True):
-                stack.enter_context(own.swapped_links(other))
-            for tie in self.ties:
-                stack.enter_context(tie.fresh_links())
+            fresh = [(a.fresh_copy(), b.fresh_copy()) for a, b in (tie.links for tie in self.ties)]
+            links = [*(each.links for each in boundaries), *fresh]
+            for own, others in zip(self.crossings, links, strict=True):
+                stack.enter_context(own.swapped_links(others))
             self._steps = steps.apart()
             try:
                 yield

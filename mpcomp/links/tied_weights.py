@@ -32,7 +32,7 @@ from mpcomp.comm.channels import Channel, LocalChannel
 from mpcomp.core.spec import SpecValue
 from mpcomp.core.step import Step
 from mpcomp.core.tensor_meta import TensorMeta
-from mpcomp.links.boundary import Crossing
+from mpcomp.links.boundary import Crossing, TwoLinks
 from mpcomp.links.link import Link
 
 __all__ = [
@@ -160,7 +160,7 @@ class SharedWeight(Tie):
             first.grad = before[0]
 
 
-class TiedWeights(Tie):
+class TiedWeights(Tie, TwoLinks):
     """A weight of which two stages have copies, and exchange their gradients.
 
     Args:
@@ -169,9 +169,8 @@ class TiedWeights(Tie):
     """
 
     def __init__(self, copies: Sequence[tuple[int, str]], links: tuple[Link, Link]) -> None:
-        super().__init__(copies)
-        self.links = links
-        self.failed = False  # as a boundary has it
+        Tie.__init__(self, copies)
+        TwoLinks.__init__(self, links)
         self._channels: Sequence[Channel] = ()
 
     def _crossing(self, i: int) -> Crossing:
@@ -195,17 +194,6 @@ class TiedWeights(Tie):
         if any(channel.equal_lengths for channel in self._channels):
             for link in self.links:  # a message of few rows would be as long as one of all
                 link.num_rows = None
-
-    @contextmanager
-    def fresh_links(self) -> Iterator[None]:
-        """Within it links that have sent nothing yet stand in for those here, and are then gone."""
-        before, failed = self.links, self.failed
-        first, last = before
-        self.links = first.fresh_copy(), last.fresh_copy()
-        try:
-            yield
-        finally:
-            self.links, self.failed = before, failed
 
     def add_up(self, before: Mapping[int, Tensor | None], step: Step) -> None:
         """Gives each copy here the sum of both gradients of this step, and what it had before."""
@@ -246,15 +234,6 @@ class TiedWeights(Tie):
         if 1 - i not in self.here:  # which would receive it
             return link.arrived(messages[i], step, 0) if i in messages else None
         return self._crossing(i).receive_any(meta, step, 0)
-
-    def finish_step(self, finite: bool) -> None:
-        """Commits what both links noted if the step was finite, else discards it."""
-        for link in self.links:
-            if finite:
-                link.commit()
-            else:
-                link.discard()
-        self.failed = False
 
 
 def trained_and_frozen(ties: Sequence[Tie]) -> tuple[int, int]:
