@@ -18,7 +18,7 @@ _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#0
 _DIRECTIONS = {"act": ("activation", "-"), "grad": ("gradient", "--")}
 
 
-class AdaptiveLog:
+class AdaptiveLog(NewSteps):
     """The steps of a pipeline's adaptive links that are not in the run folder yet.
 
     Args:
@@ -27,20 +27,12 @@ class AdaptiveLog:
 
     def __init__(self, pipe: mpcomp.Pipeline) -> None:
         self._pipe = pipe
-        self._steps = NewSteps(pipe.adaptation.history)
+        super().__init__(pipe.adaptation.history)
 
     @property
     def active(self) -> bool:
         """Whether a link is adaptive."""
         return bool(self._pipe.adaptation.links)
-
-    def note_step(self) -> None:
-        """Takes down the step that has ended."""
-        self._steps.note()
-
-    def new_steps(self) -> list[dict[str, Any]]:
-        """Entries of the steps since the last call; see `mpcomp.Pipeline.adaptive_history`."""
-        return self._steps.take()
 
 
 def plot_ratios(steps: Sequence[Mapping[str, Any]], path: Path) -> None:

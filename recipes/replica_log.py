@@ -19,7 +19,35 @@ T = TypeVar("T")
 PARTS = ("data_s", "compute_s", "encode_s", "wait_s", "decode_s")
 
 
-class ReplicaLog:
+class NewSteps:
+    """The entries of a history of the last steps that are in no file yet.
+
+    A history forgets, so `note_step` is called more often than it is long.
+
+    Args:
+        history: entries with the number of their ``step``, ascending; it may be added to.
+    """
+
+    def __init__(self, history: Reversible[Mapping[str, Any]]) -> None:
+        self._history = history
+        self._noted = 0
+        self._steps: list[dict[str, Any]] = []
+
+    def note_step(self) -> None:
+        """Takes down the step that has ended."""
+        new = list(takewhile(lambda e: e["step"] >= self._noted, reversed(self._history)))
+        self._steps += map(dict, reversed(new))
+        if new:
+            self._noted = new[0]["step"] + 1
+
+    def new_steps(self) -> list[dict[str, Any]]:
+        """Entries of the steps since the last call."""
+        self.note_step()
+        steps, self._steps = self._steps, []
+        return steps
+
+
+class ReplicaLog(NewSteps):
     """Counts, for the run folder, what the replicas of a pipeline exchange; nothing without.
 
     Args:
@@ -29,7 +57,7 @@ class ReplicaLog:
     def __init__(self, pipe: mpcomp.Pipeline) -> None:
         self._exchange = pipe.exchange
         self._data_s = 0.0
-        self._steps = NewSteps(() if self._exchange is None else self._exchange.history)
+        super().__init__(() if self._exchange is None else self._exchange.history)
 
     @property
     def active(self) -> bool:
@@ -78,42 +106,6 @@ class ReplicaLog:
                 **{name: report[name] for name in ("cf", "gain", "critical") if name in report},
             }
         }
-
-    def note_step(self) -> None:
-        """Takes down the step that has ended."""
-        self._steps.note()
-
-    def new_steps(self) -> list[dict[str, Any]]:
-        """Entries of the steps since the last call."""
-        return self._steps.take()
-
-
-class NewSteps:
-    """The entries of a history of the last steps that are in no file yet.
-
-    A history forgets, so `note` is called more often than it is long.
-
-    Args:
-        history: entries with the number of their ``step``, ascending; it may be added to.
-    """
-
-    def __init__(self, history: Reversible[Mapping[str, Any]]) -> None:
-        self._history = history
-        self._noted = 0
-        self._steps: list[dict[str, Any]] = []
-
-    def note(self) -> None:
-        """Takes down what is new."""
-        new = list(takewhile(lambda e: e["step"] >= self._noted, reversed(self._history)))
-        self._steps += map(dict, reversed(new))
-        if new:
-            self._noted = new[0]["step"] + 1
-
-    def take(self) -> list[dict[str, Any]]:
-        """Entries since the last call."""
-        self.note()
-        steps, self._steps = self._steps, []
-        return steps
 
 
 def append_steps(path: Path, steps: Sequence[Mapping[str, Any]]) -> None:

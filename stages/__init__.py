@@ -17,7 +17,7 @@ from stages.relu import is_behind_relu
 from stages.resnet import ResNet, resnet18, resnet34, resnet50, resnet101
 from stages.sharing import shared_parameters
 from stages.split import split
-from stages.stage import Stage, StageState, Tie, merge, tie_names, ties
+from stages.stage import Stage, StageState, Tie, merge, owner_of, tie_names, ties
 from stages.together import unit_seconds
 from stages.vgg import VGG, vgg16
 from stages.wide_resnet import WideResNet, wide_resnet
@@ -36,6 +36,7 @@ __all__ = [
     "is_behind_relu",
     "lstm_lm",
     "merge",
+    "owner_of",
     "partition",
     "resnet18",
     "resnet34",

@@ -387,8 +387,14 @@ def tie_names(model: nn.Module, stages: Sequence[Stage]) -> None:
     for first, *others in stages[0]._origin.shared:
         parameter = model.get_parameter(first)
         for name in others:
-            parent, _, leaf = name.rpartition(".")
-            model.get_submodule(parent)._parameters[leaf] = parameter
+            owner, leaf = owner_of(model, name)
+            owner._parameters[leaf] = parameter
+
+
+def owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """Return the module that a qualified name of `model` is in, and the name that it has there."""
+    parent, _, leaf = name.rpartition(".")
+    return model.get_submodule(parent), leaf
 
 
 def ancestors(name: str) -> list[str]:

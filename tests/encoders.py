@@ -162,11 +162,15 @@ def check_equal(model, batch, chunks, **options):
     plain = copy.deepcopy(model)
     loss = plain(**batch).loss
     loss.backward()
-    pipe = mpcomp.pipeline(model, chunks, **options)
+    check_step(mpcomp.pipeline(model, chunks, **options), batch, plain, loss)
+
+
+def check_step(pipe, batch, plain, loss, *, atol=1e-5):
+    """A step has the loss and every gradient of a plain model whose backward is done."""
     assert_close(pipe.forward_backward(batch), loss.detach())
     trained = dict(pipe.merge().named_parameters())
     for name, parameter in plain.named_parameters():
         found = trained[name].grad
         assert (found is None) == (parameter.grad is None), name
         if found is not None:
-            assert_close(found, parameter.grad, rtol=1e-4, atol=1e-5, msg=name)
+            assert_close(found, parameter.grad, rtol=1e-4, atol=atol, msg=name)

@@ -4,13 +4,14 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from methods import same_bits
 from torch import Tensor, nn
 
-from mpcomp import Pipeline
+from mpcomp import Pipeline, pipeline
 from mpcomp.core.randomness import stage_randomness
 from mpcomp.feedback.slots import SlotStore
 from mpcomp.feedback.state import EndState
@@ -86,6 +87,13 @@ def images(count: int, seed: int = 0, side: int = 8) -> tuple[Tensor, Tensor]:
     x = torch.randn(count, 3, side, side, generator=generator)
     x += torch.arange(count).reshape(-1, 1, 1, 1)
     return x, torch.randint(CLASSES, (count,), generator=generator)
+
+
+def pipe_of(model: nn.Module | None = None, chunks: int = 2, **options: Any) -> Pipeline:
+    """A pipeline of `mlp`, with weights by seed 0, or of another model."""
+    torch.manual_seed(0)
+    options = {"loss_fn": F.cross_entropy, "split": MLP_SPLIT, **options}
+    return pipeline(mlp() if model is None else model, chunks, **options)
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Final
 from mpcomp.adaptive.clock import Clock, modelled_clock
 from mpcomp.adaptive.search import between, check_search, checked_cfs, ladder
 from mpcomp.compressors.base import Compressor
-from mpcomp.core.spec import SpecValue, shown
+from mpcomp.core.spec import SpecValue, of_inner, shown
 from mpcomp.feedback.base import Feedback
 
 __all__ = ["GAINS", "Adaptive"]
@@ -144,10 +144,7 @@ class Adaptive(SpecValue):
         method = self.at(cf)
         return method if isinstance(method, Compressor) else method.inner
 
-    @property
-    def selects(self) -> bool:  # type: ignore[override]
-        """Whether ``inner`` does."""
-        return self.inner.selects
+    selects = of_inner("selects")
 
     @property
     def rungs(self) -> tuple[float, ...]:

@@ -22,7 +22,6 @@ from mpcomp.api.advice import (
     advise_on_weights,
 )
 from mpcomp.api.config import PipelineConfig
-from mpcomp.api.dial import Dial
 from mpcomp.api.launch import DistributedLaunch, Launch, LocalLaunch
 from mpcomp.api.learned_loss import check_loss, place_loss
 from mpcomp.api.pipeline import Pipeline
@@ -42,6 +41,7 @@ from mpcomp.links.boundary import Boundary
 from mpcomp.links.build import MethodLike, Methods, boundaries_of, tie_method_of
 from mpcomp.links.link import Link
 from mpcomp.links.tied_weights import TiedWeights, ties_of
+from mpcomp.pilot.dial import Dial
 from stages.split import Where
 
 __all__ = ["build", "pipeline"]
@@ -94,11 +94,11 @@ def pipeline(
             blocks.
         chunks: microbatches per batch, at least 1.
         act_comp: method for activations: an object, a spec string (`mpcomp.parse`), "auto" for
-            one that is found out and said (`mpcomp.api.dial`), "auto:scratch" for a language model
-            that begins with random weights, "auto:relu" for cuts behind a ReLU, "auto:memory" for
-            samples that come again (see `mpcomp.links.auto`), None for none; a list with one for
-            each boundary; or a mapping from a boundary's number, or the name of the block it comes
-            after, to one (others: none).
+            one that is found out and said (`mpcomp.pilot.dial`), "auto:scratch" for a language
+            model that begins with random weights, "auto:relu" for cuts behind a ReLU, "auto:memory"
+            for samples that come again (see `mpcomp.links.auto`), None for none; a list with one
+            for each boundary; or a mapping from a boundary's number, or the name of the block it
+            comes after, to one (others: none).
         grad_comp: method for gradients, likewise.
         budget: quality that the words' methods may cost, as means of the project's studies: "0.1 %"
             to "5 %", or 0.001 to 0.05, of perplexity, and points of accuracy behind a ReLU. Their
@@ -221,7 +221,14 @@ def build(model: nn.Module, config: PipelineConfig) -> Pipeline:
         cut = launch.cut(model)
         config.check_data(cut)
         loss_fn = config.loss_for(cut)
-        dial = Dial(cut, config)
+        dial = Dial(
+            cut,
+            act_comp=config.act_comp,
+            grad_comp=config.grad_comp,
+            budget=config.budget,
+            link=config.link,
+            reads_weights=config.weights is not None,
+        )
         boundaries = boundaries_of(
             config.act_comp,
             config.grad_comp,

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 import stages as staging
 from mpcomp import checkpoint
 from mpcomp.api.batches import Batches
-from mpcomp.api.dial import Dial
 from mpcomp.api.figures import Figures
 from mpcomp.api.gradients import OptimizerWatch
 from mpcomp.api.inference import Inference, Metric, evaluating
@@ -36,6 +35,7 @@ from mpcomp.engines.first_data import FirstData
 from mpcomp.links.boundary import Boundary
 from mpcomp.links.tied_weights import SharedWeight, Tie, TiedWeights
 from mpcomp.pilot.comparison import Comparison
+from mpcomp.pilot.dial import Dial
 from mpcomp.pilot.trials import MethodPair, Pilot, compare
 from mpcomp.plan.state_bytes import state_bytes
 
@@ -275,7 +275,7 @@ class Pipeline(Figures, OriginalModel):
         or tokens (`mpcomp.core.loss.num_terms`; not at all where the loss has
         ``reduction="sum"``), and microbatches are differentiated in ascending order. Call it
         several times before the optimizer's step to accumulate gradients. Hooks of
-        ``register_post_accumulate_grad_hook`` run once, at the end (`mpcomp.api.gradients`).
+        ``register_post_accumulate_grad_hook`` run once, at the end (`mpcomp.engines.gradients`).
 
         Args:
             batch: tensor [b, ...], tuple of tensors, or mapping (arguments of the first stage);
@@ -575,10 +575,10 @@ class Pipeline(Figures, OriginalModel):
         """
         steps = self._steps
         with ExitStack() as stack:
-            for own, other in zip(self.boundaries, boundaries, strict=True):
-                stack.enter_context(own.swapped_links(other))
-            for tie in self.ties:
-                stack.enter_context(tie.fresh_links())
+            fresh = [(a.fresh_copy(), b.fresh_copy()) for a, b in (tie.links for tie in self.ties)]
+            links = [*(each.links for each in boundaries), *fresh]
+            for own, others in zip(self.crossings, links, strict=True):
+                stack.enter_context(own.swapped_links(others))
             self._steps = steps.apart()
             try:
                 yield

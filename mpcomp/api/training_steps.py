@@ -26,14 +26,6 @@ import torch
 from torch import Tensor, nn
 
 import stages as staging
-from mpcomp.api.dial import Dial
-from mpcomp.api.gradients import (
-    check_without_gradients,
-    gradients_overflowed,
-    hooks_once,
-    overflow_gradients,
-    updates_within,
-)
 from mpcomp.core.account import Account, agreed_in_step
 from mpcomp.core.checks import nonfinite_error, nonfinite_loss_error
 from mpcomp.core.loss import StepLoss
@@ -43,6 +35,13 @@ from mpcomp.core.step import Step
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.data_parallel.replica_sync import ReplicaSync
 from mpcomp.engines.base import Engine
+from mpcomp.engines.gradients import (
+    check_without_gradients,
+    gradients_overflowed,
+    hooks_once,
+    overflow_gradients,
+    updates_within,
+)
 from mpcomp.engines.shape_inference import Planner
 from mpcomp.engines.stage_runner import Autocast
 from mpcomp.engines.updates import Updates
@@ -53,6 +52,7 @@ from mpcomp.links.link import Link
 from mpcomp.links.tied_weights import TiedWeights
 from mpcomp.monitor.step_log import StepLog
 from mpcomp.monitor.tracing import Tracing
+from mpcomp.pilot.dial import Dial
 
 __all__ = ["Moment", "TrainingBatch", "TrainingSteps"]
 
@@ -228,7 +228,7 @@ class TrainingSteps:
     def updates(
         self, update: Callable[[], object] | None, count: int, chunks: int
     ) -> Updates | None:
-        """The updates within a step; see `mpcomp.api.gradients.updates_within`."""
+        """The updates within a step; see `mpcomp.engines.gradients.updates_within`."""
 
         def function() -> None:
             assert update is not None

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mpcomp.compressors.base import Compressor, Hosted
 from mpcomp.compressors.tokens import Tokens
+from mpcomp.core.spec import of_inner
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.core.wire import Payload
 
@@ -37,15 +38,8 @@ class AlongVectors(Hosted):
     def __str__(self) -> str:
         return f"along its vectors by {self.coefficients}"
 
-    @property
-    def variable_length(self) -> bool:  # type: ignore[override]
-        """Whether the coefficients' message is."""
-        return self.coefficients.variable_length
-
-    @property
-    def on_host(self) -> bool:  # type: ignore[override]
-        """Whether the coefficients are coded there."""
-        return self.coefficients.on_host
+    variable_length = of_inner("variable_length", "coefficients")
+    on_host = of_inner("on_host", "coefficients")
 
     def layout(self, meta: TensorMeta) -> tuple[TensorMeta, ...]:
         return self.coefficients.layout(_one_a_token(meta))

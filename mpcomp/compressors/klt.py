@@ -39,7 +39,7 @@ from torch import Tensor
 from mpcomp import entropy
 from mpcomp.compressors.base import Compressor, Hosted, RoundCompressors
 from mpcomp.compressors.tokens import Tokens
-from mpcomp.core.spec import SpecValue, shown
+from mpcomp.core.spec import SpecValue, of_inner, shown
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.core.wire import Payload
 
@@ -125,10 +125,7 @@ class KLT(SpecValue):
             return self.inner
         return self.inner.first or self.inner.inner
 
-    @property
-    def by_sample(self) -> bool:  # type: ignore[override]
-        """Whether a memory inside has slots by sample."""
-        return self.inner.by_sample
+    by_sample = of_inner("by_sample")
 
     def check_place(self, argument: str) -> None:
         if argument == "tie_comp":
@@ -253,25 +250,10 @@ class InBasis(Hosted):
         """The spec of the method."""
         return self.spec
 
-    @property
-    def variable_length(self) -> bool:  # type: ignore[override]
-        """Whether the inner compressor's messages vary."""
-        return self.inner.variable_length
-
-    @property
-    def is_unbiased(self) -> bool:  # type: ignore[override]
-        """Whether the inner compressor is, as a basis keeps means."""
-        return self.inner.is_unbiased
-
-    @property
-    def on_host(self) -> bool:  # type: ignore[override]
-        """Whether the inner compressor codes there."""
-        return self.inner.on_host
-
-    @property
-    def draws(self) -> bool:  # type: ignore[override]
-        """Whether the inner compressor does."""
-        return self.inner.draws
+    variable_length = of_inner("variable_length")
+    is_unbiased = of_inner("is_unbiased")
+    on_host = of_inner("on_host")
+    draws = of_inner("draws")
 
     @property
     def check(self) -> int:  # type: ignore[override]

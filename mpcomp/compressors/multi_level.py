@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mpcomp.compressors.base import Selecting, check_keep, num_kept
-from mpcomp.core.spec import shown
+from mpcomp.core.spec import of_inner, shown
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.core.wire import Payload
 
@@ -86,35 +86,16 @@ class MultiLevel(Selecting):
                 "chooses among what the first one kept"
             )
 
-    @property
-    def summable(self) -> bool:  # type: ignore[override]
-        """Whether the method itself is."""
-        return self.first.summable
-
-    @property
-    def shares_choice(self) -> bool:  # type: ignore[override]
-        """Whether the method itself does: `decompress` then draws both levels again."""
-        return self.first.shares_choice
-
-    @property
-    def values(self) -> object:  # type: ignore[override]
-        """The value compressor of the first level."""
-        return self.first.values
+    summable = of_inner("summable", "first")
+    shares_choice = of_inner("shares_choice", "first")
+    values = of_inner("values", "first")
+    is_unbiased = of_inner("is_unbiased", "first")
+    contractive = of_inner("contractive", "first")
 
     @property
     def unbiased(self) -> bool:
         """Whether the method scales what it decodes up, which feedback refuses."""
         return bool(getattr(self.first, "unbiased", False))
-
-    @property
-    def is_unbiased(self) -> bool:  # type: ignore[override]
-        """Whether the method itself is."""
-        return self.first.is_unbiased
-
-    @property
-    def contractive(self) -> bool:  # type: ignore[override]
-        """Whether the method itself is."""
-        return self.first.contractive
 
     @property
     def _direct(self) -> Selecting:

@@ -29,7 +29,7 @@ from torch import Tensor
 from mpcomp.compressors.base import Compressor, Hosted
 from mpcomp.compressors.groups import Grouping
 from mpcomp.core.randomness import generator_for, uniform
-from mpcomp.core.spec import shown
+from mpcomp.core.spec import of_inner, shown
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.core.wire import Payload
 
@@ -89,70 +89,24 @@ class Rotate(Hosted):
         if type(self.seed) is not int or self.seed < 0:
             raise ValueError(f"seed={self.seed!r}: a seed of signs is a whole number from 0")
 
-    @property
-    def adaptable(self) -> bool:  # type: ignore[override]
-        """Whether the inner compressor is."""
-        return self.inner.adaptable
-
-    @property
-    def at_cuts(self) -> bool:  # type: ignore[override]
-        """Whether the inner compressor may be."""
-        return self.inner.at_cuts
-
-    @property
-    def between_replicas(self) -> bool:  # type: ignore[override]
-        """Whether the inner compressor may be."""
-        return self.inner.between_replicas
+    # A rotation changes no norm, and a mean or a sum may be rotated back.
+    adaptable = of_inner("adaptable")
+    at_cuts = of_inner("at_cuts")
+    between_replicas = of_inner("between_replicas")
+    is_unbiased = of_inner("is_unbiased")
+    contractive = of_inner("contractive")
+    summable = of_inner("summable")
+    by_matrix = of_inner("by_matrix")
+    multiplies = of_inner("multiplies")
+    draws = of_inner("draws")
+    shares_choice = of_inner("shares_choice")
+    variable_length = of_inner("variable_length")
+    on_host = of_inner("on_host")
 
     @property
     def unbiased(self) -> bool:
         """Whether the inner compressor scales what it decodes up, which feedback refuses."""
         return bool(getattr(self.inner, "unbiased", False))
-
-    @property
-    def is_unbiased(self) -> bool:  # type: ignore[override]
-        """Whether the inner compressor is: a mean may be rotated back."""
-        return self.inner.is_unbiased
-
-    @property
-    def contractive(self) -> bool:  # type: ignore[override]
-        """Whether the inner compressor is: rotations change no norm."""
-        return self.inner.contractive
-
-    @property
-    def summable(self) -> bool:  # type: ignore[override]
-        """Whether the inner compressor is: a sum may be rotated back."""
-        return self.inner.summable
-
-    @property
-    def by_matrix(self) -> bool:  # type: ignore[override]
-        """Whether the inner compressor is."""
-        return self.inner.by_matrix
-
-    @property
-    def multiplies(self) -> bool:  # type: ignore[override]
-        """Whether the inner compressor does."""
-        return self.inner.multiplies
-
-    @property
-    def draws(self) -> bool:  # type: ignore[override]
-        """Whether the inner compressor does."""
-        return self.inner.draws
-
-    @property
-    def shares_choice(self) -> bool:  # type: ignore[override]
-        """Whether the inner compressor does."""
-        return self.inner.shares_choice
-
-    @property
-    def variable_length(self) -> bool:  # type: ignore[override]
-        """Whether the inner compressor's messages are."""
-        return self.inner.variable_length
-
-    @property
-    def on_host(self) -> bool:  # type: ignore[override]
-        """Whether the inner compressor codes there."""
-        return self.inner.on_host
 
     def with_cf(self, cf: float) -> Rotate:
         """The same rotation before the inner compressor at factor ``cf``."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from mpcomp.compressors.base import Compressor, Identity, or_dense, shrinks
 from mpcomp.compressors.indices import decode_indices, encode_indices, index_bytes, nonzero
 from mpcomp.core.kernels import kernel
+from mpcomp.core.spec import of_inner
 from mpcomp.core.tensor_meta import WHOLE_NUMBERS, TensorMeta
 from mpcomp.core.transfer import to_device
 from mpcomp.core.wire import Payload, byte_parts, packed_length, unpack
@@ -58,30 +59,11 @@ class InRows(Compressor):
     def __str__(self) -> str:
         return str(self.inner)
 
-    @property
-    def sends_dense(self) -> bool:  # type: ignore[override]
-        """Whether rows go as they are: all others are zero."""
-        return self.inner.sends_dense
-
-    @property
-    def contractive(self) -> bool:  # type: ignore[override]
-        """As of the rows: of all others there is no error."""
-        return self.inner.contractive
-
-    @property
-    def is_unbiased(self) -> bool:  # type: ignore[override]
-        """Likewise."""
-        return self.inner.is_unbiased
-
-    @property
-    def draws(self) -> bool:  # type: ignore[override]
-        """Whether the rows' compressor does."""
-        return self.inner.draws
-
-    @property
-    def shares_choice(self) -> bool:  # type: ignore[override]
-        """Likewise."""
-        return self.inner.shares_choice
+    sends_dense = of_inner("sends_dense")
+    contractive = of_inner("contractive")
+    is_unbiased = of_inner("is_unbiased")
+    draws = of_inner("draws")
+    shares_choice = of_inner("shares_choice")
 
     def layout(self, meta: TensorMeta) -> tuple[TensorMeta, ...]:
         return (TensorMeta((packed_length(self._form(self.num_rows, meta).layout),), torch.uint8),)

@@ -15,13 +15,23 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib
+import operator
 import pkgutil
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar, TypeVar
 
-__all__ = ["SpecValue", "closest", "import_all", "nested_spec", "parse", "registered", "shown"]
+__all__ = [
+    "SpecValue",
+    "closest",
+    "import_all",
+    "nested_spec",
+    "of_inner",
+    "parse",
+    "registered",
+    "shown",
+]
 
 _T = TypeVar("_T")
 
@@ -107,6 +117,16 @@ def nested_spec(value: Any) -> str:
 def shown(value: Any) -> str:
     """A value for an error message: a method as its spec, anything else as Python writes it."""
     return str(value) if isinstance(value, SpecValue) else repr(value)
+
+
+def of_inner(name: str, inner: str = "inner") -> Any:
+    """A capability that a method has as far as the one inside it does, as a property.
+
+    Args:
+        name: of the attribute.
+        inner: name of the field with the method inside.
+    """
+    return property(operator.attrgetter(f"{inner}.{name}"))
 
 
 def import_all(package: str, folders: Iterable[str]) -> None:

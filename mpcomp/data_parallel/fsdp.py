@@ -19,6 +19,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 
+import stages as staging
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.data_parallel.base import matrix_of
 from mpcomp.data_parallel.sharded import ShardedParameter
@@ -201,8 +202,8 @@ class Shards:
             for param in param_group.fsdp_params
             if param.sharded_param is shard
         )
-        parent, _, leaf = name.rpartition(".")
-        param._module_info.shared_modules.append(other.get_submodule(parent))
+        owner, leaf = staging.owner_of(other, name)
+        param._module_info.shared_modules.append(owner)
         param._module_info.shared_param_names.append(leaf)
         param._setattr_on_modules(shard)
         return module

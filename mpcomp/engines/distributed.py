@@ -393,6 +393,7 @@ class DistributedEngine(Engine):
         self, microbatches: Sequence[Any], step: Step, updates: Updates | None = None
     ) -> list[dict[int, Any]]:
         """Returns of each microbatch what each stage here takes, by stage."""
+        torch.clear_autocast_cache()  # weights have changed since an earlier step in this context
         autocast, metas = Autocast.of_caller(self.device), self.plan(microbatches)
         if self._replica_sync is not None:
             self._replica_sync.begin(step)

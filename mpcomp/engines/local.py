@@ -234,6 +234,7 @@ class _Schedule(GPipeSchedule):
         boundaries: Sequence[ConnectedBoundary],
         step: Step,
     ) -> None:
+        torch.clear_autocast_cache()  # weights have changed since an earlier step in this context
         # torchgpipe's worker threads do not inherit the caller's autocast: it is captured here.
         partitions = [_partition(runner, Autocast.of_caller(runner.device)) for runner in runners]
         layout = SkipLayout(len(partitions), {})

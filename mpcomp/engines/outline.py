@@ -23,15 +23,13 @@ from torch import Tensor
 
 import stages as staging
 from mpcomp.core.microbatch import scatter
-from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.tensor_meta import WHOLE_NUMBERS, TensorMeta
 
 __all__ = ["Outline", "Told"]
 
 _HEAD: Final = struct.Struct("<I")
 #: The name among the tensors that sample ids have.
 _IDS: Final = "sample_ids"
-#: Integers of as many bytes as an element has, which take its bits.
-_INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Told(dict[str, Any]):
@@ -141,14 +139,14 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _packed(x: Tensor) -> bytes:
-    bits = x.detach().cpu().contiguous().view(_INTEGERS[x.dtype.itemsize]).numpy()
+    bits = x.detach().cpu().contiguous().view(WHOLE_NUMBERS[x.dtype.itemsize]).numpy()
     if bits.ndim:
         bits = np.diff(bits, axis=-1, prepend=bits.dtype.type(0))  # with overflow, as its inverse
     return bits.tobytes()
 
 
 def _unpacked(raw: bytes, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    kind = torch.empty(0, dtype=_INTEGERS[dtype.itemsize]).numpy().dtype
+    kind = torch.empty(0, dtype=WHOLE_NUMBERS[dtype.itemsize]).numpy().dtype
     bits = np.frombuffer(raw, kind).reshape(shape)
     whole = np.cumsum(bits, axis=-1, dtype=kind) if bits.ndim else bits.copy()
     return torch.from_numpy(whole).view(dtype)

@@ -169,8 +169,12 @@ class InFlight1F1B(PipelineScheduleSingle):  # type: ignore[misc, unused-ignore]
         return_outputs: bool = True,
         loss_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        stage, torchs = cast(Any, self._stage), cast(Any, self)
         args, _ = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
+        self._run_in_order(args, target_mbs, losses)
+
+    def _run_in_order(self, args: Any, targets: Any, losses: list[Any] | None) -> None:
+        """Runs all microbatches, whose arguments and targets these are."""
+        stage, torchs = cast(Any, self._stage), cast(Any, self)
         count = self._n_microbatches
         updates, depth = self.updates, self.in_flight
         if updates is not None:
@@ -179,7 +183,7 @@ class InFlight1F1B(PipelineScheduleSingle):  # type: ignore[misc, unused-ignore]
 
         def forward(i: int) -> None:
             output = stage.forward_one_chunk(i, args[i])
-            torchs._maybe_compute_loss(stage, output, target_mbs, i)
+            torchs._maybe_compute_loss(stage, output, targets, i)
 
         for i in range(warmup):
             forward(i)
@@ -236,17 +240,8 @@ def ring_order(
 class Ring1F1B(InFlight1F1B):
     """In-flight 1F1B on the rank that has the first stage and the last one; see `ring_order`."""
 
-    def _step_microbatches(
-        self,
-        arg_mbs: list[Any] | None = None,
-        kwarg_mbs: list[Any] | None = None,
-        target_mbs: list[Any] | None = None,
-        losses: list[Any] | None = None,
-        return_outputs: bool = True,
-        loss_kwargs: dict[str, Any] | None = None,
-    ) -> None:
+    def _run_in_order(self, args: Any, targets: Any, losses: list[Any] | None) -> None:
         first, last, torchs = cast(Any, self._stage), self.last, cast(Any, self)
-        args, _ = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
         num_stages, updates = first.num_stages, self.updates
         depth, behind = self.in_flight, None
         if updates is not None:
@@ -257,7 +252,7 @@ class Ring1F1B(InFlight1F1B):
                 first.forward_one_chunk(i, args[i])
             elif what == "L":
                 output = last.forward_one_chunk(i, args[i])
-                torchs._maybe_compute_loss(last, output, target_mbs, i)
+                torchs._maybe_compute_loss(last, output, targets, i)
                 last.backward_one_chunk(i, loss=torchs._maybe_get_loss(last, i))
             elif what == "B":
                 with nullcontext() if updates is None else first.stashed.gathering(i):

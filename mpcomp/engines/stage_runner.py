@@ -35,13 +35,8 @@ class Autocast:
 
     @classmethod
     def of_caller(cls, device: torch.device) -> Autocast:
-        """The autocast in force in this thread for ``device``'s type.
-
-        Its casts of weights are forgotten: one context may be held around several steps, and torch
-        would keep the casts of the first until it ends.
-        """
+        """The autocast in force in this thread for ``device``'s type."""
         kind = device.type
-        torch.clear_autocast_cache()
         return cls(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
 
     def enter(self) -> AbstractContextManager[Any]:

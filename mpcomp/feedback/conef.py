@@ -37,7 +37,7 @@ from mpcomp.core.wire import Payload
 from mpcomp.feedback.base import EvalChoice, Feedback
 from mpcomp.feedback.memory import Field, Memory, Sent, Side, State
 from mpcomp.feedback.sketch import HASHES, VectorSketch
-from mpcomp.feedback.slots import Draw, FieldState, FieldStorage, Rows, SlotStore, StoragePlan
+from mpcomp.feedback.slots import FieldState, FieldStorage, Rows, Slots, SlotStore, StoragePlan
 
 __all__ = ["IMPROVED", "ConEF"]
 
@@ -243,25 +243,18 @@ class _Sketches(Rows):
         super().__init__(store)
         self._sketch = sketch
 
-    def read(self, keys: Sequence[Key], unit: float, padded: Tensor | None) -> Tensor:
-        return zero_padding(self._sketch.estimate(self.recall(keys, unit)), padded)
+    def read(self, slots: Slots) -> Tensor:
+        return zero_padding(self._sketch.estimate(self.recall(slots)), slots.padded)
 
-    def stage(
-        self,
-        keys: Sequence[Key],
-        value: Tensor,
-        change: Tensor | None,
-        unit: float,
-        padded: Tensor | None,
-        draw: Draw | None,
-    ) -> tuple[Any, Tensor]:
+    def stage(self, slots: Slots, value: Tensor, change: Tensor | None) -> tuple[Any, Tensor]:
         assert change is not None, "a sketch that was decoded cannot be sketched again"
         # A cell may hold padded positions too, which this message says nothing of.
-        cells = self.recall(keys, unit) + self._sketch.sketch(zero_padding(change, padded))
-        return (cells if unit == 1 else cells / unit), self._sketch.estimate(cells)
+        cells = self.recall(slots) + self._sketch.sketch(zero_padding(change, slots.padded))
+        return (cells if slots.unit == 1 else cells / slots.unit), self._sketch.estimate(cells)
 
-    def cleared(self, keys: Sequence[Key], unit: float, padded: Tensor | None) -> Any:
-        return torch.zeros(len(keys), self.numel, dtype=torch.float32, device=self.store.device)
+    def cleared(self, slots: Slots) -> Any:
+        shape = len(slots.keys), self.numel
+        return torch.zeros(shape, dtype=torch.float32, device=self.store.device)
 
 
 @dataclass(frozen=True)
@@ -296,27 +289,19 @@ class _Payload(FieldState):
     def known(self, keys: Sequence[Key]) -> list[bool]:
         return [self._held is not None for _ in keys]
 
-    def read(self, keys: Sequence[Key], unit: float, padded: Tensor | None) -> Tensor:
+    def read(self, slots: Slots) -> Tensor:
         if self._held is None:
             return torch.zeros(1, self._meta.numel, dtype=torch.float32, device=self._device)
-        return self._decoded(*self._held) * unit
+        return self._decoded(*self._held) * slots.unit
 
-    def stage(
-        self,
-        keys: Sequence[Key],
-        value: Tensor,
-        change: Tensor | None,
-        unit: float,
-        padded: Tensor | None,
-        draw: Draw | None,
-    ) -> tuple[Any, Tensor]:
-        assert draw is not None and padded is None
-        seed = torch.tensor([draw(False).initial_seed()])
-        x = (value / unit).reshape(self._meta.shape)
+    def stage(self, slots: Slots, value: Tensor, change: Tensor | None) -> tuple[Any, Tensor]:
+        assert slots.draw is not None and slots.padded is None
+        seed = torch.tensor([slots.draw(False).initial_seed()])
+        x = (value / slots.unit).reshape(self._meta.shape)
         payload = self._coding(seed).compress(x)
-        return (payload, seed), self._decoded(payload, seed) * unit
+        return (payload, seed), self._decoded(payload, seed) * slots.unit
 
-    def cleared(self, keys: Sequence[Key], unit: float, padded: Tensor | None) -> Any:
+    def cleared(self, slots: Slots) -> Any:
         raise AssertionError("between replicas nothing is cleared")
 
     def write(self, keys: Sequence[Key], staged: Any) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ __all__ = [
     "FieldStorage",
     "Rows",
     "SlotStore",
+    "Slots",
     "StoragePlan",
     "as_rows",
 ]
@@ -227,6 +228,22 @@ class SlotStore:
 Draw: TypeAlias = Callable[[bool], torch.Generator]
 
 
+class Slots(NamedTuple):
+    """The slots of one message.
+
+    Attributes:
+        keys: of the slots.
+        unit: factor from what is kept to the units of the message.
+        padded: of `mpcomp.core.tensor_meta.padded_positions`.
+        draw: for what is rounded at random to be kept.
+    """
+
+    keys: Sequence[Key]
+    unit: float = 1.0
+    padded: Tensor | None = None
+    draw: Draw | None = None
+
+
 class FieldState(ABC):
     """One field at one end, slot by slot.
 
@@ -248,32 +265,21 @@ class FieldState(ABC):
         """Whether anything was ever written of each slot."""
 
     @abstractmethod
-    def read(self, keys: Sequence[Key], unit: float, padded: Tensor | None) -> Tensor:
-        """Committed rows [keys, n] times ``unit``, zero where they are padded or unknown."""
+    def read(self, slots: Slots) -> Tensor:
+        """Committed rows [keys, n] in units of the message, zero where padded or unknown."""
 
     @abstractmethod
-    def stage(
-        self,
-        keys: Sequence[Key],
-        value: Tensor,
-        change: Tensor | None,
-        unit: float,
-        padded: Tensor | None,
-        draw: Draw | None,
-    ) -> tuple[Any, Tensor]:
+    def stage(self, slots: Slots, value: Tensor, change: Tensor | None) -> tuple[Any, Tensor]:
         """Argument of `write` for new rows ``value`` [keys, n], and the rows to be read then.
 
         Args:
-            keys: their slots.
+            slots: theirs.
             value: the rows; of no meaning where padded.
             change: of the rows since what was committed, for what is kept of changes alone.
-            unit: of the message at hand.
-            padded: of `mpcomp.core.tensor_meta.padded_positions`.
-            draw: for what is rounded at random to be kept.
         """
 
     @abstractmethod
-    def cleared(self, keys: Sequence[Key], unit: float, padded: Tensor | None) -> Any:
+    def cleared(self, slots: Slots) -> Any:
         """Argument of `write` for rows of zeros; what is padded stays."""
 
     @abstractmethod
@@ -324,31 +330,24 @@ class Rows(FieldState):
     def known(self, keys: Sequence[Key]) -> list[bool]:
         return self.store.known(keys)
 
-    def recall(self, keys: Sequence[Key], unit: float) -> Tensor:
-        """Committed rows times ``unit``."""
-        rows = self.store.read(keys)
-        return rows if unit == 1 else rows * unit
+    def recall(self, slots: Slots) -> Tensor:
+        """Committed rows in units of the message."""
+        rows = self.store.read(slots.keys)
+        return rows if slots.unit == 1 else rows * slots.unit
 
-    def read(self, keys: Sequence[Key], unit: float, padded: Tensor | None) -> Tensor:
-        return zero_padding(self.recall(keys, unit), padded)
+    def read(self, slots: Slots) -> Tensor:
+        return zero_padding(self.recall(slots), slots.padded)
 
-    def stage(
-        self,
-        keys: Sequence[Key],
-        value: Tensor,
-        change: Tensor | None,
-        unit: float,
-        padded: Tensor | None,
-        draw: Draw | None,
-    ) -> tuple[Any, Tensor]:
+    def stage(self, slots: Slots, value: Tensor, change: Tensor | None) -> tuple[Any, Tensor]:
         value = value.to(torch.float32)
-        if padded is not None:
-            value = keep_padded(value, self.recall(keys, unit), padded)
-        return (value if unit == 1 else value / unit), value
+        if slots.padded is not None:
+            value = keep_padded(value, self.recall(slots), slots.padded)
+        return (value if slots.unit == 1 else value / slots.unit), value
 
-    def cleared(self, keys: Sequence[Key], unit: float, padded: Tensor | None) -> Any:
-        zeros = torch.zeros(len(keys), self.numel, dtype=torch.float32, device=self.store.device)
-        return self.stage(keys, zeros, None, unit, padded, None)[0]
+    def cleared(self, slots: Slots) -> Any:
+        shape = len(slots.keys), self.numel
+        zeros = torch.zeros(shape, dtype=torch.float32, device=self.store.device)
+        return self.stage(slots, zeros, None)[0]
 
     def write(self, keys: Sequence[Key], staged: Any) -> None:
         self.store.write(keys, staged)

@@ -17,7 +17,7 @@ from torch import Tensor
 from mpcomp.core.step import Key
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.feedback.memory import Memory, Side
-from mpcomp.feedback.slots import SINGLE_SLOT, Draw, FieldState, StoragePlan, as_rows
+from mpcomp.feedback.slots import SINGLE_SLOT, Draw, FieldState, Slots, StoragePlan, as_rows
 
 __all__ = ["BOTH", "EndState", "SlotState"]
 
@@ -116,7 +116,8 @@ class EndState:
             names: other names for fields.
             stages: whether what formulas set is for `commit`, and not for themselves alone.
         """
-        return SlotState(self, keys, unit, order, padded, draw, flat, names or {}, stages)
+        slots = Slots(keys, unit, padded, draw)
+        return SlotState(self, slots, order, flat, names or {}, stages)
 
     def estimates(self, keys: Sequence[Key]) -> Tensor:
         """The rows of slots that both ends hold, as the steps before left them: fp32 [slots, n].
@@ -124,7 +125,7 @@ class EndState:
         Zeros of a slot that is not known. Only where there is an `estimate`.
         """
         assert self.estimate is not None
-        return self.fields[self.estimate].read(keys, 1.0, None)
+        return self.fields[self.estimate].read(Slots(keys))
 
     def copies(self) -> Iterator[tuple[Sequence[Key], Tensor]]:
         """Slots of the open step's messages, and their rows that both ends hold, of `estimates`."""
@@ -227,21 +228,15 @@ class SlotState:
     def __init__(
         self,
         end: EndState,
-        keys: Sequence[Key],
-        unit: float,
+        slots: Slots,
         order: int,
-        padded: Tensor | None,
-        draw: Draw | None,
         flat: bool,
         names: Mapping[str, str],
         stages: bool,
     ) -> None:
         self._end = end
-        self._keys = keys
-        self._unit = unit
+        self._slots = slots
         self._order = order
-        self._padded = padded
-        self._draw = draw
         self._flat = flat
         self._names = names
         self._stages = stages
@@ -251,13 +246,13 @@ class SlotState:
 
     def __contains__(self, name: str) -> bool:
         """Whether anything is kept of any of the slots."""
-        return any(self._field(name).known(self._keys))
+        return any(self._field(name).known(self._slots.keys))
 
     def __getitem__(self, name: str) -> Tensor:
         name = self._names.get(name, name)
         if name not in self._read:  # a formula may ask twice, and a read may be one from disk
             field = self._end.fields[name]
-            self._read[name] = field.read(self._keys, self._unit, self._padded)
+            self._read[name] = field.read(self._slots)
         rows = self._read[name]
         return rows[0] if self._flat else rows
 
@@ -286,8 +281,8 @@ class SlotState:
             change = None if change is None else change[None]
         if (field := self._field_here(name)) is None:
             return value
-        staged, known = field.stage(self._keys, value, change, self._unit, self._padded, self._draw)
-        self._stage(name, self._keys, staged)
+        staged, known = field.stage(self._slots, value, change)
+        self._stage(name, self._slots.keys, staged)
         known = known[0] if self._flat else known
         self._new[self._names.get(name, name)] = known
         return known
@@ -296,11 +291,12 @@ class SlotState:
         """Stages zeros for those slots of which anything is kept."""
         if (field := self._field_here(name)) is None:
             return
-        rows = [row for row, known in enumerate(field.known(self._keys)) if known]
+        keys, padded = self._slots.keys, self._slots.padded
+        rows = [row for row, known in enumerate(field.known(keys)) if known]
         if rows:
-            keys = [self._keys[row] for row in rows]
-            padded = None if self._padded is None else self._padded[rows]
-            self._stage(name, keys, field.cleared(keys, self._unit, padded))
+            keys, padded = [keys[row] for row in rows], None if padded is None else padded[rows]
+            slots = self._slots._replace(keys=keys, padded=padded)
+            self._stage(name, keys, field.cleared(slots))
 
     def _field(self, name: str) -> FieldState:
         return self._end.fields[self._names.get(name, name)]

@@ -53,12 +53,13 @@ class Tiles:
 
 
 @triton.jit
-def places(num_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Rows, columns and places among all of a program's tile."""
+def places(num_rows, num_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """A program's rows and columns, their places among all, and whether these are there."""
     program, across = tl.program_id(0).to(tl.int64), tl.cdiv(num_columns, COLUMNS)
     row = program // across * ROWS + tl.arange(0, ROWS)
     column = program % across * COLUMNS + tl.arange(0, COLUMNS)
-    return row, column, row[:, None] * num_columns + column[None, :]
+    inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
+    return row, column, row[:, None] * num_columns + column[None, :], inside
 
 
 @triton.jit

@@ -133,8 +133,7 @@ def _means(means, centred, centred_stride, row, column, num_rows, num_columns):
 @triton.jit
 def add_squares(x, sums, num_rows, num_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Sums of squares of a tile's rows, fp64 [rows, tiles beside each other]."""
-    row, column, place = places(num_columns, ROWS, COLUMNS)
-    inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
+    row, _, place, inside = places(num_rows, num_columns, ROWS, COLUMNS)
     value = _finite(tl.load(x + place, mask=inside, other=0.0)).to(tl.float64)
     across = tl.cdiv(num_columns, COLUMNS)
     at = row * across + tl.program_id(0) % across
@@ -155,8 +154,7 @@ def add_columns(
     COLUMNS: tl.constexpr,
 ):
     """Sums of a tile's columns in units of the rows, fp64 [tiles below each other, columns]."""
-    row, column, place = places(num_columns, ROWS, COLUMNS)
-    inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
+    row, column, place, inside = places(num_rows, num_columns, ROWS, COLUMNS)
     unit = tl.load(units + row * units_stride, mask=row < num_rows, other=0.0)
     share = tl.load(centred + row * centred_stride, mask=row < num_rows, other=0.0)
     counts = (unit > 0) & (share > 0)
@@ -185,8 +183,7 @@ def round_tile(
     COLUMNS: tl.constexpr,
 ):
     """Whole numbers of a tile."""
-    row, column, place = places(num_columns, ROWS, COLUMNS)
-    inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
+    row, column, place, inside = places(num_rows, num_columns, ROWS, COLUMNS)
     unit = tl.load(units + row * units_stride, mask=row < num_rows, other=1.0)
     unit = tl.where(unit > 0, unit, float("inf"))
     y = tl.div_rn(_finite(tl.load(x + place, mask=inside, other=0.0)), unit[:, None])
@@ -219,8 +216,7 @@ def restore_tile(
     COLUMNS: tl.constexpr,
 ):
     """Elements of a tile's whole numbers."""
-    row, column, place = places(num_columns, ROWS, COLUMNS)
-    inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
+    row, column, place, inside = places(num_rows, num_columns, ROWS, COLUMNS)
     y = tl.load(q + place, mask=inside, other=0).to(tl.float32)
     if means is not None:
         y += _means(means, centred, centred_stride, row, column, num_rows, num_columns)

@@ -52,8 +52,7 @@ def tallied(
 @triton.jit
 def add_symbols(q, figures, num_rows, num_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Adds the symbols of a tile to the figures of all."""
-    row, column, place = places(num_columns, ROWS, COLUMNS)
-    inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
+    row, column, place, inside = places(num_rows, num_columns, ROWS, COLUMNS)
     value = tl.load(q + place, mask=inside, other=0).to(tl.int32)
     size = tl.minimum(tl.abs(value), _ESCAPE)
     by_row, by_column = tl.sum(size, 1), tl.sum(size, 0)
@@ -82,8 +81,7 @@ def count_symbols(
     COLUMNS: tl.constexpr,
 ):
     """Counts the symbols of a tile, in one of the tables."""
-    row, column, place = places(num_columns, ROWS, COLUMNS)
-    inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
+    row, column, place, inside = places(num_rows, num_columns, ROWS, COLUMNS)
     value = tl.load(q + place, mask=inside, other=0).to(tl.int32)
     of_row = tl.load(of_rows + row, mask=row < num_rows, other=0).to(tl.int32)
     of_column = tl.load(of_columns + column, mask=column < num_columns, other=0).to(tl.int32)

@@ -15,7 +15,7 @@ is many times as large as what crosses compressed cuts. So each word stands for 
 feedback there, too, wherever ``tie_comp`` is not given.
 
 Given to `mpcomp.pipeline`, ``auto`` becomes one of the four at each cut, by what is known of the
-model and its batches (`mpcomp.api.dial`); it is itself where nothing is.
+model and its batches (`mpcomp.pilot.dial`); it is itself where nothing is.
 
 They were chosen by what they cost and send on the models of docs/results; a later version of mpcomp
 may have better ones, so a run that is to be repeated names its method.

@@ -21,45 +21,40 @@ from mpcomp.core.wire import HEADER_BYTES, says_constant
 from mpcomp.feedback.memory import Side
 from mpcomp.links.link import Link
 
-__all__ = ["Boundary", "ConnectedBoundary", "Crossing", "Encoded"]
+__all__ = ["Boundary", "ConnectedBoundary", "Crossing", "Encoded", "TwoLinks"]
 
 _NOTHING: Final = nullcontext()
 
 
-class Boundary:
-    """The two links of a cut.
+class TwoLinks:
+    """Two links whose steps end together: both directions of a cut, or both copies of a weight.
 
     Args:
-        act: the link of activations.
-        grad: the link of their gradients.
+        links: both.
+
+    Attributes:
+        links: as given.
+        failed: whether the open step broke off here, so that it must not be stored.
     """
 
-    def __init__(self, act: Link, grad: Link) -> None:
-        self.act = act
-        self.grad = grad
-        act.pair_with(grad)
-        #: Whether the open step broke off here, so that it must not be stored.
+    def __init__(self, links: tuple[Link, Link]) -> None:
+        self.links = links
         self.failed = False
 
-    @property
-    def links(self) -> tuple[Link, Link]:
-        """Activations, gradients."""
-        return self.act, self.grad
-
     @contextmanager
-    def swapped_links(self, other: Boundary) -> Iterator[None]:
-        """Within it the links of another boundary, which is used up, carry what crosses this one.
+    def swapped_links(self, links: tuple[Link, Link]) -> Iterator[None]:
+        """Within it other links, which are used up, carry what crosses here.
 
         No step may be open, here or at the end of it.
         """
-        for new, own in zip(other.links, self.links, strict=True):
+        for new, own in zip(links, self.links, strict=True):
             new.copy_placement(own)
-        before = vars(self).copy()
-        vars(self).update(vars(other))
+        before = self.links, self.failed
+        self.links, self.failed = links, False
         try:
             yield
         finally:
-            vars(self).update(before)
+            self.links, self.failed = before
 
     def finish_step(self, finite: bool) -> None:
         """Commits what both links noted if the step was finite, else discards it."""
@@ -69,6 +64,29 @@ class Boundary:
             else:
                 link.discard()
         self.failed = False
+
+
+class Boundary(TwoLinks):
+    """The two links of a cut.
+
+    Args:
+        act: the link of activations.
+        grad: the link of their gradients.
+    """
+
+    def __init__(self, act: Link, grad: Link) -> None:
+        super().__init__((act, grad))
+        act.pair_with(grad)
+
+    @property
+    def act(self) -> Link:
+        """The link of activations."""
+        return self.links[0]
+
+    @property
+    def grad(self) -> Link:
+        """The link of their gradients."""
+        return self.links[1]
 
 
 class Encoded(NamedTuple):

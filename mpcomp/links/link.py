@@ -162,7 +162,7 @@ class Link:
     def fresh_copy(self) -> Link:
         """A link like this one that has sent nothing yet, beyond its warm-up."""
         seed, replica, boundary, direction = self._seed
-        link = Link(
+        return Link(
             self.method,
             boundary=boundary,
             direction=direction,
@@ -173,8 +173,6 @@ class Link:
             checked=self.checked,
             num_rows=self.num_rows,
         )
-        link.copy_placement(self)
-        return link
 
     @property
     def ends(self) -> Mapping[str, EndState]:

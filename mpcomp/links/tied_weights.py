@@ -32,7 +32,7 @@ from mpcomp.comm.channels import Channel, LocalChannel
 from mpcomp.core.spec import SpecValue
 from mpcomp.core.step import Step
 from mpcomp.core.tensor_meta import TensorMeta
-from mpcomp.links.boundary import Crossing
+from mpcomp.links.boundary import Crossing, TwoLinks
 from mpcomp.links.link import Link
 
 __all__ = [
@@ -146,10 +146,8 @@ class SharedWeight(Tie):
 
     def _separate(self, first: nn.Parameter) -> None:
         """Gives the second use a parameter with the memory of the first."""
-        stage, name = self._here[1]
-        parent, _, leaf = name.rpartition(".")
-        again = nn.Parameter(first.detach(), first.requires_grad)
-        stage.get_submodule(parent).register_parameter(leaf, again)
+        owner, leaf = staging.owner_of(*self._here[1])
+        owner.register_parameter(leaf, nn.Parameter(first.detach(), first.requires_grad))
 
     def add_up(self, before: Mapping[int, Tensor | None], step: Step) -> None:
         first, again = self.here[0], self.here[1]
@@ -162,7 +160,7 @@ class SharedWeight(Tie):
             first.grad = before[0]
 
 
-class TiedWeights(Tie):
+class TiedWeights(Tie, TwoLinks):
     """A weight of which two stages have copies, and exchange their gradients.
 
     Args:
@@ -171,9 +169,8 @@ class TiedWeights(Tie):
     """
 
     def __init__(self, copies: Sequence[tuple[int, str]], links: tuple[Link, Link]) -> None:
-        super().__init__(copies)
-        self.links = links
-        self.failed = False  # as a boundary has it
+        Tie.__init__(self, copies)
+        TwoLinks.__init__(self, links)
         self._channels: Sequence[Channel] = ()
 
     def _crossing(self, i: int) -> Crossing:
@@ -197,17 +194,6 @@ class TiedWeights(Tie):
         if any(channel.equal_lengths for channel in self._channels):
             for link in self.links:  # a message of few rows would be as long as one of all
                 link.num_rows = None
-
-    @contextmanager
-    def fresh_links(self) -> Iterator[None]:
-        """Within it links that have sent nothing yet stand in for those here, and are then gone."""
-        before, failed = self.links, self.failed
-        first, last = before
-        self.links = first.fresh_copy(), last.fresh_copy()
-        try:
-            yield
-        finally:
-            self.links, self.failed = before, failed
 
     def add_up(self, before: Mapping[int, Tensor | None], step: Step) -> None:
         """Gives each copy here the sum of both gradients of this step, and what it had before."""
@@ -248,15 +234,6 @@ class TiedWeights(Tie):
         if 1 - i not in self.here:  # which would receive it
             return link.arrived(messages[i], step, 0) if i in messages else None
         return self._crossing(i).receive_any(meta, step, 0)
-
-    def finish_step(self, finite: bool) -> None:
-        """Commits what both links noted if the step was finite, else discards it."""
-        for link in self.links:
-            if finite:
-                link.commit()
-            else:
-                link.discard()
-        self.failed = False
 
 
 def trained_and_frozen(ties: Sequence[Tie]) -> tuple[int, int]:

@@ -37,9 +37,9 @@ def test_a_log_has_all_steps_of_a_history_that_forgets():
     taken = []
     for step in range(20):
         history.append({"step": step})
-        log.note()
+        log.note_step()
         if step % 7 == 6:
-            taken.append(log.take())
-    taken.append(log.take())
-    assert [len(steps) for steps in taken] == [7, 7, 6] and log.take() == []
+            taken.append(log.new_steps())
+    taken.append(log.new_steps())
+    assert [len(steps) for steps in taken] == [7, 7, 6] and log.new_steps() == []
     assert [entry["step"] for steps in taken for entry in steps] == list(range(20))

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from methods import same_bits
 from models import (
     CONV_SPLIT,
-    MLP_SPLIT,
     assert_same_state,
     convnet,
     images,
     links_state,
     mlp,
+    pipe_of,
     rows,
 )
 from torch import nn
@@ -35,13 +35,6 @@ from mpcomp import (
     TopK,
 )
 from mpcomp.api.launch import device_of_rank
-
-
-def pipe_of(model=None, chunks=2, **kwargs):
-    kwargs.setdefault("loss_fn", F.cross_entropy)
-    kwargs.setdefault("split", MLP_SPLIT)
-    return mpcomp.pipeline(mlp() if model is None else model, chunks, **kwargs)
-
 
 # -- making a pipeline ----------------------------------------------------------------------------
 

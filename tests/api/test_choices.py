@@ -8,16 +8,10 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from methods import same_bits
-from models import MLP_SPLIT, mlp, rows
+from models import mlp, pipe_of, rows
 
 import mpcomp
-
-
-def pipe_of(model=None, chunks=2, **kwargs):
-    kwargs = {"loss_fn": F.cross_entropy, "split": MLP_SPLIT, **kwargs}
-    return mpcomp.pipeline(mlp() if model is None else model, chunks, **kwargs)
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from models import (
     links_state,
     mlp,
     num_stored_rows,
+    pipe_of,
     plain_step,
     rows,
     sgd,
@@ -46,13 +47,6 @@ STATEFUL = [
     ("ef21:storage=8+randomk:0.3", "ef:storage=bf16+quant:4:rounding=stochastic"),
     ("aqsgd:storage=4+topk:0.3", "same"),
 ]
-
-
-def pipe_of(model=None, chunks=2, **kwargs):
-    kwargs.setdefault("split", MLP_SPLIT)
-    kwargs.setdefault("loss_fn", F.cross_entropy)
-    torch.manual_seed(0)
-    return mpcomp.pipeline(mlp() if model is None else model, chunks, **kwargs)
 
 
 def train(pipe, steps, first=0, optimizer=None, batch=rows):

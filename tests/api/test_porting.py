@@ -13,18 +13,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from methods import same_bits
-from models import CLASSES, MLP_SPLIT, mlp, rows
+from models import CLASSES, MLP_SPLIT, mlp, pipe_of, rows
 from torch import Tensor, nn
 from tqdm import tqdm
 
 import mpcomp
-
-
-def pipe_of(**options):
-    torch.manual_seed(0)
-    options = {"chunks": 2, "split": MLP_SPLIT, "loss_fn": F.cross_entropy, **options}
-    return mpcomp.pipeline(mlp(), **options)
-
 
 SCALER = torch.amp.GradScaler("cpu")
 BACKWARDS = {

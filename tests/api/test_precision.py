@@ -6,15 +6,14 @@ import torch.nn.functional as F
 from methods import same_bits
 from models import (
     CONV_SPLIT,
-    MLP_SPLIT,
     assert_same_state,
     assert_same_training,
     clone,
     convnet,
     images,
     links_state,
-    mlp,
     num_stored_rows,
+    pipe_of,
     rows,
     sgd,
 )
@@ -30,13 +29,6 @@ STATEFUL = [
     ("aqsgd+quant:4", "ef21:storage=bf16+randomk:0.3"),
     ("ef21+topk:0.3", "same"),
 ]
-
-
-def pipe_of(model=None, chunks=2, **kwargs):
-    torch.manual_seed(0)
-    kwargs.setdefault("loss_fn", F.cross_entropy)
-    kwargs.setdefault("split", MLP_SPLIT)
-    return mpcomp.pipeline(mlp() if model is None else model, chunks, **kwargs)
 
 
 def scaler_of(scale):

@@ -18,7 +18,7 @@ def methods(**kwargs):
 @pytest.mark.parametrize("word", AUTO)
 def test_they_are_what_their_specs_say(word):
     _, named = methods(**AUTO[word])
-    if word == "auto":  # which a pipeline may take another for: tests/api/test_dial.py
+    if word == "auto":  # which a pipeline may take another for: tests/pilot/test_dial.py
         assert [str(method_of(name, word)) for name in AUTO[word]] == named[:2]
         return
     pipe, found = methods(act_comp=word, grad_comp=word)

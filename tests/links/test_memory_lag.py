@@ -16,6 +16,7 @@ from mpcomp import Link, TensorMeta
 from mpcomp.core.step import Step
 from mpcomp.core.traffic import LAGS, Traffic
 from mpcomp.links.build import method_of
+from mpcomp.links.endpoints.memory import MemoryPlan
 from mpcomp.view.run import Run
 
 preload("test_memory_lag")
@@ -103,6 +104,29 @@ def test_where_samples_are_not_remembered_there_is_no_lag(spec):
         link.decode(message, TensorMeta(SHAPE), step, 0)
         link.commit()
     assert all(link.meter.train.to_dict()[name] is None for name in LAGS)
+
+
+def test_it_is_measured_of_what_is_metered_alone(monkeypatch):
+    """Also where gradients ask what has arrived, of every microbatch."""
+    measured = []
+    one_lag = MemoryPlan._lags_of
+
+    def noted(plan, *rows_and_tensors):
+        measured.append((plan.context.step, plan.context.microbatch))
+        return one_lag(plan, *rows_and_tensors)
+
+    monkeypatch.setattr(MemoryPlan, "_lags_of", noted)
+    pipe = mpcomp.pipeline(
+        mlp(),
+        4,
+        split=MLP_SPLIT[:1],
+        act_comp="aqsgd+quant:4",
+        grad_comp="same:where=nonzero",
+        loss_fn=F.cross_entropy,
+    )
+    for _ in range(3):
+        pipe.forward_backward(*rows(8, 0), sample_ids=range(8))
+    assert measured == [(1, 1), (2, 2)]
 
 
 def train(folder=None, steps=4):

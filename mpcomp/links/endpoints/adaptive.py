@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,17 +12,15 @@ from torch import Tensor
 from mpcomp.adaptive.budget import Budgeted
 from mpcomp.adaptive.link_policy import LinkState, Searching
 from mpcomp.adaptive.method import Adaptive
-from mpcomp.compressors.base import Compressor
-from mpcomp.core.step import MessageContext, SampleIds
+from mpcomp.core.step import MessageContext
 from mpcomp.core.tensor_meta import TensorMeta, padded_positions, zero_padding
 from mpcomp.feedback.memory import Side
-from mpcomp.feedback.state import EndState
-from mpcomp.links.endpoints.base import Endpoint, Plan, StateSize, endpoint_of
+from mpcomp.links.endpoints.base import Plan, WrappingEndpoint
 
 __all__ = ["AdaptiveEndpoint"]
 
 
-class AdaptiveEndpoint(Endpoint, of=Adaptive):
+class AdaptiveEndpoint(WrappingEndpoint, of=Adaptive):
     """Another endpoint, whose method's ratio changes between steps.
 
     Args:
@@ -30,7 +28,6 @@ class AdaptiveEndpoint(Endpoint, of=Adaptive):
 
     Attributes:
         policy: chooser of the ratio.
-        inner: endpoint of the method whose ratio it is.
     """
 
     method: Adaptive
@@ -38,16 +35,6 @@ class AdaptiveEndpoint(Endpoint, of=Adaptive):
     def __init__(self, method: Adaptive) -> None:
         super().__init__(method)
         self.policy: LinkState = (Searching if method.budget is None else Budgeted)(method)
-        self.inner = endpoint_of(method.inner)
-
-    @property
-    def makes_good(self) -> bool:  # type: ignore[override]
-        """Whether the method does whose ratio is chosen."""
-        return self.inner.makes_good
-
-    @property
-    def coders(self) -> Sequence[Compressor]:
-        return self.inner.coders
 
     def plan(
         self, side: Side, meta: TensorMeta, context: MessageContext, device: torch.device
@@ -72,32 +59,6 @@ class AdaptiveEndpoint(Endpoint, of=Adaptive):
             target, against = self.inner.measured(zero_padding(x.detach(), padded), plan)
             policy.note_energies(target, against, padded, context.draw)
         policy.note_message(num_bytes, plan.meta)
-
-    # -- the inner endpoint's -------------------------------------------------------------------
-
-    def check(self, context_of: Callable[[int], MessageContext], sizes: Sequence[int]) -> None:
-        self.inner.check(context_of, sizes)
-
-    @property
-    def ends(self) -> Mapping[str, EndState]:
-        return self.inner.ends
-
-    def prefetch(self, ids: Sequence[SampleIds]) -> None:
-        self.inner.prefetch(ids)
-
-    def commit(self) -> None:
-        self.inner.commit()
-
-    def discard(self, *, unused: bool = False) -> None:
-        self.inner.discard(unused=unused)
-
-    def copies(self, side: Side) -> Iterator[tuple[Sequence[str], Tensor]]:
-        return self.inner.copies(side)
-
-    def state_size(self, side: Side, meta: TensorMeta, num_samples: int | None) -> list[StateSize]:
-        return self.inner.state_size(side, meta, num_samples)
-
-    # -- both -----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         return {**self.inner.state_dict(), "adaptive": self.policy.state_dict()}

@@ -28,14 +28,22 @@ from torch import Tensor
 
 from mpcomp.compressors.base import Coding, Compressor, Identity, or_dense
 from mpcomp.compressors.rows import InRows
-from mpcomp.core.spec import SpecValue, import_all
+from mpcomp.core.spec import SpecValue, import_all, of_inner
 from mpcomp.core.step import MessageContext, SampleIds
 from mpcomp.core.tensor_meta import TensorMeta, padded_positions, zero_padding
 from mpcomp.core.wire import Payload
 from mpcomp.feedback.memory import Side
 from mpcomp.feedback.state import EndState
 
-__all__ = ["Endpoint", "PlainEndpoint", "PlainPlan", "Plan", "StateSize", "endpoint_of"]
+__all__ = [
+    "Endpoint",
+    "PlainEndpoint",
+    "PlainPlan",
+    "Plan",
+    "StateSize",
+    "WrappingEndpoint",
+    "endpoint_of",
+]
 
 
 class Plan(ABC):
@@ -53,7 +61,7 @@ class Plan(ABC):
         on_host: whether it is coded on the host, so that `decode` is given a payload of the host.
         cf: compression factor that both ends have agreed on, where that changes; else 0.
         lags: of the message that was encoded here, as `mpcomp.core.traffic.Traffic.lags`; None
-            unless it was asked for, and samples came again to a memory.
+            unless its microbatch is sampled, and samples came again to a memory.
     """
 
     meta: TensorMeta
@@ -72,7 +80,7 @@ class Plan(ABC):
 
         Args:
             x: like `meta`.
-            asked: whether `arrived` will be, which a method may know without decoding, and `lags`.
+            asked: whether `arrived` will be, which a method may know without decoding.
         """
 
     @abstractmethod
@@ -256,6 +264,43 @@ class Endpoint(ABC):
         Raises:
             ValueError, KeyError: it is the state of another method or of other tensors.
         """
+
+
+class WrappingEndpoint(Endpoint):
+    """Base of the endpoint of a method round another, whose endpoint does what is not said here.
+
+    Args:
+        method: of the link.
+
+    Attributes:
+        inner: endpoint of the method inside.
+    """
+
+    makes_good = of_inner("makes_good")
+    coders = of_inner("coders")
+    ends = of_inner("ends")
+
+    def __init__(self, method: Any) -> None:
+        super().__init__(method)
+        self.inner = endpoint_of(method.inner)
+
+    def check(self, context_of: Callable[[int], MessageContext], sizes: Sequence[int]) -> None:
+        self.inner.check(context_of, sizes)
+
+    def prefetch(self, ids: Sequence[SampleIds]) -> None:
+        self.inner.prefetch(ids)
+
+    def commit(self) -> None:
+        self.inner.commit()
+
+    def discard(self, *, unused: bool = False) -> None:
+        self.inner.discard(unused=unused)
+
+    def copies(self, side: Side) -> Iterator[tuple[Sequence[str], Tensor]]:
+        return self.inner.copies(side)
+
+    def state_size(self, side: Side, meta: TensorMeta, num_samples: int | None) -> list[StateSize]:
+        return self.inner.state_size(side, meta, num_samples)
 
 
 @functools.cache

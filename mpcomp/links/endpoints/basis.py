@@ -27,17 +27,15 @@ import torch
 from torch import Tensor
 
 from mpcomp import entropy
-from mpcomp.compressors.base import Compressor
 from mpcomp.compressors.klt import KLT, LARGEST_WIDTH, Basis, InBasis
 from mpcomp.compressors.tokens import Tokens
 from mpcomp.core.randomness import generator_for
 from mpcomp.core.spec import SpecValue
-from mpcomp.core.step import MessageContext, SampleIds
+from mpcomp.core.step import MessageContext
 from mpcomp.core.tensor_meta import TensorMeta, padded_positions, zero_padding
 from mpcomp.core.wire import Parts, Payload
 from mpcomp.feedback.memory import Side
-from mpcomp.feedback.state import EndState
-from mpcomp.links.endpoints.base import Endpoint, Plan, StateSize, endpoint_of
+from mpcomp.links.endpoints.base import Plan, StateSize, WrappingEndpoint
 
 __all__ = ["BasisEndpoint", "WithNews"]
 
@@ -301,21 +299,17 @@ class WithNews(Plan):
         return own
 
 
-class BasisEndpoint(Endpoint, of=KLT):
+class BasisEndpoint(WrappingEndpoint, of=KLT):
     """The ends of one link that are on this rank, with a basis for each width of its vectors.
 
     Args:
         method: of the link.
-
-    Attributes:
-        inner: endpoint of what codes in the basis.
     """
 
     method: KLT
 
     def __init__(self, method: KLT) -> None:
         super().__init__(method)
-        self.inner = endpoint_of(method.inner)
         self._senders: dict[int, _Sender] = {}
         self._receivers: dict[int, _Receiver] = {}
         #: What codes in the basis of an end, and that basis.
@@ -325,15 +319,6 @@ class BasisEndpoint(Endpoint, of=KLT):
     def follows(self) -> bool:  # type: ignore[override]
         """Whether gradients say what an error costs."""
         return self.method.weighted
-
-    @property
-    def makes_good(self) -> bool:  # type: ignore[override]
-        """Whether what codes in the basis does."""
-        return self.inner.makes_good
-
-    @property
-    def coders(self) -> Sequence[Compressor]:
-        return self.inner.coders
 
     def plan(
         self, side: Side, meta: TensorMeta, context: MessageContext, device: torch.device
@@ -354,9 +339,6 @@ class BasisEndpoint(Endpoint, of=KLT):
         self.inner.method = self._in_basis(side, width, basis)
         plan = self.inner.plan(side, meta, context, device)
         return WithNews(plan, news) if context.learns else plan
-
-    def check(self, context_of: Callable[[int], MessageContext], sizes: Sequence[int]) -> None:
-        self.inner.check(context_of, sizes)
 
     def observe(self, x: Tensor, num_bytes: int, plan: Plan) -> None:
         context = plan.context
@@ -384,13 +366,6 @@ class BasisEndpoint(Endpoint, of=KLT):
         if side is Side.RECEIVER and context.learns and width <= LARGEST_WIDTH:
             self._sender(width).observe_gradient(_zero_padding(arrived(), context))
 
-    @property
-    def ends(self) -> Mapping[str, EndState]:
-        return self.inner.ends
-
-    def prefetch(self, ids: Sequence[SampleIds]) -> None:
-        self.inner.prefetch(ids)
-
     def measured(self, x: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
         return self.inner.measured(x, plan.plan if isinstance(plan, WithNews) else plan)
 
@@ -398,21 +373,21 @@ class BasisEndpoint(Endpoint, of=KLT):
         known = {w: e.basis for of, w, e in self._ends if of is side and e.basis is not None}
         if known:
             yield ["basis"], torch.tensor([sum(w * basis.checksum for w, basis in known.items())])
-        yield from self.inner.copies(side)
+        yield from super().copies(side)
 
     def state_size(self, side: Side, meta: TensorMeta, num_samples: int | None) -> list[StateSize]:
         averages = (1 + self.method.weighted) if side is Side.SENDER else 0
         entry = _ENTRY_BYTES[side] + averages * _MOMENT_BYTES
         basis = StateSize(1, entry * Tokens.of(meta).width ** 2)
-        return [basis, *self.inner.state_size(side, meta, num_samples)]
+        return [basis, *super().state_size(side, meta, num_samples)]
 
     def commit(self) -> None:
-        self.inner.commit()
+        super().commit()
         for _, _, end in self._ends:
             end.commit()
 
     def discard(self, *, unused: bool = False) -> None:
-        self.inner.discard(unused=unused)
+        super().discard(unused=unused)
         for _, _, end in self._ends:
             end.discard()
 

@@ -376,7 +376,7 @@ class MemoryPlan(Plan):
             parts, result = encode(rows, own)
             payloads += parts
             results.append(result)
-            if asked and self._method.by_sample and not rows.first:
+            if asked and self.context.sampled and self._method.by_sample and not rows.first:
                 self.lags = self._lags_of(rows, own, result)
             rows.state.release()
         self._result = self._joined(results)

@@ -10,8 +10,7 @@ from ranks import preload
 from torch import nn
 
 import mpcomp
-from mpcomp.api import dial
-from mpcomp.pilot import paying
+from mpcomp.pilot import dial, paying
 
 preload("test_ranks_dial", "lms")
 

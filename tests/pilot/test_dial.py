@@ -13,12 +13,11 @@ from torch import nn
 
 import mpcomp
 import stages
-from mpcomp.api import dial
 from mpcomp.links import budget
 from mpcomp.links.auto import AUTO, INFERENCE, TIE_COMP
 from mpcomp.links.budget import Measured, spelt
 from mpcomp.links.build import method_of
-from mpcomp.pilot import paying
+from mpcomp.pilot import dial, paying
 
 BOTH = {"act_comp": "auto", "grad_comp": "auto"}
 AT_INFERENCE = spelt(INFERENCE, None)

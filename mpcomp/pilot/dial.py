@@ -26,7 +26,6 @@ from typing import Any, Final
 from torch import nn
 
 import stages as staging
-from mpcomp.api.config import PipelineConfig
 from mpcomp.comm.handshake import step_name
 from mpcomp.comm.mesh import Mesh
 from mpcomp.core.step import Step
@@ -34,7 +33,7 @@ from mpcomp.engines.base import Engine
 from mpcomp.links.auto import AUTO, INFERENCE, Words
 from mpcomp.links.boundary import Boundary
 from mpcomp.links.budget import percent_of, spelt
-from mpcomp.links.build import given_at, method_of
+from mpcomp.links.build import Methods, given_at, method_of
 from mpcomp.pilot.paying import Paying, sends_bf16
 from mpcomp.plan.network import link_of
 
@@ -55,7 +54,8 @@ class Dial:
 
     Args:
         cut: all stages, on every rank, with their weights if the model has them.
-        config: of the pipeline.
+        act_comp, grad_comp, budget, link: arguments of `mpcomp.pipeline`.
+        reads_weights: whether weights on "meta" are read from files afterwards.
 
     Attributes:
         words: what each word stands for, at each cut.
@@ -65,42 +65,49 @@ class Dial:
         ValueError: a budget without a word, or one that was not measured; a link without ``auto``.
     """
 
-    def __init__(self, cut: Sequence[staging.Stage], config: PipelineConfig) -> None:
+    def __init__(
+        self,
+        cut: Sequence[staging.Stage],
+        *,
+        act_comp: Methods,
+        grad_comp: Methods,
+        budget: str | float | None,
+        link: str | None,
+        reads_weights: bool,
+    ) -> None:
         names = [stage.block_names[-1] for stage in cut[:-1]]
-        given = {"act_comp": config.act_comp, "grad_comp": config.grad_comp}
+        given = {"act_comp": act_comp, "grad_comp": grad_comp}
         at_cuts = zip(*(given_at(name, each, names) for name, each in given.items()), strict=True)
         self._given = [tuple(each) for each in at_cuts]
-        self._budget = None if config.budget is None else percent_of(config.budget)
-        self._link = None if config.link is None else link_of(config.link)
+        self._budget = None if budget is None else percent_of(budget)
+        self._link = None if link is None else link_of(link)
         self._paying: Paying | None = None
         self._reasons: dict[str, str] = {}
         #: The cut before a head with a stage of its own; None where there is none.
         self._before_head = len(names) - 1 if cut[0].together else None
-        self._choices = self._chosen(cut, config)
+        self._choices = self._chosen(cut, reads_weights)
         self.is_open = INFERENCE in self._choices
         self.words = [self._words(i) for i in range(len(names))]
         if self.is_open and any(each.requires_grad for each in cut[0].original.parameters()):
             self._check_training()
         if self._budget is not None and not any(self.words):
             raise ValueError(
-                f"budget={config.budget!r} with act_comp={config.act_comp!r} and "
-                f"grad_comp={config.grad_comp!r}: a budget moves the steps of a word; pass 'auto' "
-                "for both, or leave budget out"
+                f"budget={budget!r} with act_comp={act_comp!r} and grad_comp={grad_comp!r}: "
+                "a budget moves the steps of a word; pass 'auto' for both, or leave budget out"
             )
-
         if self._link is not None and not any(self._choices):
             raise ValueError(
-                f"link={config.link!r} with act_comp={config.act_comp!r} and "
-                f"grad_comp={config.grad_comp!r}: it is for 'auto', which compresses where that "
-                "pays; pass 'auto' for both, or leave link out"
+                f"link={link!r} with act_comp={act_comp!r} and grad_comp={grad_comp!r}: "
+                "it is for 'auto', which compresses where that pays; pass 'auto' for both, or "
+                "leave link out"
             )
 
-    def _chosen(self, cut: Sequence[staging.Stage], config: PipelineConfig) -> list[str]:
+    def _chosen(self, cut: Sequence[staging.Stage], reads_weights: bool) -> list[str]:
         """The word of each cut; empty where nothing was asked."""
         asked = ["auto" in each for each in self._given]
         if not any(asked):
             return [""] * len(asked)
-        otherwise = _word_of_model(cut, config)
+        otherwise = _word_of_model(cut, reads_weights)
         found = []
         for stage, wanted in zip(cut, asked, strict=False):
             word = ""
@@ -266,13 +273,13 @@ class Dial:
         return self._reasons[word]
 
 
-def _word_of_model(cut: Sequence[staging.Stage], config: PipelineConfig) -> tuple[str, str]:
+def _word_of_model(cut: Sequence[staging.Stage], reads_weights: bool) -> tuple[str, str]:
     """The word that goes with a model at cuts that are not behind a ReLU, and the reason."""
     has_own_loss = cut[0].own_loss is not None and not cut[0].of_transformers
     if not (cut[0].is_causal_lm or has_own_loss):
         return "auto", "not behind a ReLU, and the model is not known for a language model"
     model = cut[0].original
-    if not _is_trained(model, config):
+    if not _is_trained(model, reads_weights):
         return "auto:scratch", "a language model, and no norm's scales show that it was trained"
     count = sum(parameter.numel() for parameter in model.parameters())
     what = f"a trained language model of {count / 1e6:.3g} million parameters"
@@ -282,7 +289,7 @@ def _word_of_model(cut: Sequence[staging.Stage], config: PipelineConfig) -> tupl
     return INFERENCE, what
 
 
-def _is_trained(model: nn.Module, config: PipelineConfig) -> bool:
+def _is_trained(model: nn.Module, reads_weights: bool) -> bool:
     """Whether the scales of a norm differ from each other, as training leaves them."""
     scales = [
         weight.detach()
@@ -292,7 +299,7 @@ def _is_trained(model: nn.Module, config: PipelineConfig) -> bool:
         and weight.dim() == 1
     ]
     if any(weight.is_meta for weight in scales):
-        return config.weights is not None  # they are read from a file
+        return reads_weights
     return any(bool((weight != weight[0]).any()) for weight in scales)
 
 
