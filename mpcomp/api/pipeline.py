@@ -451,7 +451,7 @@ class Pipeline(Figures, OriginalModel):
         """
         ids = ids_of_batch(sample_ids, self.chunks)
         for link in self.links:
-            link.prefetch(ids)
+            link.endpoint.prefetch(ids)
 
     def state_bytes(self, batch: Any, num_samples: int | None = None) -> dict[str, Any]:
         """Bytes that links of this process will keep at most: `mpcomp.plan.state_bytes`."""

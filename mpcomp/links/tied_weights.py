@@ -203,7 +203,7 @@ class TiedWeights(Tie):
         """Within it links that have sent nothing yet stand in for those here, and are then gone."""
         before, failed = self.links, self.failed
         first, last = before
-        self.links = first.fresh_copy(), last.fresh_copy()
+        self.links = _fresh(first), _fresh(last)
         try:
             yield
         finally:
@@ -257,6 +257,24 @@ class TiedWeights(Tie):
             else:
                 link.discard()
         self.failed = False
+
+
+def _fresh(link: Link) -> Link:
+    """A link like this one that has sent nothing yet, beyond its warm-up."""
+    seed, replica, boundary, direction = link.seed
+    fresh = Link(
+        link.method,
+        boundary=boundary,
+        direction=direction,
+        seed=seed,
+        replica=replica,
+        ends=(link.sender_stage, link.receiver_stage),
+        name=link.name,
+        checked=link.checked,
+        num_rows=link.num_rows,
+    )
+    fresh.copy_placement(link)
+    return fresh
 
 
 def trained_and_frozen(ties: Sequence[Tie]) -> tuple[int, int]:

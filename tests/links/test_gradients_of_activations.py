@@ -47,7 +47,7 @@ def test_what_arrives_is_wrong_across_the_last_gradient_alone():
 
     def keeps_what_arrives(message, meta, step, microbatch, *args):
         keys = [(int(i),) for i in IDS.chunk(2)[microbatch]]
-        end = boundary.grad.ends["sender"] if boundary.grad.ends else None
+        end = boundary.grad.endpoint.ends["sender"] if boundary.grad.endpoint.ends else None
         read = torch.zeros(meta.shape) if end is None else end.fields["own"].read(keys, 1.0, None)
         known.append(read)
         x = decode(message, meta, step, microbatch, *args)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -54,7 +53,7 @@ class AdaptiveEndpoint(Endpoint, of=Adaptive):
     ) -> Plan:
         policy = self.policy
         if policy.dense:
-            plan = self.inner.plan(side, meta, replace(context, on=False), device)
+            plan = self.inner.plan(side, meta, context._replace(on=False), device)
             plan.context = context
             return plan
         self.inner.method = policy.coder
