@@ -28,8 +28,9 @@ from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.core.wire import no_tensor, says_no_tensor
 from mpcomp.entropy import KINDS
 from mpcomp.links.boundary import Boundary, ConnectedBoundary, Crossing
-from mpcomp.links.build import Methods, boundaries_of
+from mpcomp.links.build import Methods, boundaries_of, format_of
 from mpcomp.links.link import Link
+from mpcomp.links.state import restored
 
 __all__ = ["CompressedStage", "compressed"]
 
@@ -165,7 +166,7 @@ class _Rank:
 
     def _compare(self, cut: int, stage: _PipelineStageBase) -> None:
         """Tells the later stage at a cut what both have in common: gloo dies of what differs."""
-        told: list[Any] = [(str(link.method), link.format) for link in self.cuts[cut].links]
+        told: list[Any] = [(str(link.method), format_of(link)) for link in self.cuts[cut].links]
         told.append(("kinds of coded integers", *KINDS))
         told.append(("seed, warmup_steps, step", *self.settings, self.num_steps))
         heard: list[Any] = [None]  # one object, as a plain neighbour would send its shapes
@@ -215,7 +216,7 @@ class _Rank:
     def _end(self, *, train: bool) -> None:
         for cut in self.connected.values():
             # Both ends have seen the same tensors, so they agree whether all were finite.
-            nonfinite = [link.found_nonfinite(train) for link in cut.boundary.links]
+            nonfinite = [link.nonfinite.found(train) for link in cut.boundary.links]
             cut.boundary.finish_step(train and not any(nonfinite))
             cut.act.channel.close()
             cut.grad.channel.close()
@@ -237,7 +238,7 @@ class CompressedStage(_PipelineStageBase):
 
     def state_dict(self) -> dict[str, bytes]:
         """Memories of the methods here, under a key of this stage and pipeline alone."""
-        links = {link.name: (str(link.method), link.state_dict()) for link in self.links}
+        links = {link.name: (str(link.method), link.endpoint.state_dict()) for link in self.links}
         torch.save((self.rank.num_steps, links), buffer := io.BytesIO())
         return {self._key: buffer.getvalue()}
 
@@ -250,7 +251,7 @@ class CompressedStage(_PipelineStageBase):
         if (methods := {name: method for name, (method, _) in saved.items()}) != own:
             raise ValueError(f"state of links with {methods} cannot be loaded into {own}")
         devices = dict.fromkeys(("sender", "receiver"), self.device)
-        for put in [link.restored(saved[link.name][1], devices) for link in self.links]:
+        for put in [restored(link, saved[link.name][1], devices) for link in self.links]:
             put()
         self.rank.num_steps = num_steps
 

@@ -162,7 +162,7 @@ def assert_same_training(pipe: nn.Module, plain: nn.Module) -> None:
 
 def links_state(pipe: Pipeline) -> dict[str, dict[str, object]]:
     """A deep copy of what every link remembers."""
-    return {link.name: copy.deepcopy(link.state_dict()) for link in pipe.links}
+    return {link.name: copy.deepcopy(link.endpoint.state_dict()) for link in pipe.links}
 
 
 def assert_same_state(a: dict[str, dict[str, object]], b: dict[str, dict[str, object]]) -> None:
@@ -180,7 +180,7 @@ def assert_same_state(a: dict[str, dict[str, object]], b: dict[str, dict[str, ob
 
 def num_stored_rows(pipe: Pipeline) -> int:
     """Rows of state that all links hold together."""
-    ends = [end for link in pipe.links for end in link.ends.values()]
+    ends = [end for link in pipe.links for end in link.endpoint.ends.values()]
     return sum(len(store_of(end)) for end in ends if store_of(end) is not None)
 
 

@@ -142,8 +142,12 @@ def test_training_resumes_exactly_and_both_ends_agree(act: str, grad: str, tmp_p
     pipe.evaluate([batch()])
     losses = advance(pipe, optimizer, 3)
     for link in pipe.links:
-        if len(link.ends) == 2 and all(store_of(end) is not None for end in link.ends.values()):
-            sender, receiver = (store_of(link.ends[role]) for role in ("sender", "receiver"))
+        if len(link.endpoint.ends) == 2 and all(
+            store_of(end) is not None for end in link.endpoint.ends.values()
+        ):
+            sender, receiver = (
+                store_of(link.endpoint.ends[role]) for role in ("sender", "receiver")
+            )
             keys = list(sender.state_dict()["keys"].tolist())
             rows = [tuple(key) for key in keys]
             assert torch.equal(sender.read(rows), receiver.read(rows))

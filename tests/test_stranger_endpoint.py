@@ -28,6 +28,7 @@ from mpcomp.core.tensor_meta import padded_positions, zero_padding
 from mpcomp.feedback import Side
 from mpcomp.links.endpoints import Endpoint, PlainPlan, StateSize, endpoint_of
 from mpcomp.links.endpoints.basis import WithNews
+from mpcomp.links.equal_copies import bits_of
 
 
 @dataclass(frozen=True)
@@ -212,9 +213,9 @@ def test_messages_are_those_of_klt(tensors, num_microbatches):
             arrived = [link.decode(theirs, TensorMeta.of(x), step, m) for link in links]
             assert same_bits(*arrived)
         for link in links:
-            assert int(link.bits(Side.SENDER)) == int(link.bits(Side.RECEIVER))
+            assert int(bits_of(link, Side.SENDER)) == int(bits_of(link, Side.RECEIVER))
             link.discard() if i % 5 == 4 else link.commit()
-    found = [link.state_dict().get(f"receiver.{WIDTH}.basis") for link in links]
+    found = [link.endpoint.state_dict().get(f"receiver.{WIDTH}.basis") for link in links]
     assert (found[0] is None) == (tensors is white)
     assert found[0] is found[1] is None or same_bits(*found)
 

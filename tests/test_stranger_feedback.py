@@ -193,9 +193,9 @@ def test_its_formulas_at_a_cut():
             payload = METHOD.inner.compress(difference)
             estimate = estimate + METHOD.inner.decompress(payload, TensorMeta.of(x))
         assert same_bits(arrived, estimate)
-        sender = link.ends["sender"].fields
+        sender = link.endpoint.ends["sender"].fields
         assert same_bits(sender["velocity"].store.read([(0, r) for r in range(3)]), velocity)
-        assert_ends_agree(link.ends["sender"], link.ends["receiver"])
+        assert_ends_agree(link.endpoint.ends["sender"], link.endpoint.ends["receiver"])
 
 
 def test_without_momentum_it_is_ef21():
@@ -215,7 +215,7 @@ def test_state_bytes_are_what_is_held():
     held = {
         (link.boundary, link.direction, role): end.num_bytes
         for link in pipe.links
-        for role, end in link.ends.items()
+        for role, end in link.endpoint.ends.items()
     }
     assert held == {
         (e["boundary"], e["direction"], e["role"]): e["bytes"] for e in said["per_link"]
@@ -272,7 +272,7 @@ def test_a_tie(optimizer):
     pipe = ties.pipe_of(METHOD)
     said = pipe.state_bytes(ties.text(4))["total"]
     pipe.forward_backward(ties.text(4))
-    held = [end.num_bytes for link in pipe.ties[0].links for end in link.ends.values()]
+    held = [end.num_bytes for link in pipe.ties[0].links for end in link.endpoint.ends.values()]
     assert said == sum(held) == 2 * 3 * ties.DENSE_BYTES
 
 
@@ -320,8 +320,8 @@ def test_adaptive():
                for entry in pipe.adaptive_history}  # fmt: skip
         assert len(cfs) > 1
         for role in ("sender", "receiver"):
-            assert link.ends[role].num_slots == 8
-        assert_ends_agree(link.ends["sender"], link.ends["receiver"])
+            assert link.endpoint.ends[role].num_slots == 8
+        assert_ends_agree(link.endpoint.ends["sender"], link.endpoint.ends["receiver"])
 
 
 def test_a_measured_message_leaves_the_state_alone():

@@ -24,7 +24,7 @@ from mpcomp.adaptive.link_policy import LinkState
 from mpcomp.adaptive.method import Adaptive
 from mpcomp.compressors.base import Identity, shrinks
 from mpcomp.core.tensor_meta import TensorMeta
-from mpcomp.core.wire import message_bytes
+from mpcomp.core.wire import Form
 
 __all__ = ["Budgeted", "Ladder", "bytes_at", "share_out"]
 
@@ -79,7 +79,7 @@ def bytes_at(method: Adaptive, meta: TensorMeta) -> list[float]:
     for cf in method.rungs:
         compressor = method.compressor(cf)
         coder = compressor if shrinks(compressor, meta) else Identity()
-        sizes.append(float(message_bytes(coder.layout(meta))))
+        sizes.append(float(Form(coder.layout(meta)).num_bytes))
     return sizes
 
 

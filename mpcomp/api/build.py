@@ -38,7 +38,7 @@ from mpcomp.engines.distributed import DistributedEngine
 from mpcomp.engines.first_data import FirstData
 from mpcomp.feedback import Feedback
 from mpcomp.links.boundary import Boundary
-from mpcomp.links.build import MethodLike, Methods, boundaries_of, tie_method_of
+from mpcomp.links.build import MethodLike, Methods, boundaries_of, format_of, tie_method_of
 from mpcomp.links.link import Link
 from mpcomp.links.tied_weights import TiedWeights, ties_of
 from mpcomp.pilot.dial import Dial
@@ -250,7 +250,7 @@ def build(model: nn.Module, config: PipelineConfig) -> Pipeline:
         crossings: list[Boundary | TiedWeights] = [*boundaries, *exchanged]
         plan: dict[str, Any] = {
             "methods": [[str(link.method) for link in each.links] for each in crossings],
-            "formats": [[link.format for link in each.links] for each in crossings],
+            "formats": [[format_of(link) for link in each.links] for each in crossings],
             "auto": dial.sentence(boundaries),
         }
         alike = any(_must_round_alike(link) for each in crossings for link in each.links)

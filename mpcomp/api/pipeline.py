@@ -14,7 +14,6 @@ import stages as staging
 from mpcomp import checkpoint
 from mpcomp.api.batches import Batches
 from mpcomp.api.figures import Figures
-from mpcomp.api.gradients import OptimizerWatch
 from mpcomp.api.inference import Inference, Metric, evaluating
 from mpcomp.api.learned_loss import LeafCheck
 from mpcomp.api.original_names import OriginalModel
@@ -32,8 +31,9 @@ from mpcomp.data_parallel.exchange import Exchange
 from mpcomp.data_parallel.replica_sync import ReplicaSync
 from mpcomp.engines.base import Engine
 from mpcomp.engines.first_data import FirstData
+from mpcomp.engines.gradients import OptimizerWatch
 from mpcomp.links.boundary import Boundary
-from mpcomp.links.tied_weights import SharedWeight, Tie, TiedWeights
+from mpcomp.links.tied_weights import SharedWeight, Tie, TiedWeights, fresh_copy
 from mpcomp.pilot.comparison import Comparison
 from mpcomp.pilot.dial import Dial
 from mpcomp.pilot.trials import MethodPair, Pilot, compare
@@ -349,7 +349,7 @@ class Pipeline(Figures, OriginalModel):
         return self._output_on_all(whole) if self.first_data is None else whole, total
 
     def note_gradients(self) -> None:
-        """Takes the gradients as they are for right; see `mpcomp.api.gradients.OptimizerWatch`."""
+        """Takes gradients as they are for right (`mpcomp.engines.gradients.OptimizerWatch`)."""
         if self._watch is not None:
             self._watch.note()
 
@@ -461,7 +461,7 @@ class Pipeline(Figures, OriginalModel):
         """
         ids = ids_of_batch(sample_ids, self.chunks)
         for link in self.links:
-            link.prefetch(ids)
+            link.endpoint.prefetch(ids)
 
     def state_bytes(self, batch: Any, num_samples: int | None = None) -> dict[str, Any]:
         """Bytes that links of this process will keep at most: `mpcomp.plan.state_bytes`."""
@@ -575,7 +575,7 @@ class Pipeline(Figures, OriginalModel):
         """
         steps = self._steps
         with ExitStack() as stack:
-            fresh = [(a.fresh_copy(), b.fresh_copy()) for a, b in (tie.links for tie in self.ties)]
+            fresh = [(fresh_copy(a), fresh_copy(b)) for a, b in (tie.links for tie in self.ties)]
             links = [*(each.links for each in boundaries), *fresh]
             for own, others in zip(self.crossings, links, strict=True):
                 stack.enter_context(own.swapped_links(others))

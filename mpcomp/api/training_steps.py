@@ -377,7 +377,7 @@ class TrainingSteps:
         """Whether a step's updates were stored, on all ranks, and its loss."""
         mesh, links = self._mesh, self.links
         overflowed = self._overflowed(step)
-        broken = [float(link.found_nonfinite(train=True)) for link in links]
+        broken = [float(link.nonfinite.found(train=True)) for link in links]
         failed = any(each.failed for each in self._crossings)  # and has raised its error
         total = loss.total if loss is not None else None
         alone = mesh.num_ranks == 1  # then nobody needs the loss as a number, which waits for a GPU
@@ -407,8 +407,8 @@ class TrainingSteps:
         self.adaptation.finish_step(step, measured, finite=finite)
         if not step.index & (step.index + 1):  # after 1, 2, 4, ... steps, as an accelerator waits
             for link in links:
-                link.warn_of_error(link.meter.train)
-                link.warn_of_lag(link.meter.train)
+                link.warnings.of_error(link.meter.train)
+                link.warnings.of_lag(link.meter.train)
         if loss is not None and not alone:
             replicas = mesh.num_replicas
             of_dtype = _LOSS_DTYPES[int(dtype) // replicas]
@@ -444,14 +444,14 @@ class TrainingSteps:
     def raise_if_nonfinite(self) -> None:
         """For inference, where one rank saw what all must raise, or an accelerator saw it later."""
         links = self.links
-        flags = [float(link.found_nonfinite(train=False)) for link in links]
+        flags = [float(link.nonfinite.found(train=False)) for link in links]
         if self._mesh.num_ranks > 1:
             flags = self._mesh.all_reduce_sum(flags)
         for link, flag in zip(links, flags, strict=True):
             if flag:
                 raise nonfinite_error(link.name, self.num_steps)
         for link in links:
-            link.warn_of_error(link.meter.eval)
+            link.warnings.of_error(link.meter.eval)
 
     @contextmanager
     def traced(self, tracing: Tracing) -> Iterator[None]:
@@ -500,7 +500,7 @@ class TrainingSteps:
 
     def _clear_nonfinite(self, train: bool) -> None:
         for link in self.links:
-            link.found_nonfinite(train)  # counts and clears
+            link.nonfinite.found(train)  # counts and clears
 
     # -- what steps have sent -----------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from mpcomp.core.spec import SpecValue, parse
 from mpcomp.core.traffic import Meter, Traffic
 from mpcomp.links.auto import AUTO
 from mpcomp.links.link import Link
+from mpcomp.links.state import restored as restored_link
 
 __all__ = [
     "check_links",
@@ -33,7 +34,7 @@ def links_entries(run: RunState, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """All links by key: stored rows into ``tensors``, the rest returned."""
     entries = {}
     for link in run.links:
-        state = link.state_dict()
+        state = link.endpoint.state_dict()
         held = {k: value for k, value in state.items() if isinstance(value, Tensor)}
         tensors.update({f"{_key(link)}.{k}": value for k, value in held.items()})
         entries[_key(link)] = {
@@ -170,7 +171,7 @@ def restored_links(
             traffic = total[key]["traffic"] if counts_here and key in total else {}
         ends = (("sender", link.sender_stage), ("receiver", link.receiver_stage))
         devices = {role: run.device_of(stage) for role, stage in ends}
-        restored.append(link.restored(state, devices, kept.get(key)))
+        restored.append(restored_link(link, state, devices, kept.get(key)))
         restored.append(partial(_count_on, link, {**fresh, **traffic}))
 
     def put() -> None:

@@ -66,9 +66,10 @@ class Kernel(Generic[P, R]):
         """The result of the implementation for the device of the first argument."""
         first: Any = args[0]  # a tensor, or a device
         device = getattr(first, "device", first)
-        if device.type == "cuda" and not _in_triton(device):
+        kind = device.type
+        if kind == "cuda" and not _in_triton(device):
             return self.anywhere(*args, **kwargs)
-        return self.by_device.get(device.type, self.anywhere)(*args, **kwargs)
+        return self.by_device.get(kind, self.anywhere)(*args, **kwargs)
 
     def own(self, device: torch.device) -> Callable[P, R] | None:
         """The implementation that a device has for itself; None without."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Final
+from functools import partial
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
+from mpcomp.core.randomness import generator_for
 from mpcomp.core.trace import NO_STAGE, Trace
 
 __all__ = ["HISTORY_STEPS", "Key", "MessageContext", "SampleIds", "Step"]
@@ -24,9 +26,8 @@ SampleIds = tuple[Key, ...] | int | None
 _UNTRACED: Final = nullcontext()
 
 
-@dataclass(frozen=True)
-class MessageContext:
-    """Both ends of a link are given equal visits.
+class MessageContext(NamedTuple):
+    """One message in a step. Both ends of a link are given equal ones.
 
     Attributes:
         step: number of the training step, skipped steps counted.
@@ -44,6 +45,7 @@ class MessageContext:
         sampled: whether figures that take time are measured of this microbatch.
         lr: learning rate of the step, where it is known.
         num_rows: of a tensor whose rows are left out where they are zero; None of others.
+        checked: whether the message has a sum over its bits.
     """
 
     step: int
@@ -58,6 +60,7 @@ class MessageContext:
     sampled: bool = False
     lr: float | None = None
     num_rows: int | None = None
+    checked: bool = False
 
     @property
     def learns(self) -> bool:
@@ -117,10 +120,44 @@ class Step:
         """Whether figures that take time are measured: in one microbatch a step, by turns."""
         return microbatch == self.index % self.num_microbatches
 
-    def ids_of(self, microbatch: int) -> SampleIds:
-        """Sample ids of one microbatch."""
-        return self.sample_ids[microbatch] if self.sample_ids else None
+    def message(
+        self,
+        microbatch: int,
+        seed: tuple[int | str, ...],
+        *,
+        on: bool,
+        unit: float = 1.0,
+        num_rows: int | None = None,
+        checked: bool = False,
+    ) -> MessageContext:
+        """The context of a link's message, equal at both ends.
 
-    def valid_of(self, microbatch: int) -> Tensor | None:
-        """Mask of a microbatch's positions that count: bool [rows, positions]; None for all."""
-        return self.valid[microbatch] if self.valid else None
+        Args:
+            microbatch: its number.
+            seed: of the link; random choices follow from this, the step and the microbatch.
+            on: as of `MessageContext`, and so are those that follow.
+            unit: likewise.
+            num_rows: likewise.
+            checked: likewise.
+        """
+        return MessageContext(
+            self.index,
+            microbatch,
+            partial(self._generator, seed, microbatch),
+            self.sample_ids[microbatch] if self.sample_ids else None,
+            unit,
+            self.valid[microbatch] if self.valid else None,
+            train=self.train,
+            on=on,
+            sampled=self.samples(microbatch),
+            lr=self.lr,
+            num_rows=num_rows,
+            checked=checked,
+        )
+
+    def _generator(
+        self, seed: tuple[int | str, ...], microbatch: int, part: str
+    ) -> torch.Generator:
+        kind = "train" if self.train else "eval"
+        again = ("call", self.call) if self.call else ()
+        return generator_for(*seed, kind, self.index, microbatch, *again, part)

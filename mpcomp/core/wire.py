@@ -48,24 +48,21 @@ __all__ = [
     "HEADER_BYTES",
     "LONG_HEADER_BYTES",
     "VERSION",
+    "Form",
     "Header",
     "Parts",
     "Payload",
     "aligned_length",
+    "apply_status",
     "byte_parts",
-    "frame",
     "layout_check",
-    "message_bytes",
     "no_tensor",
     "pack",
     "packed_length",
     "says_constant",
     "says_no_tensor",
-    "seal",
     "set_constant",
-    "set_status",
     "status_of",
-    "unframe",
     "unpack",
 ]
 
@@ -79,6 +76,7 @@ _STATUS, _FORM = 2, 3  # positions of the bytes
 _ALIGNED = 16  # bytes; no element is longer
 _HEADER = struct.Struct("<BBBBIIf")
 _LENGTH = struct.Struct("<Q")
+_PREFIX = struct.Struct("<i")  # the length of a part that varies
 _FP32 = struct.Struct("<f")
 _NOTICE = _HEADER.pack(VERSION, _NO_TENSOR, 0, 0, zlib.crc32(b"no tensor"), 0, 0.0)
 #: Numbers that ranks have in common if their messages have the same headers and notices.
@@ -111,17 +109,16 @@ def byte_parts(payload: Payload, start: int) -> tuple[list[Tensor], int]:
     """
     if len({part.device for part in payload}) > 1:
         payload = _together(payload)
-    offsets, length = _offsets([TensorMeta.of(part) for part in payload], start)
     parts, end = [], start
-    for part, offset in zip(payload, offsets, strict=True):
-        if offset > end:
-            parts.append(torch.zeros(offset - end, dtype=torch.uint8, device=part.device))
+    for part in payload:
+        if gap := -end % part.dtype.itemsize:
+            parts.append(torch.zeros(gap, dtype=torch.uint8, device=part.device))
         flat = part.reshape(-1)
         if flat.stride(0) != 1:  # which a single element may have, and be contiguous
             flat = flat.clone(memory_format=torch.contiguous_format)
         parts.append(flat.view(torch.uint8))
-        end = offset + part.nbytes
-    return parts, length
+        end += gap + part.nbytes
+    return parts, end
 
 
 def _together(tensors: Iterable[Tensor]) -> Payload:
@@ -151,7 +148,10 @@ def pack(payloads: Iterable[Payload]) -> Tensor:
 
 def unpack(buffer: Tensor, layout: Sequence[TensorMeta], start: int = 0) -> Payload:
     """The tensors, as views into the buffer."""
-    offsets, _ = _offsets(layout, start)
+    return _views(buffer, layout, _offsets(layout, start)[0])
+
+
+def _views(buffer: Tensor, layout: Sequence[TensorMeta], offsets: Sequence[int]) -> Payload:
     return tuple(
         buffer[offset : offset + part.dense_bytes].view(part.dtype).reshape(part.shape)
         for part, offset in zip(layout, offsets, strict=True)
@@ -199,8 +199,8 @@ class Parts:
             known += payload[:-1] if varies else payload
             if varies:
                 if self._prefix:
-                    length = torch.tensor([payload[-1].numel()], dtype=torch.int32)
-                    tails.append(length.view(torch.uint8).to(payload[-1].device))
+                    length = bytearray(_PREFIX.pack(payload[-1].numel()))
+                    tails.append(torch.frombuffer(length, dtype=torch.uint8).to(payload[-1].device))
                 tails.append(payload[-1])
         if len({tail.device for tail in tails}) > 1:
             tails = [*_together(tails)]
@@ -233,12 +233,11 @@ class Parts:
         """The tail that begins there, and where it ends."""
         length = tails.numel()
         if self._prefix:
-            prefix = tails[start : start + self._prefix].cpu()
+            prefix = bytes(tails[start : start + self._prefix].tolist())
             start += self._prefix
             if start > tails.numel():
                 raise RuntimeError(f"a message of {tails.numel()} bytes that was cut short")
-            # A copy, as a view needs an address that is a multiple of four.
-            length = int(prefix.clone().view(torch.int32))
+            (length,) = _PREFIX.unpack(prefix)
         if not 0 <= length <= min(most, tails.numel() - start):
             raise RuntimeError(
                 f"a part of {length} bytes in a message where at most "
@@ -250,7 +249,7 @@ class Parts:
     @functools.cached_property
     def _prefix(self) -> int:
         """Bytes before each tail."""
-        return 4 if sum(self.varies) > 1 else 0
+        return _PREFIX.size if sum(self.varies) > 1 else 0
 
     def _marked(self) -> Iterator[tuple[TensorMeta, bool]]:
         """Each tensor, and whether it varies in length."""
@@ -289,25 +288,6 @@ class Header:
         if self.cf:  # as it travels, so that what arrives is equal to what is expected
             object.__setattr__(self, "cf", _FP32.unpack(_FP32.pack(self.cf))[0])
 
-    def to_tensor(self) -> Tensor:
-        """The header as uint8 [16], [24] with a length, [32] with a sum to be; on the CPU."""
-        long = self.length is not None
-        assert long or not self.checked, "a message that is checked says its length"
-        raw = _HEADER.pack(
-            self.version,
-            self.kind,
-            self.status,
-            _LONG * long | _CHECKED * self.checked,
-            self.check,
-            self.step & 0xFFFFFFFF,
-            self.cf,
-        )
-        if self.length is not None:
-            raw += _LENGTH.pack(self.length)
-        if self.checked:
-            raw += bytes(CHECKED_HEADER_BYTES - LONG_HEADER_BYTES)
-        return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-
     @classmethod
     def of(cls, message: Tensor) -> Header:
         """Reads the header of a message (from an accelerator this waits for it).
@@ -325,14 +305,16 @@ class Header:
         return cls(kind, status, check, step, cf, version, length, bool(form & _CHECKED))
 
 
-def set_status(message: Tensor, status: Tensor | int) -> None:
-    """Writes the header's status, 0 or 1; a flag of one element on the device is not waited for."""
-    message[_STATUS] = status
+def set_constant(message: Tensor, *, checked: bool) -> None:
+    """Writes into the header that no gradient of the tensor is wanted.
 
-
-def set_constant(message: Tensor) -> None:
-    """Writes into the header that no gradient of the tensor is wanted."""
+    Args:
+        message: that was just framed.
+        checked: as of its `Form`.
+    """
     message[_FORM] |= _CONSTANT
+    if checked:
+        _seal(message)
 
 
 def says_constant(message: Tensor) -> bool:
@@ -345,17 +327,12 @@ def status_of(message: Tensor) -> Tensor:
     return message[_STATUS]
 
 
-def _header_bytes(variable: bool, checked: bool) -> int:
-    if checked:
-        return CHECKED_HEADER_BYTES
-    return LONG_HEADER_BYTES if variable else HEADER_BYTES
-
-
-def message_bytes(
-    layout: tuple[TensorMeta, ...], *, variable: bool = False, checked: bool = False
-) -> int:
-    """Length of a message with this layout, header included; the largest where it varies."""
-    return packed_length(layout, _header_bytes(variable, checked))
+def apply_status(message: Tensor, x: Tensor) -> None:
+    """Makes the tensor that a message says all NaN if its sender saw NaN or Inf."""
+    if message.device.type != "cpu":
+        x.masked_fill_(status_of(message).bool(), torch.nan)
+    elif status_of(message):
+        x.fill_(torch.nan)
 
 
 def no_tensor(num_bytes: int = HEADER_BYTES) -> Tensor:
@@ -374,27 +351,150 @@ def layout_check(layout: tuple[TensorMeta, ...]) -> int:
     return zlib.crc32(repr([(part.shape, str(part.dtype)) for part in layout]).encode())
 
 
-def frame(
-    header: Header, payload: Payload, *, variable: bool = False, checked: bool = False
-) -> Tensor:
-    """Header and payload as one uint8 buffer where the payload lies.
+class Form:
+    """The form of a message, which both ends know before there is one.
 
     Args:
-        header: of the message; its length is filled in here.
-        payload: tensors of the layout, where the length varies the last one maybe shorter.
-        variable: whether it does.
-        checked: whether there is room for a sum over its bits, which `seal` fills in.
+        layout: of the payload; where the length varies the longest, which ends with uint8 [n].
+        variable: whether the length varies.
+        checked: whether the header has a sum over all bits.
+
+    Attributes:
+        num_bytes: length of the message, header included; the most where it varies.
     """
-    if variable:
-        assert payload and payload[-1].dtype == torch.uint8 and payload[-1].dim() == 1
-    parts, length = byte_parts(payload, _header_bytes(variable, checked))
-    if variable or checked:
-        header = replace(header, length=length, checked=checked)
-    head = header.to_tensor()
-    return torch.cat([head.to(parts[0].device, non_blocking=True) if parts else head, *parts])
+
+    def __init__(
+        self, layout: tuple[TensorMeta, ...], *, variable: bool = False, checked: bool = False
+    ) -> None:
+        self.layout, self.variable, self.checked = layout, variable, checked
+        self._long = variable or checked
+        self._header_bytes = LONG_HEADER_BYTES if self._long else HEADER_BYTES
+        if checked:
+            self._header_bytes = CHECKED_HEADER_BYTES
+        self._offsets, self.num_bytes = _offsets(layout, self._header_bytes)
+
+    @functools.cached_property
+    def check(self) -> int:
+        """The layout's `layout_check`."""
+        return layout_check(self.layout)
+
+    def frame(self, header: Header, payload: Payload, status: Tensor | int | None = None) -> Tensor:
+        """Header and payload as one uint8 buffer where the payload lies.
+
+        Args:
+            header: of the message; what its form says of it is filled in here.
+            payload: tensors of the layout, where the length varies the last one maybe shorter.
+            status: in place of the header's; one element on the device, which is not waited for.
+        """
+        if self.variable:
+            assert payload and payload[-1].dtype == torch.uint8 and payload[-1].dim() == 1
+        parts, length = byte_parts(payload, self._header_bytes)
+        raw = _HEADER.pack(
+            header.version,
+            header.kind,
+            header.status,
+            _LONG * self._long | _CHECKED * self.checked,
+            header.check,
+            header.step & 0xFFFFFFFF,
+            header.cf,
+        )
+        if self._long:
+            raw += _LENGTH.pack(length).ljust(self._header_bytes - HEADER_BYTES, b"\0")
+        head = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+        if parts:
+            head = head.to(parts[0].device, non_blocking=True)
+        message = torch.cat([head, *parts])
+        if status is not None:
+            message[_STATUS] = status
+        if self.checked:
+            _seal(message)
+        return message
+
+    def payload(
+        self, message: Tensor, expected: Header | None = None, device: torch.device | None = None
+    ) -> Payload:
+        """The payload as views into the message, or into a copy of it.
+
+        Args:
+            message: as long as the layout says. Where its length varies or it is checked: what was
+                sent, or the buffer that was posted for it, of which the end then has no meaning.
+                Then its header is read, so an accelerator is waited for.
+            expected: the header but for its status, where it is compared; on an accelerator only
+                one that is read anyway.
+            device: where the payload is put, in one copy, once the message was read; None for
+                where the message lies.
+
+        Raises:
+            RuntimeError: the message is not as long as the layout, or its header, says, not the
+                one that was sent, or not the expected one.
+        """
+        header = None
+        if self._long:
+            message, header = self._read(message)
+        elif message.numel() != self.num_bytes:
+            raise RuntimeError(
+                f"message of {message.numel()} bytes where {self.num_bytes} were expected"
+            )
+        elif expected is not None and message.device.type == "cpu":
+            header = Header.of(message)
+        if header is not None and expected is not None:
+            _check_header(header, expected)
+        if device is not None:
+            message = to_device(message, device)
+        if not self.variable:
+            return _views(message, self.layout, self._offsets)
+        *offsets, start = self._offsets
+        return (*_views(message, self.layout[:-1], offsets), message[start:])
+
+    def _read(self, message: Tensor) -> tuple[Tensor, Header]:
+        """What was sent of a buffer, and its header, where that says the length."""
+        least = most = self.num_bytes
+        if self.variable:
+            last = self.layout[-1]
+            assert last.dtype == torch.uint8 and len(last.shape) == 1
+            least -= last.numel
+        due = f"{least} to {most}" if self.variable else f"{most}"
+        # What is checked may have come to a buffer with room for any message.
+        if message.numel() < least or (message.numel() > most and not self.checked):
+            raise RuntimeError(f"message of {message.numel()} bytes where {due} were expected")
+        header = Header.of(message)
+        if header.length is None:
+            raise RuntimeError(
+                f"message of {message.numel()} bytes that does not say its length, where one of "
+                f"{due} bytes was expected: the two ends have different methods"
+            )
+        if not least <= header.length <= most:
+            raise RuntimeError(
+                f"message that says it has {header.length} bytes where {due} were expected: "
+                "its header is damaged, or the two ends have different methods"
+            )
+        if header.length > message.numel():
+            raise RuntimeError(
+                f"message of {message.numel()} bytes that says it has {header.length}: it was cut "
+                "short"
+            )
+        message = message[: header.length]
+        if self.checked and not torch.equal(
+            _sum_of(message), _bits_of(message).reshape(1).view(torch.uint8)
+        ):
+            raise RuntimeError(
+                f"message of {header.length} bytes whose bits do not add up to what its sender has "
+                "written: it was damaged or cut short on its way"
+            )
+        return message, header
 
 
-def seal(message: Tensor) -> None:
+def _check_header(found: Header, expected: Header) -> None:
+    """Raises RuntimeError unless a header is the expected one but for its status."""
+    if found.status != expected.status:
+        expected = replace(expected, status=found.status)
+    if found != expected:
+        raise RuntimeError(
+            f"the two ends disagree (message says {found}, this end expects {expected})"
+        )
+
+
+def _seal(message: Tensor) -> None:
     """Writes the sum over a message's bits into its header, when nothing else will change."""
     _sum_of(message).copy_(_bits_of(message).reshape(1).view(torch.uint8))
 
@@ -407,72 +507,3 @@ def _bits_of(message: Tensor) -> Tensor:
     """Sum over all bits of a message but those of the sum itself, int64 []."""
     head = bit_sum(message[:LONG_HEADER_BYTES])
     return bit_sum(torch.stack([head, bit_sum(message[CHECKED_HEADER_BYTES:])]))
-
-
-def unframe(
-    message: Tensor,
-    layout: tuple[TensorMeta, ...],
-    *,
-    variable: bool = False,
-    checked: bool = False,
-    device: torch.device | None = None,
-) -> Payload:
-    """The payload as views into the message, or into a copy of it.
-
-    Args:
-        message: as long as the layout says. Where its length varies or it is checked: what was
-            sent, or the buffer that was posted for it, of which the end then has no meaning.
-        layout: of the payload, the largest where it varies.
-        variable: whether it does; then the header is read, so an accelerator is waited for.
-        checked: whether the message has a sum over its bits, which is compared; likewise.
-        device: where the payload is put, in one copy, once the message was read; None for where
-            the message lies.
-
-    Raises:
-        RuntimeError: the message is not as long as the layout, or its header, says, or not the one
-            that was sent.
-    """
-    most = message_bytes(layout, variable=variable, checked=checked)
-    if not (variable or checked):
-        if message.numel() != most:
-            raise RuntimeError(f"message of {message.numel()} bytes where {most} were expected")
-        if device is not None:
-            message = to_device(message, device)
-        return unpack(message, layout, HEADER_BYTES)
-    least = most
-    if variable:
-        last = layout[-1]
-        assert last.dtype == torch.uint8 and len(last.shape) == 1
-        least -= last.numel
-    expected = f"{least} to {most}" if variable else f"{most}"
-    # What is checked may have come to a buffer with room for any message.
-    if message.numel() < least or (message.numel() > most and not checked):
-        raise RuntimeError(f"message of {message.numel()} bytes where {expected} were expected")
-    header = Header.of(message)
-    if header.length is None:
-        raise RuntimeError(
-            f"message of {message.numel()} bytes that does not say its length, where one of "
-            f"{expected} bytes was expected: the two ends have different methods"
-        )
-    if not least <= header.length <= most:
-        raise RuntimeError(
-            f"message that says it has {header.length} bytes where {expected} were expected: "
-            "its header is damaged, or the two ends have different methods"
-        )
-    if header.length > message.numel():
-        raise RuntimeError(
-            f"message of {message.numel()} bytes that says it has {header.length}: it was cut short"
-        )
-    message = message[: header.length]
-    if checked and not torch.equal(
-        _sum_of(message), _bits_of(message).reshape(1).view(torch.uint8)
-    ):
-        raise RuntimeError(
-            f"message of {header.length} bytes whose bits do not add up to what its sender has "
-            "written: it was damaged or cut short on its way"
-        )
-    if variable:
-        layout = (*layout[:-1], TensorMeta((header.length - least,), torch.uint8))
-    if device is not None:
-        message = to_device(message, device)
-    return unpack(message, layout, _header_bytes(variable, checked))

@@ -196,7 +196,7 @@ class CutStage(PipelineStage):
         """
         ways = [self._runner.way_back()]
         if self._after is not None:
-            ways.append(self._after.boundary.act.way_back())
+            ways.append(self._after.boundary.act.nonfinite.way_back())
         try:
             output, received = self._forward(0, batch)
             self._ahead = _Forward(output, received, self._encoded(0, output))

@@ -21,7 +21,7 @@ from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.entropy import KINDS
 from mpcomp.links.auto import AUTO, INFERENCE
 from mpcomp.links.budget import spelt
-from mpcomp.links.build import Methods, boundaries_of
+from mpcomp.links.build import Methods, boundaries_of, format_of
 from mpcomp.links.link import Link
 
 __all__ = ["CompressedPipelineStage", "compress_pipeline"]
@@ -83,7 +83,7 @@ def compress_pipeline(
 
 def _compare(stage: Any, seed: int, device: torch.device) -> None:
     """Compares the settings of all ranks: gloo dies of messages that differ in length."""
-    methods = [(str(link.method), link.format) for link in stage.links]
+    methods = [(str(link.method), format_of(link)) for link in stage.links]
     number = fingerprint(methods, KINDS, seed, stage.top_logits)
     own = torch.tensor([number], device="cpu" if stage.comm_on_cpu else device)
     heard = [torch.empty_like(own) for _ in range(stage.pp_size)]

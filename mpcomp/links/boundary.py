@@ -17,7 +17,7 @@ from torch import Tensor
 from mpcomp.comm.channels import Channel
 from mpcomp.core.step import Step
 from mpcomp.core.tensor_meta import TensorMeta
-from mpcomp.core.wire import HEADER_BYTES, says_constant
+from mpcomp.core.wire import HEADER_BYTES, Form, says_constant, set_constant
 from mpcomp.feedback.memory import Side
 from mpcomp.links.link import Link
 
@@ -147,7 +147,7 @@ class Crossing(NamedTuple):
         at = link.sender_stage, microbatch
         with _no_autocast(x.device):
             if constant:
-                link.mark_constant(message)
+                set_constant(message, checked=link.checked)
             with step.during("send", *at, link.name, message.numel()):
                 self.channel.send(microbatch, message)
             if step.samples(microbatch):
@@ -164,7 +164,10 @@ class Crossing(NamedTuple):
     def send_nothing(self, meta: TensorMeta, step: Step, microbatch: int) -> None:
         """Says that there is no tensor to send, of which a header is metered."""
         link = self.link
-        num_bytes = link.nothing_bytes(meta, step, microbatch, self.channel)
+        num_bytes = HEADER_BYTES
+        if self.channel.equal_lengths:
+            device = self.channel.device
+            num_bytes = link.message_bytes(meta, step, microbatch, device, Side.SENDER)
         with step.during("send", link.sender_stage, microbatch, link.name, HEADER_BYTES):
             self.channel.send_nothing(microbatch, num_bytes)
         link.count_nothing(step, microbatch)
@@ -172,9 +175,14 @@ class Crossing(NamedTuple):
     # -- where it receives ----------------------------------------------------------------------
 
     def post(self, meta: TensorMeta, step: Step, microbatch: int) -> None:
-        """Prepares for a tensor like ``meta`` to come."""
+        """Prepares for a tensor like ``meta`` to come.
+
+        A transport may die of a message that is longer than its buffer. Where messages are checked,
+        there is room for one up to a dense one, which is refused by name.
+        """
         size = self.link.message_bytes(meta, step, microbatch, self.channel.device)
-        self.channel.post(microbatch, size, self.link.room(meta))
+        room = Form((meta,), checked=True).num_bytes if self.link.checked else 0
+        self.channel.post(microbatch, size, room)
 
     def receive(
         self, meta: TensorMeta, step: Step, microbatch: int, *, arrived: bool = False
@@ -213,7 +221,7 @@ class Crossing(NamedTuple):
         ):
             message = self.channel.receive_any(microbatch)
         if message is None:
-            self.link.forget(Side.RECEIVER, microbatch)
+            self.link.plans.forget(microbatch)
             return None
         return self._decoded(message, meta, step, microbatch)
 

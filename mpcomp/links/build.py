@@ -3,20 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
-from mpcomp.compressors import Identity
+import torch
+
+from mpcomp.compressors.base import Identity, shrinks
+from mpcomp.compressors.rows import InRows
 from mpcomp.core.spec import SpecValue, closest, parse
+from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.wire import FORMAT, layout_check
 from mpcomp.links.auto import AUTO, TIE_COMP, Words
 from mpcomp.links.boundary import Boundary
 from mpcomp.links.link import ACT, GRAD, Link
 
-__all__ = ["MethodLike", "Methods", "boundaries_of", "given_at", "method_of", "tie_method_of"]
+__all__ = [
+    "MethodLike",
+    "Methods",
+    "boundaries_of",
+    "format_of",
+    "given_at",
+    "method_of",
+    "tie_method_of",
+]
 
 #: What may be given for one boundary.
 MethodLike = SpecValue | str | None
 #: What may be given for all: one for all, a list, or a mapping from cuts.
 Methods = MethodLike | Sequence[MethodLike] | Mapping[Any, MethodLike]
+
+#: Tensors of which ranks compare the layouts of messages.
+_METAS: Final = (TensorMeta((2, 24)), TensorMeta((4, 16, 256), torch.bfloat16))
 
 
 def boundaries_of(
@@ -72,6 +88,25 @@ def boundaries_of(
         ]
         boundaries.append(Boundary(*links))
     return boundaries
+
+
+def format_of(link: Link) -> list[int]:
+    """Numbers that two ranks have in common if they would send the same bytes for a tensor.
+
+    The methods' names are not all of it: of one name there may be code of two dates. Of each part
+    of a message, layouts of a small tensor and a large one, and what headers are like.
+    """
+    coders = [*link.endpoint.coders]
+    if link.num_rows is not None:
+        coders.append(InRows(Identity(), link.num_rows))
+    return [
+        *FORMAT,
+        *(
+            layout_check((coder if shrinks(coder, meta) else Identity()).layout(meta))
+            for coder in coders
+            for meta in _METAS
+        ),
+    ]
 
 
 def given_at(argument: str, given: Methods, names: Sequence[str]) -> list[MethodLike]:

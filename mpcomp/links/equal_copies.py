@@ -33,7 +33,7 @@ from mpcomp.feedback.memory import Side
 from mpcomp.links.link import Link
 from mpcomp.links.tied_weights import TiedWeights
 
-__all__ = ["PERIOD", "EqualCopies"]
+__all__ = ["PERIOD", "EqualCopies", "bits_by_slot", "bits_of"]
 
 #: Steps between two comparisons. Mistakes of a script show in its first steps, so steps whose
 #: numbers are powers of two, and the first, have one too until then.
@@ -80,7 +80,7 @@ class EqualCopies:
         if not self.due(step):
             return []
         of_links = [
-            _folded(link.bits(Side.SENDER)) - _folded(link.bits(Side.RECEIVER))
+            _folded(bits_of(link, Side.SENDER)) - _folded(bits_of(link, Side.RECEIVER))
             for link in self._links
         ]
         of_ties = [
@@ -127,7 +127,7 @@ class EqualCopies:
 
     def _of_link(self, link: Link, step: Step) -> str:
         """The slots in which the ends of a link differ, in words."""
-        own = {side.value: link.bits_by_slot(side) for side in Side}
+        own = {side.value: bits_by_slot(link, side) for side in Side}
         found = self._mesh.all_gather_object(own, f"what differs at {link.name}")
         row = self._mesh.pp_size
         differing: dict[str, None] = {}
@@ -197,6 +197,25 @@ class EqualCopies:
             for stage in self._stages
             for name, weight in stage.named_parameters()
         }
+
+
+def bits_of(link: Link, side: Side) -> Tensor:
+    """A sum over the bits of what an end here has kept, as the other end has; int64 [].
+
+    Of the open step's messages, as the steps before it have left that; zero of an end that is not
+    here.
+    """
+    sums = [bit_sum(rows).cpu() for _, rows in link.endpoint.copies(side)]
+    return bit_sum(torch.stack(sums)) if sums else torch.zeros((), dtype=torch.int64)
+
+
+def bits_by_slot(link: Link, side: Side) -> dict[str, int]:
+    """As `bits_of`, by the name of what is kept, such as a slot's key."""
+    return {
+        name: int(bit_sum(row))
+        for names, rows in link.endpoint.copies(side)
+        for name, row in zip(names, rows, strict=True)
+    }
 
 
 def _folded(bits: Tensor) -> int:

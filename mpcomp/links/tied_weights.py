@@ -41,6 +41,7 @@ __all__ = [
     "Tie",
     "TiedWeights",
     "check_alike",
+    "fresh_copy",
     "separate_gradients",
     "ties_of",
     "trained_and_frozen",
@@ -234,6 +235,22 @@ class TiedWeights(Tie, TwoLinks):
         if 1 - i not in self.here:  # which would receive it
             return link.arrived(messages[i], step, 0) if i in messages else None
         return self._crossing(i).receive_any(meta, step, 0)
+
+
+def fresh_copy(link: Link) -> Link:
+    """A link like this one that has sent nothing yet, beyond its warm-up."""
+    seed, replica, boundary, direction = link.seed
+    return Link(
+        link.method,
+        boundary=boundary,
+        direction=direction,
+        seed=seed,
+        replica=replica,
+        ends=(link.sender_stage, link.receiver_stage),
+        name=link.name,
+        checked=link.checked,
+        num_rows=link.num_rows,
+    )
 
 
 def trained_and_frozen(ties: Sequence[Tie]) -> tuple[int, int]:

@@ -23,21 +23,26 @@ class LinkWarnings:
     Args:
         name: of the link.
         method: likewise.
+        makes_good: whether what a message leaves out may come later, or is right on average. So
+            gradients may well arrive; an activation is used as it arrives.
     """
 
-    def __init__(self, name: str, method: SpecValue) -> None:
+    def __init__(self, name: str, method: SpecValue, *, makes_good: bool) -> None:
         self._name = name
         self._method = method
+        self._makes_good = makes_good
         self._said_of_error = self._said_of_lag = False
 
     def of_error(self, traffic: Traffic) -> None:
-        """Warns if what arrives is further from what was meant than nothing would be.
+        """Warns, once, if what arrives is further from what was meant than nothing would be.
 
         Args:
-            traffic: of training or evaluation, so far.
+            traffic: of training or evaluation, as metered here so far.
         """
+        if self._said_of_error or self._makes_good:
+            return
         error = traffic.relative_error
-        if self._said_of_error or not error > 1.01:  # not for rounding's sake
+        if not error > 1.01:  # not for rounding's sake
             return
         self._said_of_error = True
         warnings.warn(
@@ -46,17 +51,17 @@ class LinkWarnings:
             "Outliers take a scale that all elements share: give each token or group one "
             "(quant:8:scale=token, step:0.3), use more bits or a larger share, or send this "
             "link uncompressed (None)",
-            stacklevel=3,
+            stacklevel=2,
         )
 
     def of_lag(self, traffic: Traffic) -> None:
-        """Warns if a memory lags further behind its samples than their first messages did.
+        """Warns, once, if a memory lags further behind its samples than their first messages did.
 
         A message of a sample that comes again may leave out half a step of an element, as its first
         one did: then both are as near. With a dead zone more is left out, and the same each time.
 
         Args:
-            traffic: of training, so far.
+            traffic: of training, as metered here so far.
         """
         if self._said_of_lag or traffic.lags is None or traffic.lags[-1] < _ENOUGH_ELEMENTS:
             return
@@ -71,5 +76,5 @@ class LinkWarnings:
             f"messages left {traffic.stayed:.2%} of it as it was, so stages are trained on what "
             "samples were, which validation never sees. Leave the dead zone out of the step "
             "(dead_zone=0.5), or take a finer one",
-            stacklevel=3,
+            stacklevel=2,
         )

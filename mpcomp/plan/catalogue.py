@@ -13,7 +13,7 @@ from torch import Tensor
 from mpcomp.core.sent import below_bf16
 from mpcomp.core.spec import SpecValue, parse, registered
 from mpcomp.core.tensor_meta import TensorMeta
-from mpcomp.core.wire import message_bytes
+from mpcomp.core.wire import Form
 from mpcomp.feedback import Feedback
 from mpcomp.plan.coding import measure_cut
 from mpcomp.plan.planner import CHANGES
@@ -128,7 +128,7 @@ def figures_of(entry: Entry, x: Tensor, *, repeats: int) -> Figures:
     return Figures(
         wire_bytes=wire_bytes,
         below_bf16=below_bf16(wire_bytes, meta.numel),
-        below_own=message_bytes((meta,)) / wire_bytes,
+        below_own=Form((meta,)).num_bytes / wire_bytes,
         relative_error=errors[way],
         encode_melems_s=x.numel() / encode_s / 1e6,
         decode_melems_s=x.numel() / decode_s / 1e6,

@@ -149,12 +149,12 @@ def measure_cut(
         # Methods learn from the first microbatch of a step: all others take what is measured.
         for microbatch in (0, 1) if index < _WARMUPS else (1,):
             act, encode_act = run(boundary.act.encode, activation, step, microbatch)
-            got_act, decode_act = run(boundary.act.decode, act, act_meta, step, microbatch)
+            _, decode_act = run(boundary.act.decode, act, act_meta, step, microbatch)
             grad, encode_grad = run(boundary.grad.encode, gradient, step, microbatch)
-            got_grad, decode_grad = run(boundary.grad.decode, grad, grad_meta, step, microbatch)
+            _, decode_grad = run(boundary.grad.decode, grad, grad_meta, step, microbatch)
         if index == _WARMUPS + repeats - 1:
-            boundary.act.compare(activation, got_act, step)
-            boundary.grad.compare(gradient, got_grad, step)
+            boundary.act.compare_sent(activation, act, step, microbatch)
+            boundary.grad.compare_sent(gradient, grad, step, microbatch)
         boundary.finish_step(finite=True)
         runs.append((encode_act, decode_act, encode_grad, decode_grad))
     seconds = map(settle, zip(*runs[_WARMUPS:], strict=True))

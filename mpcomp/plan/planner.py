@@ -23,7 +23,7 @@ from mpcomp.core.sent import Sent
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.links.auto import BEFORE_HEAD, TIE_COMP
 from mpcomp.links.build import MethodLike, boundaries_of
-from mpcomp.links.state_size import state_bytes_of
+from mpcomp.links.state import state_bytes_of
 from mpcomp.plan.coding import CutCost, measure_coding
 from mpcomp.plan.known_quality import Known, known_of
 from mpcomp.plan.network import Network

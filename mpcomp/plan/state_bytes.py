@@ -17,7 +17,7 @@ from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.engines.shape_inference import Planner
 from mpcomp.engines.stage_runner import Autocast
 from mpcomp.links.boundary import Boundary
-from mpcomp.links.state_size import state_bytes_of
+from mpcomp.links.state import state_bytes_of
 from mpcomp.links.tied_weights import TiedWeights
 
 __all__ = ["state_bytes"]

@@ -153,7 +153,7 @@ class _Cut:
                 connected.grad.send(self._x, self._meta, step, m)
                 connected.grad.receive_any(self._meta, step, m)
             for link in connected.boundary.links:
-                link.found_nonfinite()
+                link.nonfinite.found()
             connected.boundary.finish_step(finite=True)
             self._index += 1
         return 2 * chunks * steps

@@ -144,12 +144,12 @@ def attack_link(
                 outcome = f"{FAILED}: a checked message was taken although it was another"
             yield outcome
             there.discard()
-            there.found_nonfinite()
+            there.nonfinite.found()
             there.message_bytes(meta, step, 0, x.device)
         there.decode(message, meta, step, 0)
         here.commit()
         there.commit()
-        there.found_nonfinite()
+        there.nonfinite.found()
 
 
 def _spoilt_message(message: Tensor, size: int, generator: torch.Generator) -> Tensor:
@@ -175,7 +175,7 @@ def _received(link: Link, message: Tensor, meta: TensorMeta, step: Step) -> str:
     y = link.decode(message, meta, step, 0)
     _check_like(y, meta)
     finite = bool(y.isfinite().all())
-    assert link.found_nonfinite() is not finite, "NaN or Inf that nobody is told of"
+    assert link.nonfinite.found() is not finite, "NaN or Inf that nobody is told of"
     return FINITE if finite else FLAGGED
 
 

@@ -13,7 +13,7 @@ import mpcomp
 from mpcomp import EF21, Adaptive, TensorMeta, TopK
 from mpcomp.adaptive.budget import Ladder, bytes_at, share_out
 from mpcomp.adaptive.gain import gain_of
-from mpcomp.core.wire import message_bytes
+from mpcomp.core.wire import Form
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*would not shrink")
 
@@ -59,7 +59,7 @@ def test_sizes_are_those_of_messages():
     assert dense == meta.dense_bytes
     assert sizes[0] == 16 + dense  # TopK(1.0) would not shrink it
     for cf, size in zip(method.rungs[1:], sizes[1:], strict=True):
-        assert size == message_bytes(method.compressor(cf).layout(meta))
+        assert size == Form(method.compressor(cf).layout(meta)).num_bytes
 
 
 def pipe_of(act, grad, model=convnet, split=CONV_SPLIT, **kwargs):

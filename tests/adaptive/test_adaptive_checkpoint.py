@@ -73,7 +73,9 @@ def test_the_state_is_plain_json(tmp_path):
     run(pipe, adamw(pipe), 0, 4)
     pipe.save(tmp_path / "a")
     links = json.loads((tmp_path / "a" / "checkpoint.json").read_text())["links"]
-    assert links["link.0.act"]["adaptive"] == pipe.boundaries[0].act.state_dict()["adaptive"]
+    assert (
+        links["link.0.act"]["adaptive"] == pipe.boundaries[0].act.endpoint.state_dict()["adaptive"]
+    )
     assert links["link.0.grad"]["adaptive"] is None
 
 

@@ -207,7 +207,7 @@ def test_dense_steps_of_feedback_leave_what_a_warm_up_leaves():
         warm = pipe_of(inner, inner, warmup_steps=1)
         run(warm, 0, 1)
         for link, other in zip(pipe.links, warm.links, strict=True):
-            mine, theirs = link.state_dict(), other.state_dict()
+            mine, theirs = link.endpoint.state_dict(), other.endpoint.state_dict()
             assert mine.pop("adaptive")["cf"] is not None
             assert mine.keys() == theirs.keys()
             for name, value in theirs.items():
@@ -241,7 +241,7 @@ def test_the_header_says_the_factor_and_a_receiver_expects_it():
 
 
 def adapted(pipe):
-    return [link.state_dict()["adaptive"] for link in pipe.links]
+    return [link.endpoint.state_dict()["adaptive"] for link in pipe.links]
 
 
 def test_evaluation_and_no_grad_change_nothing_and_send_as_trained():

@@ -236,7 +236,7 @@ class Watch:
         pipe = self.pipe
         assert pipe.num_steps == self.steps and pipe.wire_bytes == self.bytes
         assert_same_state(links_state(pipe), self.links)
-        assert not any(end.open_slots for link in pipe.links for end in link.ends.values())
+        assert not any(end.open_slots for link in pipe.links for end in link.endpoint.ends.values())
         for name, tensor in pipe.state_dict().items():
             assert same_bits(tensor, self.tensors[name]), name
         for name, parameter in pipe.named_parameters():
@@ -469,6 +469,6 @@ def test_what_cannot_cross_a_cut(function, error, message):
         with pytest.raises(error, match=message):
             call()
         assert pipe.num_steps == 0 and not pipe.wire_bytes
-        assert not any(link.ends for link in pipe.links)
+        assert not any(link.endpoint.ends for link in pipe.links)
     with pytest.raises(error, match=message):
         pipe.evaluate([rows(4)])

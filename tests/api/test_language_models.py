@@ -205,8 +205,9 @@ def test_a_loss_scaler_skips_an_overflow(tie_comp):
     assert all(same_bits(value, before[name]) for name, value in pipe.state_dict().items())
     for tie in pipe.ties:
         for link in tie.links:
-            assert not link.ends or all(
-                store_of(end) is None or not len(store_of(end)) for end in link.ends.values()
+            assert not link.endpoint.ends or all(
+                store_of(end) is None or not len(store_of(end))
+                for end in link.endpoint.ends.values()
             )
     scaler.load_state_dict({**scaler.state_dict(), "scale": 1024.0})
     other.num_steps = 1
@@ -393,12 +394,12 @@ def test_bad_batches_change_nothing(name):
     pipe = mpcomp.pipeline(gpt2(), 2, split=2, tie_comp="ef+topk:0.1")
     pipe.forward_backward(text(4, 1))
     held = {name: p.grad.clone() for name, p in pipe.named_parameters()}
-    state = copy.deepcopy([link.state_dict() for link in pipe.links])
+    state = copy.deepcopy([link.endpoint.state_dict() for link in pipe.links])
     with pytest.raises(ValueError, match=message):
         pipe.forward_backward(make(text(4)))
     assert pipe.num_steps == 1
     assert all(same_bits(p.grad, held[name]) for name, p in pipe.named_parameters())
-    assert str([link.state_dict() for link in pipe.links]) == str(state)
+    assert str([link.endpoint.state_dict() for link in pipe.links]) == str(state)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])

@@ -194,7 +194,7 @@ def test_both_ends_agree_through_training():
         pipe.forward_backward(x, y, sample_ids=torch.randperm(20)[: len(y)])
         optimizer.step()
     for link in pipe.links:
-        state = link.state_dict()
+        state = link.endpoint.state_dict()
         for key in [key for key in state if key.startswith("sender.")]:
             assert same_bits(state[key], state[key.replace("sender", "receiver")]), link.name
     assert num_stored_rows(pipe) > 0

@@ -280,7 +280,7 @@ def assert_nothing_half_done(pipe, before):
     assert_same_state(links_state(pipe), state)
     assert pipe.num_steps == steps
     assert all(same_bits(p, w) for p, w in zip(pipe.parameters(), weights, strict=True))
-    assert not any(end.open_slots for link in pipe.links for end in link.ends.values())
+    assert not any(end.open_slots for link in pipe.links for end in link.endpoint.ends.values())
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])

@@ -11,7 +11,7 @@ from models import MLP_SPLIT, mlp, rows
 from ranks import preload
 
 import mpcomp
-from mpcomp.api.gradients import BY_ALL_GRADIENTS
+from mpcomp.engines.gradients import BY_ALL_GRADIENTS
 
 preload("test_ranks_mistakes")
 

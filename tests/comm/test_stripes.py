@@ -18,14 +18,14 @@ from mpcomp.core.wire import (
     COMPRESSED,
     HEADER_BYTES,
     LONG_HEADER_BYTES,
+    Form,
     Header,
-    frame,
-    unframe,
 )
 
 #: Seconds; for what hangs, as a busy machine takes minutes.
 TIMEOUT_S = 180.0
 MOST = 50_000
+FORM = Form((TensorMeta((MOST,), torch.uint8),), variable=True)
 #: Of payloads, about where a stripe is full, empty, or one byte long.
 LENGTHS = tuple(
     each - LONG_HEADER_BYTES
@@ -39,7 +39,8 @@ LENGTHS = tuple(
 
 def message_of(length: int, *, variable: bool) -> torch.Tensor:
     payload = torch.arange(length, dtype=torch.int64).mul(7).to(torch.uint8)
-    return frame(Header(COMPRESSED, step=3), (payload,), variable=variable)
+    form = Form((TensorMeta.of(payload),), variable=variable)
+    return form.frame(Header(COMPRESSED, step=3), (payload,))
 
 
 def arrived(message: torch.Tensor, due: int, connections: int) -> torch.Tensor:
@@ -62,7 +63,7 @@ def test_stripes_are_the_message(length: int, connections: int) -> None:
         assert stripes[0].numel() >= min(message.numel(), HEADER_BYTES)
     most = LONG_HEADER_BYTES + MOST
     found = arrived(message, most, connections)
-    (payload,) = unframe(found, (TensorMeta((MOST,), torch.uint8),), variable=True)
+    (payload,) = FORM.payload(found)
     assert torch.equal(payload, message[LONG_HEADER_BYTES:])
     fixed = message_of(length, variable=False)
     assert torch.equal(arrived(fixed, fixed.numel(), connections), fixed)
@@ -73,7 +74,7 @@ def test_a_length_that_cannot_be_is_refused_as_over_one_connection() -> None:
     message[HEADER_BYTES : HEADER_BYTES + 8] = 127
     found = arrived(message, LONG_HEADER_BYTES + MOST, 4)
     with pytest.raises(RuntimeError, match="says it has .* bytes where 24 to 50024 were expected"):
-        unframe(found, (TensorMeta((MOST,), torch.uint8),), variable=True)
+        FORM.payload(found)
 
 
 def exchanged(connections: int) -> tuple[int, list[bool]]:

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 import mpcomp
 from mpcomp.command import main
 from mpcomp.core.spec import SpecValue, parse, registered
-from mpcomp.core.wire import message_bytes
+from mpcomp.core.wire import Form
 
 #: What coding takes is asserted nowhere here.
 pytestmark = pytest.mark.usefixtures("_no_walk_through_memory")
@@ -48,7 +48,7 @@ def test_figures_are_of_the_message_and_what_arrives(capsys: pytest.CaptureFixtu
 
     x = torch.randn(4, 16, 64, generator=torch.Generator().manual_seed(0))
     meta = mpcomp.TensorMeta.of(x)
-    dense = message_bytes((meta,))
+    dense = Form((meta,)).num_bytes
     quantized = mpcomp.Quantize(4)
     arrived = quantized.decompress(quantized.compress(x), meta)
     assert rows["none"]["relative_error"] == 0
@@ -56,7 +56,7 @@ def test_figures_are_of_the_message_and_what_arrives(capsys: pytest.CaptureFixtu
     assert rows["quant:4"]["relative_error"] == pytest.approx(
         float((x - arrived).norm() / x.norm()), rel=1e-4
     )
-    sent = message_bytes(quantized.layout(meta))
+    sent = Form(quantized.layout(meta)).num_bytes
     assert rows["quant:4"]["wire_bytes"] == sent
     assert rows["quant:4"]["below_own"] == dense / sent
     assert rows["quant:4"]["below_bf16"] == pytest.approx(dense / sent / 2, rel=0.01)

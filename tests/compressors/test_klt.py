@@ -195,7 +195,7 @@ def test_wider_vectors_have_no_basis():
         ]
         assert same_bits(*arrived) and messages[0].numel() == messages[1].numel()
         links[0].commit()
-    assert not links[0].state_dict()
+    assert not links[0].endpoint.state_dict()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

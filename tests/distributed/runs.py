@@ -318,7 +318,7 @@ def exploding(pipe: mpcomp.Pipeline, stage: int) -> Any:
 
 def links_of(pipe: mpcomp.Pipeline) -> dict[str, dict[str, Any]]:
     """A deep copy of what the ends of links on this rank remember."""
-    return {link.name: copy.deepcopy(link.state_dict()) for link in pipe.links}
+    return {link.name: copy.deepcopy(link.endpoint.state_dict()) for link in pipe.links}
 
 
 def train_all(runs: Sequence[Run]) -> list[Outcome]:

@@ -97,7 +97,7 @@ def replicas_change_together(methods):
     for act, grad in methods:
         pipe = pipe_of(act, grad, replicas=2)
         steps_of(pipe, 0, 9, seed=pipe.replica)
-        states = {link.name: link.state_dict().get("adaptive") for link in pipe.links}
+        states = {link.name: link.endpoint.state_dict().get("adaptive") for link in pipe.links}
         found.append((states, pipe.adaptive_history))
     return found
 
@@ -161,7 +161,7 @@ def goes_on(root):
         resumed.load(folder)
         assert torch.equal(run(resumed, 5, 9), expected)
         for link, twin in zip(resumed.links, straight.links, strict=True):
-            assert link.state_dict()["adaptive"] == twin.state_dict()["adaptive"]
+            assert link.endpoint.state_dict()["adaptive"] == twin.endpoint.state_dict()["adaptive"]
         assert resumed.adaptive_history == straight.adaptive_history[5:]
     straight.collect(None)
 

@@ -182,7 +182,7 @@ def failing(where):
                 patch.setattr(Link, function, coded)
             found.append(ends(pipe, [lambda pipe=pipe: step(pipe, 1)]))
         assert_same_state(links_state(pipe), before)
-        assert all(link._plans == {} and not link._coded for link in pipe.links)
+        assert all(link.plans.step is None and not link._coded for link in pipe.links)
         workers = [t for t in threading.enumerate() if t.name.startswith("mpcomp boundary")]
         assert bool(workers) == (where == "background")
     return found

@@ -384,7 +384,7 @@ def fewer_replicas(root):
     own = {
         f"link.{link.boundary}.{link.direction}.{key}": value
         for link in loop.pipe.links
-        for key, value in link.state_dict().items()
+        for key, value in link.endpoint.state_dict().items()
         if key != "sample"
     }
     assert own and all(same_bits(value, state[key]) for key, value in own.items())

@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from models import mlp, rows
 
 import mpcomp
+from mpcomp import TensorMeta
 from mpcomp.comm.transport import GroupChannel
-from mpcomp.core.wire import COMPRESSED, Header, frame, seal
+from mpcomp.core.wire import COMPRESSED, Form, Header
 
 #: Of what ends at once.
 TIMEOUT_S = 60.0
@@ -34,14 +35,13 @@ def flipped(message):
 
 
 def of_another_layout():
-    message = frame(Header(COMPRESSED, step=1), (torch.ones(30),), checked=True)
-    seal(message)
-    return message
+    form = Form((TensorMeta((30,)),), checked=True)
+    return form.frame(Header(COMPRESSED, step=1), (torch.ones(30),))
 
 
 def spoilt_state(pipe):
     """Turns a bit of what the receiver of the activations keeps."""
-    end = pipe.links[0].ends.get("receiver")
+    end = pipe.links[0].endpoint.ends.get("receiver")
     if end is not None:
         store = end.fields[end.estimate].store
         row = store.read([(1, 0)])

@@ -296,7 +296,9 @@ def test_evaluation_sends_what_the_pipelines_does_and_changes_nothing(ranks):
 
 def states_of(loop: Loop) -> dict[str, Any]:
     return {
-        link.name: copy.deepcopy(link.state_dict()) for stage in loop.stages for link in stage.links
+        link.name: copy.deepcopy(link.endpoint.state_dict())
+        for stage in loop.stages
+        for link in stage.links
     }
 
 

@@ -436,7 +436,11 @@ def test_state_bytes_says_so_before_the_run():
         (entry,) = said["per_link"]
         assert entry["role"] == "sender" and entry["rows"] == 6
         pipe.forward_backward(torch.randn(6, 8), torch.zeros(6, dtype=torch.int64))
-        held = sum(link.ends["sender"].num_bytes for link in pipe.links if "sender" in link.ends)
+        held = sum(
+            link.endpoint.ends["sender"].num_bytes
+            for link in pipe.links
+            if "sender" in link.endpoint.ends
+        )
         assert held == said["total"]
         sizes[type(method)] = said["total"]
     assert sizes == {ErrorFeedback: 6 * 60 * 4, ConEF: 6 * 12 * 4}

@@ -84,7 +84,7 @@ def test_an_uncompressed_epoch_fills_the_buffers_exactly(location, tmp_path):
     assert pipe.wire_bytes == pipe.dense_bytes + 5 * 2 * 4 * HEADER_BYTES  # it was uncompressed
     for number, boundary in enumerate(pipe.boundaries):
         assert made[number].keys() == set(range(SAMPLES)) - left_out(0)
-        for end in boundary.act.ends.values():
+        for end in boundary.act.endpoint.ends.values():
             held = store_of(end).read(named(made[number]))
             assert same_bits(held, torch.stack(list(made[number].values())))
             assert store_of(end).known(named(left_out(0))) == [False, False]
@@ -146,7 +146,7 @@ def test_rows_beyond_a_cap_go_raw_for_ever_and_the_meter_shows_it(location, tmp_
         before = [boundary.act.meter.train.wire_bytes for boundary in pipe.boundaries]
         train_epoch(pipe, optimizer, epoch)
         for number, boundary in enumerate(pipe.boundaries):
-            stores = [store_of(end) for end in boundary.act.ends.values()]
+            stores = [store_of(end) for end in boundary.act.endpoint.ends.values()]
             for store in stores:
                 assert len(store) == fit and store.num_bytes == cap[number]
                 assert all(store.known(named(first_come)))

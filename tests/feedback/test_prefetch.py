@@ -214,18 +214,18 @@ def test_another_sample_shape(kept, tmp_path):
 
     step(0, 40, (1, 2))
     link.commit()
-    link.prefetch((tuple(keys(1, 2)),))
+    link.endpoint.prefetch((tuple(keys(1, 2)),))
     step(1, 30, (1, 2))
-    link.prefetch((tuple(keys(1, 2)),))  # nothing is stored of the new shape
+    link.endpoint.prefetch((tuple(keys(1, 2)),))  # nothing is stored of the new shape
     if kept:
         link.commit()
-        link.prefetch((tuple(keys(1, 2)),))
+        link.endpoint.prefetch((tuple(keys(1, 2)),))
         step(2, 30, (2, 1))
     else:
         link.discard()
         step(2, 40, (2, 1))
     link.commit()
-    stores = [field.store for end in link.ends.values() for field in end.fields.values()]
+    stores = [field.store for end in link.endpoint.ends.values() for field in end.fields.values()]
     assert [len(store) for store in stores] == [2, 2]
     assert same_bits(*(store.read(keys(1, 2)) for store in stores))
     assert stores[0].row_numel == (30 if kept else 40)

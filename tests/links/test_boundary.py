@@ -208,8 +208,8 @@ def test_settling_stores_or_forgets_both_links(finite):
     backward(boundary, torch.randn(SHAPE), step_of())
     boundary.finish_step(finite)
     for link in boundary.links:
-        assert [len(store_of(end)) for end in link.ends.values()] == [4 * finite] * 2
-        assert not any(end.open_slots for end in link.ends.values())
+        assert [len(store_of(end)) for end in link.endpoint.ends.values()] == [4 * finite] * 2
+        assert not any(end.open_slots for end in link.endpoint.ends.values())
 
 
 def test_links_are_activations_then_gradients():

@@ -47,7 +47,7 @@ def trained(method, default, dtype, direction):
             found += [p.grad.clone() for p in pipe.parameters()]
             optimizer.step()
         found.append(torch.tensor(pipe.evaluate([(x[0], y[0])]), dtype=torch.float64))
-    states = [link.state_dict() for link in pipe.links]
+    states = [link.endpoint.state_dict() for link in pipe.links]
     return found, states, pipe.wire_bytes
 
 

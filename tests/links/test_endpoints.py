@@ -22,9 +22,12 @@ from mpcomp import (
 )
 from mpcomp.core.step import Step
 from mpcomp.feedback import Side
+from mpcomp.links import build, equal_copies, state
 from mpcomp.links import link as link_module
 from mpcomp.links.boundary import Boundary
 from mpcomp.links.endpoints import Endpoint, endpoint_of
+from mpcomp.links.equal_copies import bits_by_slot, bits_of
+from mpcomp.links.state import restored
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*would not shrink")
 AT_CUTS = [method for method in ALL if method.at_cuts]
@@ -67,8 +70,10 @@ def test_a_link_asks_the_contract_and_nothing_else():
     tree = ast.parse(Path(link_module.__file__).read_text())
     asked = endpoint_names(tree)
     contract = {name for name in dir(Endpoint) if name[0] != "_"} | {"partner"}
-    assert {"plan", "observe", "hear", "crossed", "commit", "discard", "copies"} <= asked
+    assert {"plan", "observe", "hear", "crossed", "commit", "discard"} <= asked
     assert asked <= contract
+    for module, names in ((equal_copies, {"copies"}), (state, {"state_size"}), (build, {"coders"})):
+        assert endpoint_names(ast.parse(Path(module.__file__).read_text())) == names
     imported = {
         alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)
         for alias in node.names
@@ -137,7 +142,7 @@ def test_both_directions_know_each_other_also_when_they_are_restored(act, grad):
     for turn, links in enumerate((again.links, again.links[::-1])):
         for link in links:
             own = next(each for each in boundary.links if each.direction == link.direction)
-            link.load_state_dict(own.state_dict(), devices)
+            restored(link, own.endpoint.state_dict(), devices)()
         here, there = (link.endpoint for link in again.links)
         assert here.partner is there and there.partner is here
         ours, theirs = (train(each, 4 + turn) for each in (boundary, again))
@@ -181,9 +186,9 @@ def test_copies_are_alike_at_both_ends_before_a_step_is_kept(method):
         )
         assert [names for names, _ in sent] == [names for names, _ in received]
         assert all(same_bits(a, b) for (_, a), (_, b) in zip(sent, received, strict=True))
-        estimated = any(end.estimate for end in link.ends.values())
+        estimated = any(end.estimate for end in link.endpoint.ends.values())
         assert bool(sent) == estimated
-        assert int(link.bits(Side.SENDER)) == int(link.bits(Side.RECEIVER))
-        assert link.bits_by_slot(Side.SENDER) == link.bits_by_slot(Side.RECEIVER)
+        assert int(bits_of(link, Side.SENDER)) == int(bits_of(link, Side.RECEIVER))
+        assert bits_by_slot(link, Side.SENDER) == bits_by_slot(link, Side.RECEIVER)
         link.discard() if index == 1 else link.commit()
         assert not any(list(link.endpoint.copies(side)) for side in Side)

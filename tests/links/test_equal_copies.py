@@ -32,7 +32,7 @@ def step(pipe, number):
 
 def spoil(link, role, key):
     """Turns one bit of what an end keeps of a slot."""
-    end = link.ends[role]
+    end = link.endpoint.ends[role]
     store = end.fields[end.estimate].store
     row = store.read([key])
     row.view(torch.int32)[0, -1] ^= 1
@@ -49,7 +49,7 @@ def test_ends_that_are_equal_are_found_to_be(method, monkeypatch):
         for number in range(3):
             step(pipe, number)
     assert pipe.num_steps == 3
-    known = [link for link in pipe.links if any(e.estimate for e in link.ends.values())]
+    known = [link for link in pipe.links if any(e.estimate for e in link.endpoint.ends.values())]
     mirrors = bool(method.mirrors(TensorMeta((1, 8))))
     assert len(known) == (4 if mirrors else 0)
 
@@ -63,7 +63,7 @@ def test_a_turned_bit_is_found_in_the_step_that_compares(method, key, slot, role
     pipe = pipe_of(method)
     step(pipe, 100)
     link = pipe.links[3]
-    keys = list(link.ends[role].fields[link.ends[role].estimate].store._slots)
+    keys = list(link.endpoint.ends[role].fields[link.endpoint.ends[role].estimate].store._slots)
     if key not in keys:
         key = keys[1]
         slot = str(key[0] if len(key) == 1 else key)

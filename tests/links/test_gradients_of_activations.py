@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from models import MLP_SPLIT, mlp, rows
 
 import mpcomp
+from mpcomp.feedback.slots import Slots
 
 ACT = "aqsgd:first=step/0.3:along=step/1+step:0.3:dead_zone=1"
 GRAD = "aqsgd+step:0.1"
@@ -47,8 +48,8 @@ def test_what_arrives_is_wrong_across_the_last_gradient_alone():
 
     def keeps_what_arrives(message, meta, step, microbatch, *args):
         keys = [(int(i),) for i in IDS.chunk(2)[microbatch]]
-        end = boundary.grad.ends["sender"] if boundary.grad.ends else None
-        read = torch.zeros(meta.shape) if end is None else end.fields["own"].read(keys, 1.0, None)
+        end = boundary.grad.endpoint.ends["sender"] if boundary.grad.endpoint.ends else None
+        read = torch.zeros(meta.shape) if end is None else end.fields["own"].read(Slots(keys))
         known.append(read)
         x = decode(message, meta, step, microbatch, *args)
         arrived.append(x.detach().clone())

@@ -62,7 +62,7 @@ def test_it_would_notice(error, monkeypatch, capsys):
 
 
 def test_it_would_notice_nan_that_nobody_is_told_of(monkeypatch):
-    monkeypatch.setattr("mpcomp.links.link.Link.found_nonfinite", lambda *_: False)
+    monkeypatch.setattr("mpcomp.links.nonfinite.NonfiniteNotes.found", lambda *_: False)
     generator = torch.Generator().manual_seed(0)
     meta = TensorMeta((4, 24), torch.float16)
     outcomes = Counter(hostile_messages.attack_link(EF21(TopK(0.3)), meta, generator, 300))

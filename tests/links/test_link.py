@@ -26,6 +26,8 @@ from mpcomp import (
 )
 from mpcomp.core.step import Step
 from mpcomp.core.wire import COMPRESSED, DENSE, FORMAT, HEADER_BYTES, Header, no_tensor
+from mpcomp.links.build import format_of
+from mpcomp.links.state import restored
 
 METHODS = [*COMPRESSORS, *FEEDBACK]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -51,7 +53,7 @@ def carry(link: Link, x: torch.Tensor, step: Step, microbatch: int = 0) -> torch
 
 
 def state_of(link: Link) -> dict:
-    return copy.deepcopy(link.state_dict())
+    return copy.deepcopy(link.endpoint.state_dict())
 
 
 def assert_same(a: dict, b: dict) -> None:
@@ -172,11 +174,11 @@ def test_evaluation_reads_and_writes_no_state(method):
     elif str(method.evaluation) in ("topk:0.1", "quant:4", "sign", "step:0.2"):  # no drawing
         assert same_bits(y, round_trip(method.evaluation, x))
     assert_same(state_of(link), before)
-    assert not any(end.open_slots for end in link.ends.values())
+    assert not any(end.open_slots for end in link.endpoint.ends.values())
     # A link that has only evaluated has no ends.
     lazy = link_of(method)
     carry(lazy, x, evaluation)
-    assert not lazy.ends and not lazy.state_dict()
+    assert not lazy.endpoint.ends and not lazy.endpoint.state_dict()
 
 
 @pytest.mark.parametrize("method", FEEDBACK, ids=str)
@@ -215,7 +217,7 @@ def test_state_goes_to_a_fresh_link_and_on_bit_for_bit(method):
         train(link, index)
     other = link_of(method)
     devices = dict.fromkeys(("sender", "receiver"), torch.device("cpu"))
-    other.load_state_dict(state_of(link), devices)
+    restored(other, state_of(link), devices)()
     assert_same(state_of(other), state_of(link))
     for index in range(3, 5):
         assert same_bits(train(other, index), train(link, index))
@@ -233,10 +235,10 @@ def test_another_shape_per_sample_starts_anew(method):
     y = carry(link, x, step_of(2))
     fresh = carry(link_of(method), x, step_of(2))
     assert same_bits(y, fresh)
-    if link.ends["sender"].estimate is not None and method.first is None:
+    if link.endpoint.ends["sender"].estimate is not None and method.first is None:
         assert same_bits(y, x)
     link.commit()
-    assert link.state_dict()["sample"]["shape"] == [1, 90]
+    assert link.endpoint.state_dict()["sample"]["shape"] == [1, 90]
 
 
 @pytest.mark.parametrize("method", FEEDBACK, ids=str)
@@ -253,7 +255,7 @@ def test_a_skipped_step_of_another_shape_loses_nothing(method):
     assert_same(state_of(link), before)
     x = torch.randn(SHAPE)
     twin = link_of(method)
-    twin.load_state_dict(before, dict.fromkeys(("sender", "receiver"), torch.device("cpu")))
+    restored(twin, before, dict.fromkeys(("sender", "receiver"), torch.device("cpu")))()
     assert same_bits(carry(link, x, step_of(3)), carry(twin, x, step_of(3)))
 
 
@@ -350,7 +352,7 @@ def test_a_nonfinite_activation_is_an_error_with_or_without_a_scaler(method, bad
         with pytest.raises(FloatingPointError, match=r"NaN or Inf at boundary 0 act, step 7: "):
             link.encode(x, step, 0)
         link.commit()
-        assert not link.state_dict()
+        assert not link.endpoint.state_dict()
         traffic = link.meter.of(step.train)
         assert traffic.nonfinite == 1 and traffic.messages == 0
 
@@ -365,17 +367,17 @@ def test_a_nonfinite_gradient_is_an_error_or_with_a_scaler_a_flag(method, bad):
     link = link_of(method, "grad")
     with pytest.raises(FloatingPointError, match=r"at boundary 0 grad.*scaler=torch.amp"):
         link.encode(x, step_of(), 0)
-    assert not link.found_nonfinite()
+    assert not link.nonfinite.found()
     scaled = step_of(scaled=True, loss_scale=2.0)
     message = link.encode(x, scaled, 0)
     assert Header.of(message).status == 1
     y = link.decode(message, TensorMeta.of(x), scaled, 0)
     assert y.isnan().all()
-    assert link.found_nonfinite() and not link.found_nonfinite()
+    assert link.nonfinite.found() and not link.nonfinite.found()
     assert link.meter.train.nonfinite == 2
     link.discard()
     good = carry(link, torch.randn(SHAPE), scaled, 0)
-    assert good.isfinite().all() and not link.found_nonfinite()
+    assert good.isfinite().all() and not link.nonfinite.found()
 
 
 def test_values_at_the_edge_of_the_dtype_are_finite():
@@ -394,7 +396,7 @@ def test_lr_scaled_residuals_follow_the_rate():
     one = carry(link, x[0], step_of(0, lr=0.5))
     link.commit()
     residual = x[0] - one
-    stored = link.state_dict()["sender.rows0"]
+    stored = link.endpoint.state_dict()["sender.rows0"]
     assert same_bits(stored, residual * 0.5)
     assert same_bits(carry(link, x[1], step_of(1, lr=0.25)), round_trip(inner, x[1] + 2 * residual))
 
@@ -412,7 +414,7 @@ def test_the_loss_scale_is_no_matter_of_activations():
     x = torch.randn(SHAPE)
     y = carry(link, x, step_of(loss_scale=1024.0))
     link.commit()
-    assert torch.equal(link.state_dict()["sender.rows0"], x - y)
+    assert torch.equal(link.endpoint.state_dict()["sender.rows0"], x - y)
 
 
 def test_what_would_not_shrink_is_marked_dense():
@@ -504,20 +506,20 @@ def test_a_message_that_says_nan_is_flagged_where_it_arrives(value, train):
     message = here.encode(x, step, 0)
     message[HEADER_BYTES + 40 : HEADER_BYTES + 44] = torch.tensor([value]).view(torch.uint8)
     assert not there.decode(message, TensorMeta.of(x), step, 0).isfinite().all()
-    assert not there.found_nonfinite(not train) and there.found_nonfinite(train)
-    assert not there.found_nonfinite(train) and not here.found_nonfinite(train)
+    assert not there.nonfinite.found(not train) and there.nonfinite.found(train)
+    assert not there.nonfinite.found(train) and not here.nonfinite.found(train)
 
 
 @pytest.mark.parametrize("method", slow_but_one_a_class(METHODS), ids=str)
 def test_the_format_tells_code_of_two_dates_apart(method, monkeypatch):
     """Ranks compare it before they connect: a method of one name may have had another layout."""
-    found = link_of(method).format
-    assert found == link_of(method).format and all(0 <= number < 1 << 32 for number in found)
-    monkeypatch.setattr("mpcomp.links.link.layout_check", lambda layout: len(repr(layout)) + 1)
-    other = link_of(method).format
+    found = format_of(link_of(method))
+    assert found == format_of(link_of(method)) and all(0 <= number < 1 << 32 for number in found)
+    monkeypatch.setattr("mpcomp.links.build.layout_check", lambda layout: len(repr(layout)) + 1)
+    other = format_of(link_of(method))
     assert len(other) == len(found) and (other != found) == (len(found) > len(FORMAT))
 
 
 def test_formats_differ_where_messages_do():
     methods = [Cast("fp16"), Cast("bf16"), TopK(0.1), TopK(0.2), Quantize(4), EF21(TopK(0.1))]
-    assert len({tuple(link_of(method).format) for method in methods}) == 6
+    assert len({tuple(format_of(link_of(method))) for method in methods}) == 6

@@ -52,7 +52,7 @@ def visit(link, index, x, ids, *, loss_scale=1.0, padded=False):
     message = link.encode(x, step, 0)
     link.compare_sent(x, message, step, 0)
     link.decode(message, meta, step, 0)
-    end = link.ends["sender"]
+    end = link.endpoint.ends["sender"]
     held = [end.estimates([(i,) for i in ids]).clone()]
     link.commit()
     return *held, end.estimates([(i,) for i in ids]), valid

@@ -83,14 +83,14 @@ def carry(link: Link, x: torch.Tensor, step: Step, microbatch: int = 0) -> torch
 def rows_of(link: Link, role: str, step: Step, microbatch: int = 0) -> torch.Tensor:
     """The state of a microbatch's slots, shaped like its tensor."""
     if link.method.by_sample:
-        keys = step.ids_of(microbatch)
+        keys = step.message(microbatch, (), on=True).sample_ids
     else:
         keys = [(microbatch, row) for row in range(ROWS)]
-    return store_of(link.ends[role]).read(keys).reshape(SHAPE)
+    return store_of(link.endpoint.ends[role]).read(keys).reshape(SHAPE)
 
 
 def state_of(link: Link) -> dict:
-    return copy.deepcopy(link.state_dict())
+    return copy.deepcopy(link.endpoint.state_dict())
 
 
 def assert_same(a: dict, b: dict) -> None:
@@ -119,10 +119,11 @@ def test_without_padding_there_is_no_mask():
     assert valid_positions(torch.ones(4, 3), [2, 2]) == (None, None)
     for shape in [(4,), (4, 1, 3, 3)]:  # not one number a position
         assert valid_positions(torch.zeros(shape), [2, 2]) == ()
-    assert Step(0, True).valid_of(1) is None
+    assert Step(0, True).message(1, (), on=True).valid is None
     mask = lengths(8, 8, 8, 3)
     step = Step(0, True, valid=valid_positions(mask, [2, 2]))
-    assert step.valid_of(0) is None and torch.equal(step.valid_of(1), mask[2:])
+    first, second = (step.message(m, (), on=True).valid for m in range(2))
+    assert first is None and torch.equal(second, mask[2:])
 
 
 # -- what is sent ---------------------------------------------------------------------------------
@@ -377,8 +378,8 @@ def test_estimates_are_equal_at_both_ends_and_stay_where_it_is_padded(method, dt
             arrived.append(there.decode(message, TensorMeta.of(x), step, m))
         here.commit()
         there.commit()
-        assert_ends_agree(here.ends["sender"], there.ends["receiver"])
-        assert here.state_dict()["sample"] == there.state_dict()["sample"]
+        assert_ends_agree(here.endpoint.ends["sender"], there.endpoint.ends["receiver"])
+        assert here.endpoint.state_dict()["sample"] == there.endpoint.state_dict()["sample"]
         for m, mask in enumerate(masks):
             estimate = rows_of(there, "receiver", step, m)
             assert not arrived[m][~mask].any()
@@ -409,7 +410,7 @@ def test_a_dense_send_speaks_of_valid_positions_alone(method):
     after = rows_of(link, "sender", step)
     if method.storage in EXACT:
         assert torch.equal(after[~mask], before[~mask])
-    estimated = link.ends["sender"].estimate is not None
+    estimated = link.endpoint.ends["sender"].estimate is not None
     if not estimated:
         assert not after[mask].any()
     elif method.storage == "fp32":
@@ -484,7 +485,9 @@ def test_fidelity_is_measured_where_positions_count(method, direction):
         message = here.encode(x, step, m)
         here.compare_sent(x, message, step, m)
         arrived = there.decode(message, meta, step, m)
-        both.compare(x, carry(both, x, step, m), step, m)
+        message = both.encode(x, step, m)
+        both.decode(message, meta, step, m)
+        both.compare_sent(x, message, step, m)
         shown = masks[m][:, :, None]
         expected.compare(torch.where(shown, x, 0), torch.where(shown, arrived, 0))
         if m == 1:

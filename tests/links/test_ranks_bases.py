@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import mpcomp
 from mpcomp import AQSGD, ECSQ, KLT, Identity, Link, TensorMeta
 from mpcomp.core.step import Step
+from mpcomp.links.state import restored
 
 WIDTH, ROWS = 32, 400
 METHOD = KLT(ECSQ(0.2, centre=True))
@@ -70,12 +71,12 @@ def agree(state: dict[str, object]) -> None:
 
 
 def bases(link: Link) -> dict[str, Tensor]:
-    state = link.state_dict()
+    state = link.endpoint.state_dict()
     return {role: state[f"{role}.{WIDTH}.basis"] for role in ("sender", "receiver")}
 
 
 def assert_same_kept(link: Link, state: dict[str, object]) -> None:
-    assert_same_state({"": link.state_dict()}, {"": state})
+    assert_same_state({"": link.endpoint.state_dict()}, {"": state})
 
 
 def test_a_basis_is_sent_where_it_pays():
@@ -99,7 +100,7 @@ def test_the_microbatches_of_a_step_share_a_basis(num_microbatches):
             arrived = link.decode(link.encode(x, step, m), TensorMeta.of(x), step, m)
             assert (arrived - x).norm() < 0.1 * x.norm()
         link.commit()
-        agree(link.state_dict())
+        agree(link.endpoint.state_dict())
     assert bases(link)
 
 
@@ -107,8 +108,12 @@ def test_ends_with_different_bases_are_an_error():
     link, other = link_of(), link_of()
     for i in range(6):
         carry(link, correlated(i), Step(i, True))
-    state = {name: value for name, value in link.state_dict().items() if name.startswith("sender")}
-    other.load_state_dict(state, {"sender": torch.device("cpu")})
+    state = {
+        name: value
+        for name, value in link.endpoint.state_dict().items()
+        if name.startswith("sender")
+    }
+    restored(other, state, {"sender": torch.device("cpu")})()
     with pytest.raises(RuntimeError, match="the two ends disagree"):
         carry(other, correlated(6), Step(6, True))
 
@@ -118,7 +123,7 @@ def test_none_is_sent_where_all_directions_are_alike():
     for i in range(12):
         bytes_without = carry(plain, white(i), Step(i, True))
         assert carry(link, white(i), Step(i, True)) <= bytes_without + 8
-    assert not any(".basis" in name for name in link.state_dict())
+    assert not any(".basis" in name for name in link.endpoint.state_dict())
 
 
 def test_errors_go_where_gradients_are_small():
@@ -156,7 +161,7 @@ def test_gradients_of_no_size_or_of_discarded_steps_weigh_nothing():
         carry(link, x, Step(i, True), gradient=white(i), keep=False)
         carry(link, x, Step(i, True), gradient=torch.zeros_like(x))
         carry(plain, x, Step(i, True))
-    assert_same_kept(link, plain.state_dict())
+    assert_same_kept(link, plain.endpoint.state_dict())
     assert bases(link)
 
 
@@ -181,17 +186,17 @@ def test_discarded_steps_leave_no_trace():
         assert carry(link, correlated(i), Step(i, True)) == carry(
             straight, correlated(i), Step(i, True)
         )
-        assert_same_kept(link, straight.state_dict())
-    assert ".basis" in "".join(link.state_dict())
+        assert_same_kept(link, straight.endpoint.state_dict())
+    assert ".basis" in "".join(link.endpoint.state_dict())
 
 
 def test_evaluation_uses_it_and_learns_nothing():
     link = link_of()
     before = carry(link, correlated(50), Step(0, False))
-    assert not link.state_dict()
+    assert not link.endpoint.state_dict()
     for i in range(6):
         carry(link, correlated(i), Step(i, True))
-    state = copy.deepcopy(link.state_dict())
+    state = copy.deepcopy(link.endpoint.state_dict())
     assert carry(link, correlated(50), Step(6, False)) < 0.5 * before
     assert_same_kept(link, state)
 
@@ -200,7 +205,7 @@ def test_a_dense_step_is_not_learned_from():
     link = link_of()
     for i in range(3):
         carry(link, correlated(i), Step(i, True, compress_act=False))
-    assert not link.state_dict()
+    assert not link.endpoint.state_dict()
 
 
 def test_what_is_padded_is_not_learned_from():
@@ -217,7 +222,7 @@ def test_what_is_padded_is_not_learned_from():
             for link, each in zip(links, (x, other), strict=True)
         ]
         assert sent[0] == sent[1]
-    assert_same_kept(links[0], links[1].state_dict())
+    assert_same_kept(links[0], links[1].endpoint.state_dict())
     assert bases(links[0])
 
 
@@ -240,12 +245,14 @@ def test_changes_of_samples_are_coded_in_the_basis():
     for i in range(12):
         x = base + 0.5 * correlated(i)
         sent.append([carry(each, x, visits(i)) for each in (link, plain)])
-        ends = [link.state_dict()[f"{role}.rows0"] for role in ("sender", "receiver")]
+        ends = [link.endpoint.state_dict()[f"{role}.rows0"] for role in ("sender", "receiver")]
         assert same_bits(*ends)
-        estimates = [each.state_dict()["sender.rows0"].view(ROWS, WIDTH) for each in (link, plain)]
+        estimates = [
+            each.endpoint.state_dict()["sender.rows0"].view(ROWS, WIDTH) for each in (link, plain)
+        ]
         errors = [(estimate - x).norm() for estimate in estimates]
         assert errors[0] < 1.1 * errors[1]
-    agree(link.state_dict())
+    agree(link.endpoint.state_dict())
     assert all(here < 0.75 * there for here, there in sent[6:])
 
 
@@ -255,15 +262,15 @@ def test_a_discarded_visit_leaves_no_trace_in_memory_or_basis():
         carry(links[0], 3 * correlated(100 + i), visits(i), keep=False)
         sizes = {carry(each, correlated(i), visits(i)) for each in links}
         assert len(sizes) == 1
-        assert_same_kept(links[0], links[1].state_dict())
+        assert_same_kept(links[0], links[1].endpoint.state_dict())
     assert bases(links[0])
 
 
 def test_a_dense_visit_is_remembered_and_not_learned_from():
     link = Link(MEMORY, boundary=0, direction="act")
     carry(link, correlated(0), visits(0, compress_act=False))
-    assert same_bits(link.state_dict()["sender.rows0"].view(ROWS, WIDTH), correlated(0))
-    assert not any(f".{WIDTH}." in name for name in link.state_dict())
+    assert same_bits(link.endpoint.state_dict()["sender.rows0"].view(ROWS, WIDTH), correlated(0))
+    assert not any(f".{WIDTH}." in name for name in link.endpoint.state_dict())
 
 
 # -- pipelines ------------------------------------------------------------------------------------

@@ -1,8 +1,7 @@
 """The sender's side of a link: it meters what arrives elsewhere, and knows lengths beforehand.
 
-`Link.compare` has both tensors; `Link.compare_sent`, which all engines use, decodes at the sender
-what the receiver will. So two links stand for two ranks here, and the receiver's decoding is the
-reference.
+`Link.compare_sent`, which all engines use, decodes at the sender what the receiver will. So two
+links stand for two ranks here, and the receiver's decoding is the reference.
 """
 
 import itertools
@@ -54,7 +53,9 @@ def drawn(step, microbatch, dtype=torch.float32):
 
 def num_stored(link):
     """Rows of state at both ends."""
-    return sum(len(store_of(end)) for end in link.ends.values() if store_of(end) is not None)
+    return sum(
+        len(store_of(end)) for end in link.endpoint.ends.values() if store_of(end) is not None
+    )
 
 
 @pytest.mark.each_once
@@ -72,8 +73,9 @@ def test_the_sender_meters_what_the_receiver_decodes(method, direction, dtype):
             message = here.encode(x, step, m)
             here.compare_sent(x, message, step, m)
             arrived = there.decode(message, meta, step, m)
-            y = both.decode(both.encode(x, step, m), meta, step, m)
-            both.compare(x, y, step)
+            message = both.encode(x, step, m)
+            y = both.decode(message, meta, step, m)
+            both.compare_sent(x, message, step, m)
             assert same_bits(y, arrived)
             on = step.compress_act and not (step.train and step.index < 1)
             if on and not isinstance(method, Identity):
@@ -149,8 +151,9 @@ def test_channels_last_is_metered_in_memory_order():
     step = step_of(0)
     message = here.encode(x, step, 0)
     here.compare_sent(x, message, step, 0)
-    there.compare(x, there.decode(message, TensorMeta.of(x), step, 0), step)
-    assert here.meter.train.to_state()["energies"] == there.meter.train.to_state()["energies"]
+    expected, meta = Traffic(), TensorMeta.of(x)
+    expected.compare(meta.flatten(x), meta.flatten(there.decode(message, meta, step, 0)))
+    assert here.meter.train.to_state()["energies"] == expected.to_state()["energies"]
 
 
 def test_one_microbatch_a_step_is_metered_when_its_message_is_handed_over():
@@ -265,7 +268,7 @@ def test_all_lengths_of_a_step_are_known_at_its_beginning(method):
 def test_asking_for_a_length_leaves_no_state(method):
     link = link_of(method)
     link.message_bytes(TensorMeta(SHAPE), step_of(0), 0, CPU)
-    assert all(not end.open_slots for end in link.ends.values())
+    assert all(not end.open_slots for end in link.endpoint.ends.values())
     link.commit()
     assert num_stored(link) == 0
 
@@ -315,10 +318,10 @@ def test_an_error_can_wait_for_the_end_of_the_step(method, direction, bad):
         assert Header.of(message).status == 1
         here.compare_sent(x, message, step, 0)
         assert there.decode(message, meta, step, 0).isnan().all()
-        assert not here.found_nonfinite(train=not step.train)
-        assert here.found_nonfinite(step.train) and not here.found_nonfinite(step.train)
+        assert not here.nonfinite.found(train=not step.train)
+        assert here.nonfinite.found(step.train) and not here.nonfinite.found(step.train)
         assert here.meter.of(step.train).nonfinite == 1
-        assert there.found_nonfinite(step.train), "who receives it need not trust the status"
+        assert there.nonfinite.found(step.train), "who receives it need not trust the status"
         assert there.meter.of(step.train).nonfinite == 0, "it is counted where it was made"
         here.discard()
         there.discard()
@@ -333,8 +336,8 @@ def test_phases_tell_nonfinite_values_apart():
     link.encode(torch.full(SHAPE, torch.nan), step_of(0), 0)
     link.encode(torch.full(SHAPE, torch.nan), step_of(0, train=False), 0)
     link.encode(torch.randn(SHAPE), step_of(0), 1)
-    assert link.found_nonfinite(train=False)
-    assert link.found_nonfinite(train=True)
+    assert link.nonfinite.found(train=False)
+    assert link.nonfinite.found(train=True)
     assert (link.meter.train.nonfinite, link.meter.eval.nonfinite) == (1, 1)
 
 

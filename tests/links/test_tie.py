@@ -136,7 +136,7 @@ def test_error_feedback_loses_no_mass():
         pipe.forward_backward(batch)
         arrived += copies(pipe)[0].grad.reshape(1, -1)
         pipe.zero_grad()
-    residuals = sum(link.state_dict()["sender.rows0"] for link in pipe.ties[0].links)
+    residuals = sum(link.endpoint.state_dict()["sender.rows0"] for link in pipe.ties[0].links)
     assert residuals.abs().sum() > 0
     torch.testing.assert_close(arrived + residuals, gathered, rtol=1e-4, atol=1e-6)
 
@@ -314,14 +314,14 @@ def test_the_error_of_a_row_waits_until_its_token_comes_again(tie_comp):
     kept = []
     for tokens in ((1, 2, 3), (10, 11), (1, 2, 3)):
         pipe.forward_backward(*batch_of(tokens))
-        kept.append(first.state_dict()["sender.rows0"].reshape(WORDS, WIDTH).clone())
+        kept.append(first.endpoint.state_dict()["sender.rows0"].reshape(WORDS, WIDTH).clone())
     seen = torch.zeros(WORDS, dtype=torch.bool)
     seen[[1, 2, 3]] = True
     assert kept[0][seen].any() and not kept[0][~seen].any()
     decay = 0.5 if "decay" in tie_comp else 1.0
     assert same_bits(kept[1][seen], decay * kept[0][seen])
     assert kept[1][[10, 11]].any() and not same_bits(kept[2][seen], decay * kept[1][seen])
-    assert last.state_dict()["sender.rows0"].any()
+    assert last.endpoint.state_dict()["sender.rows0"].any()
 
 
 @pytest.mark.parametrize("tie_comp", ["ef21+topk:0.1", "efmixed+topk:0.1"])

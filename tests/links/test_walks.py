@@ -83,10 +83,10 @@ def walks(act: str, grad: str = "none") -> dict[str, Walk]:
 
 
 CEILINGS = {
-    ("topk:0.1", "send"): Walk(13, 49, 82),
-    ("topk:0.1", "receive"): Walk(13, 50, 84),
-    ("ef21+topk:0.1", "send"): Walk(19, 84, 144),
-    ("ef21+topk:0.1", "receive"): Walk(19, 73, 136),
+    ("topk:0.1", "send"): Walk(13, 46, 76),
+    ("topk:0.1", "receive"): Walk(12, 43, 71),
+    ("ef21+topk:0.1", "send"): Walk(19, 84, 142),
+    ("ef21+topk:0.1", "receive"): Walk(18, 69, 127),
 }
 
 

@@ -63,5 +63,5 @@ def test_a_gradient_that_nothing_makes_good():
     traffic = link.meter.train
     traffic.count(1, 1, 1)
     traffic.compare(torch.full((100,), 0.1), torch.full((100,), -0.2))
-    found = messages_of(lambda: [link.warn_of_error(traffic) for _ in range(2)])
+    found = messages_of(lambda: [link.warnings.of_error(traffic) for _ in range(2)])
     assert len(found) == 1 and found[0].startswith("boundary 0 grad: with sign what arrives is wro")

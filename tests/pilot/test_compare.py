@@ -49,7 +49,7 @@ def left(pipe, optimizer):
         "weights": dict(pipe.state_dict()),
         "grads": [p.grad for p in pipe.parameters()],
         "optimizer": optimizer.state_dict(),
-        "links": [link.state_dict() for link in pipe.links],
+        "links": [link.endpoint.state_dict() for link in pipe.links],
         "meters": [t.to_state() for link in pipe.links for t in link.meter.phases.values()],
         "steps": [pipe.num_steps, pipe.step_skipped, pipe.wire_bytes, list(pipe.step_times)],
         "history": pipe.adaptive_history,

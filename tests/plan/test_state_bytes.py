@@ -21,7 +21,7 @@ def held(pipe) -> dict[tuple[int, str, str], int]:
     return {
         (link.boundary, link.direction, role): store_of(end).num_bytes
         for link in pipe.links
-        for role, end in link.ends.items()
+        for role, end in link.endpoint.ends.items()
         if store_of(end) is not None
     }
 

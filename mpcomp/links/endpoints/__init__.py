@@ -3,6 +3,6 @@
 A module here has the endpoint of one kind of method, and is found without a line elsewhere.
 """
 
-from mpcomp.links.endpoints.base import Endpoint, PlainPlan, Plan, StateSize, endpoint_of
+from mpcomp.links.endpoints.base import Endpoint, PlainPlan, Plan, Plans, StateSize, endpoint_of
 
-__all__ = ["Endpoint", "PlainPlan", "Plan", "StateSize", "endpoint_of"]
+__all__ = ["Endpoint", "PlainPlan", "Plan", "Plans", "StateSize", "endpoint_of"]

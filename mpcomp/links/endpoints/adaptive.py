@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -41,7 +40,7 @@ class AdaptiveEndpoint(WrappingEndpoint, of=Adaptive):
     ) -> Plan:
         policy = self.policy
         if policy.dense:
-            plan = self.inner.plan(side, meta, replace(context, on=False), device)
+            plan = self.inner.plan(side, meta, context._replace(on=False), device)
             plan.context = context
             return plan
         self.inner.method = policy.coder

@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -29,9 +29,9 @@ from torch import Tensor
 from mpcomp.compressors.base import Coding, Compressor, Identity, or_dense
 from mpcomp.compressors.rows import InRows
 from mpcomp.core.spec import SpecValue, import_all, of_inner
-from mpcomp.core.step import MessageContext, SampleIds
+from mpcomp.core.step import MessageContext, SampleIds, Step
 from mpcomp.core.tensor_meta import TensorMeta, padded_positions, zero_padding
-from mpcomp.core.wire import Payload
+from mpcomp.core.wire import COMPRESSED, DENSE, Form, Header, Payload
 from mpcomp.feedback.memory import Side
 from mpcomp.feedback.state import EndState
 
@@ -40,6 +40,7 @@ __all__ = [
     "PlainEndpoint",
     "PlainPlan",
     "Plan",
+    "Plans",
     "StateSize",
     "WrappingEndpoint",
     "endpoint_of",
@@ -47,9 +48,7 @@ __all__ = [
 
 
 class Plan(ABC):
-    """One message of a tensor, at one end.
-
-    What it puts on the wire is the payload; the header is the link's.
+    """One message of a tensor, at one end: its payload, and what both ends know of it ahead.
 
     Attributes:
         meta: the tensor.
@@ -62,6 +61,7 @@ class Plan(ABC):
         cf: compression factor that both ends have agreed on, where that changes; else 0.
         lags: of the message that was encoded here, as `mpcomp.core.traffic.Traffic.lags`; None
             unless its microbatch is sampled, and samples came again to a memory.
+        status: of the message that was encoded here, for its header; None for an all-clear.
     """
 
     meta: TensorMeta
@@ -73,6 +73,23 @@ class Plan(ABC):
     on_host: bool = False
     cf: float = 0.0
     lags: Tensor | None = None
+    status: Tensor | None = None
+
+    @cached_property
+    def form(self) -> Form:
+        """The form of the message."""
+        return Form(self.layout, variable=self.variable, checked=self.context.checked)
+
+    @property
+    def header(self) -> Header:
+        """The header of the message, if nothing in the tensor is NaN or Inf."""
+        return Header(
+            DENSE if self.dense else COMPRESSED,
+            check=self.check ^ self.form.check,
+            step=self.context.step & 0xFFFFFFFF,
+            cf=self.cf,
+            checked=self.context.checked,
+        )
 
     @abstractmethod
     def encode(self, x: Tensor, *, asked: bool = False) -> Payload:
@@ -91,9 +108,66 @@ class Plan(ABC):
     def arrived(self, payload: Payload) -> Tensor:
         """The other end's tensor for the payload that was encoded here."""
 
+    def as_told(self, payload: Payload) -> Tensor:
+        """The tensor of `arrived`, all NaN if this end saw NaN or Inf."""
+        x = self.arrived(payload)
+        return x if self.status is None else x.masked_fill(self.status.bool(), torch.nan)
+
+    def without_padding(self, x: Tensor) -> Tensor:
+        """A tensor like `meta` in memory order, [rows, n], with zeros where it is padded."""
+        padded = padded_positions(self.context.valid, self.meta, x.device)
+        return zero_padding(self.meta.flatten(x), padded)
+
     @abstractmethod
     def positions(self, payload: Payload) -> Tensor | None:
         """Elements that the message carries, for `SameIndices`; None where it is dense."""
+
+
+class Plans:
+    """The plans of a link in the step under way: of the last message sent, and of those due.
+
+    Args:
+        make: makes a plan.
+
+    Attributes:
+        step: the step; None between two.
+    """
+
+    def __init__(self, make: Callable[[Side, TensorMeta, Step, int, torch.device], Plan]) -> None:
+        self._make = make
+        self.step: Step | None = None
+        self._sent: Plan | None = None
+        self._due: dict[int, Plan] = {}
+
+    def enter(self, step: Step | None) -> None:
+        """Begins with another step; what was planned is forgotten."""
+        self.step, self._sent = step, None
+        self._due.clear()
+
+    def last_sent(self, step: Step, microbatch: int) -> Plan:
+        """The plan of the last message that was encoded here, which alone is asked about."""
+        assert step is self.step and self._sent is not None, "a message is asked about in its step"
+        assert self._sent.context.microbatch == microbatch, "another was encoded since"
+        return self._sent
+
+    def to_send(self, meta: TensorMeta, microbatch: int, device: torch.device) -> Plan:
+        """The plan of a message that is encoded now."""
+        assert self.step is not None
+        self._sent = self._make(Side.SENDER, meta, self.step, microbatch, device)
+        return self._sent
+
+    def due(self, meta: TensorMeta, microbatch: int, device: torch.device) -> Plan:
+        """The plan of a message to be received, made once: when its buffer is posted."""
+        plan = self._due.get(microbatch)
+        if plan is None or plan.meta != meta:
+            assert self.step is not None
+            plan = self._make(Side.RECEIVER, meta, self.step, microbatch, device)
+            self._due[microbatch] = plan
+        return plan
+
+    def forget(self, microbatch: int) -> None:
+        """Takes back the plan of a message that was due, and will not come."""
+        self._due.pop(microbatch, None)
 
 
 class StateSize(NamedTuple):
@@ -333,7 +407,10 @@ class PlainPlan(Plan):
         meta: the tensor.
         context: of the message.
         device: of the tensor.
-        layout: of the coder, if it is known, and that it makes such a tensor smaller.
+        form: of the message, if it is known, and that the coder makes such a tensor smaller.
+
+    Attributes:
+        coder: the compressor, or what sends the tensor as it is.
     """
 
     def __init__(
@@ -342,16 +419,18 @@ class PlainPlan(Plan):
         meta: TensorMeta,
         context: MessageContext,
         device: torch.device,
-        layout: tuple[TensorMeta, ...] | None = None,
+        form: Form | None = None,
     ) -> None:
-        if layout is None:
+        self.meta = meta
+        self.context = context
+        if form is None:
             if context.num_rows is not None:
                 coder = InRows(coder, context.num_rows)
             coder = or_dense(coder, meta)
-            layout = coder.layout(meta)
-        self.meta = meta
-        self.context = context
-        self.layout = layout
+            self.layout = coder.layout(meta)
+        else:
+            self.layout, self.form = form.layout, form
+        self.coder = coder
         self._coding = Coding(coder, meta, partial(context.draw, ""), device)
         self.check = coder.check
         self.dense = coder.sends_dense
@@ -390,10 +469,8 @@ class PlainEndpoint(Endpoint, of=Compressor):
 
     def __init__(self, method: Compressor) -> None:
         super().__init__(method)
-        #: The method, coder and layout of tensors that have crossed last, by side and tensor.
-        self._forms: dict[
-            tuple[Side, TensorMeta], tuple[Compressor, Compressor, tuple[TensorMeta, ...]]
-        ] = {}
+        #: The method, coder and form of tensors that have crossed last, by side and tensor.
+        self._forms: dict[tuple[Side, TensorMeta], tuple[Compressor, Compressor, Form]] = {}
 
     @property
     def varies(self) -> bool:  # type: ignore[override]
@@ -414,9 +491,10 @@ class PlainEndpoint(Endpoint, of=Compressor):
     ) -> Plan:
         if not context.on or context.num_rows is not None:
             return PlainPlan(self.method if context.on else Identity(), meta, context, device)
-        form = self._forms.get((side, meta))
-        if form is None or form[0] is not self.method:
-            coder = or_dense(self.method, meta)
-            form = self._forms[side, meta] = self.method, coder, coder.layout(meta)
-        _, coder, layout = form
-        return PlainPlan(coder, meta, context, device, layout)
+        known = self._forms.get((side, meta))
+        if known is None or known[0] is not self.method:
+            plan = PlainPlan(self.method, meta, context, device)
+            self._forms[side, meta] = self.method, plan.coder, plan.form
+            return plan
+        _, coder, form = known
+        return PlainPlan(coder, meta, context, device, form)

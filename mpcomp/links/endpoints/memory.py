@@ -76,7 +76,7 @@ class MemoryEndpoint(Endpoint, of=Feedback):
         if method.looks_at_gradients and isinstance(self.partner, MemoryEndpoint):
             # What an activation's sender knows of gradients is what it has received.
             known = partial(self.partner.remembered, side.other, meta, device)
-            context = replace(context, gradients=known)
+            context = context._replace(gradients=known)
         if context.num_rows is not None and method.rows_wait:
             inner = InRows(method.inner, context.num_rows)
             method = replace(method, inner=inner)  # type: ignore[type-var]
@@ -91,7 +91,7 @@ class MemoryEndpoint(Endpoint, of=Feedback):
                 f"{self.method} keeps its residual in units of the learning rate, which this "
                 f"pipeline does not know (lr={context.lr}): call pipe.follow(optimizer)"
             )
-        return replace(context, unit=context.unit / context.lr)
+        return context._replace(unit=context.unit / context.lr)
 
     def check(self, context_of: Callable[[int], MessageContext], sizes: Sequence[int]) -> None:
         for microbatch, num_rows in enumerate(sizes):

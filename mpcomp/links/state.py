@@ -1,15 +1,20 @@
-"""The size of a link's state, known before the run."""
+"""The state of a link: its size, known before the run, and what puts back a saved one."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from typing import Any
 
+import torch
+
+from mpcomp.core.spec import SpecValue
 from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.feedback.memory import Side
+from mpcomp.links.endpoints import endpoint_of
 from mpcomp.links.link import Link
 
-__all__ = ["state_bytes_of"]
+__all__ = ["restored", "state_bytes_of"]
 
 
 def state_bytes_of(
@@ -45,3 +50,28 @@ def state_bytes_of(
                 "bytes": size.rows * size.row_bytes,
                 **size._asdict(),
             }
+
+
+def restored(
+    link: Link,
+    state: Mapping[str, Any],
+    device: Mapping[str, torch.device],
+    going_on: tuple[SpecValue, str] | None = None,
+) -> Callable[[], None]:
+    """Makes a new endpoint from a saved state; gives what puts it in the present one's place.
+
+    Until that is called nothing has changed.
+
+    Args:
+        link: whose endpoint it is.
+        state: of the endpoint's `state_dict`.
+        device: where each role's end lives.
+        going_on: the method, and its word, that take the place of the present ones.
+
+    Raises:
+        ValueError, KeyError: it is the state of another method or of other tensors.
+    """
+    method, chosen = going_on or (link.method, link.chosen)
+    endpoint = endpoint_of(method)
+    endpoint.load_state_dict(state, device)
+    return partial(link.become, method, chosen, endpoint)
