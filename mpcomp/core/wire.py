@@ -447,7 +447,7 @@ class Form:
         return (*_views(message, self.layout[:-1], offsets), message[start:])
 
     def _read(self, message: Tensor) -> tuple[Tensor, Header]:
-        """What was sent of a buffer, and its header, where that says the length."""
+        """The part of a buffer that was sent, and its header, where that says the length."""
         least = most = self.num_bytes
         if self.variable:
             last = self.layout[-1]
