@@ -149,9 +149,9 @@ def advise_on_weights(of_ranks: Sequence[Mapping[str, int | None]]) -> None:
         if other:
             warnings.warn(
                 f"rank {next(iter(known))} and rank {other[0]} have built different models: {name} "
-                "has other weights. Each rank trains its stages of its own model. Weights that "
-                "one rank loads must be loaded on all; and torch.manual_seed(n) before the model "
-                "is made must have one n",
+                "has other weights. Each rank trains its stages of its own model. Load weights "
+                "on all ranks, not on one, and call torch.manual_seed with the same number on all "
+                "of them before the model is made",
                 stacklevel=4,
             )
             return

@@ -314,7 +314,7 @@ class DistributedLaunch(Launch):
         weights = {stage.name: _sample_of(stage) for stage in cut}
         said = exchange(self.mesh, "machine and weights", [machine, weights])
         self.local_ranks = [each[0] for each in said].count(machine)
-        # The first replica's: those of the others are replaced by them.
+        # Other replicas take the weights of the first one, so its ranks alone count.
         self.weights = [each[1] for each in said[: self.mesh.pp_size]]
         self.mesh.connect(self._rank_names(len(cut)))
 

@@ -416,8 +416,8 @@ class Form:
         """The payload as views into the message, or into a copy of it.
 
         Args:
-            message: as long as the layout says. Where its length varies or it is checked: what was
-                sent, or the buffer that was posted for it, of which the end then has no meaning.
+            message: as long as the layout says. Where its length varies or it is checked, it may be
+                a longer buffer that was posted for it. The rest of that buffer means nothing.
                 Then its header is read, so an accelerator is waited for.
             expected: the header but for its status, where it is compared; on an accelerator only
                 one that is read anyway.

@@ -287,7 +287,7 @@ class OptimizerWatch:
         if clips or (name in BY_ALL_GRADIENTS and not of_torch):
             warnings.warn(
                 f"{name} on {self._pp_size} ranks: it goes by a sum over all gradients, and each "
-                "rank has only its own stages', so it trains otherwise than in one process. "
+                "rank has those of its own stages, so it trains otherwise than in one process. "
                 + ("max_grad_norm=0 turns that off" if clips else "AdamW goes by each gradient"),
                 stacklevel=6,
             )

@@ -31,7 +31,7 @@ MethodLike = SpecValue | str | None
 #: What may be given for all: one for all, a list, or a mapping from cuts.
 Methods = MethodLike | Sequence[MethodLike] | Mapping[Any, MethodLike]
 
-#: Tensors of which ranks compare the layouts of messages.
+#: Ranks compare the layouts of messages for tensors like these.
 _METAS: Final = (TensorMeta((2, 24)), TensorMeta((4, 16, 256), torch.bfloat16))
 
 

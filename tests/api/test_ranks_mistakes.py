@@ -11,7 +11,7 @@ from models import MLP_SPLIT, mlp, rows
 from ranks import preload
 
 import mpcomp
-from mpcomp.engines.gradients import BY_ALL_GRADIENTS
+from mpcomp.engines.gradients import BY_ALL_GRADIENTS, OptimizerWatch
 
 preload("test_ranks_mistakes")
 
@@ -181,6 +181,24 @@ def test_clipping_by_one_ranks_norm_is_said_once(ranks, set_to_none):
         for kind, messages in found.items():
             assert len(messages) == kind.startswith("torch"), kind
             assert all("mpcomp.clip_grad_norm_(pipe, max_norm)" in said for said in messages)
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_loss_scaler_does_not_pass_for_clipping(clips):
+    """It divides gradients in place, and clipping after that is found all the same."""
+    model = torch.nn.Linear(4, 4)
+    watch = OptimizerWatch(model, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(model(torch.randn(3, 4)).sum()).backward()
+    watch.note()
+    scaler.unscale_(optimizer)
+    if clips:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        scaler.step(optimizer)
+    assert len(caught) == clips
 
 
 @pytest.mark.parametrize("kind", ["torch, pipe", "torch, model", "mpcomp"])
