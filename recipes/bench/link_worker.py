@@ -92,6 +92,9 @@ WHEN_CODED: Final = {
     IN_BACKGROUND: _SCRATCH._replace(background=True),
     UNCODED: _SCRATCH._replace(background=True, uncoded=True),
 }
+#: The variant that chooses by the links, and what it falls back on as a variant of its own.
+CHOSEN: Final = "mpcomp auto chosen"
+_BY_LINKS: Final = {"mpcomp bf16": Setting("bf16", "bf16"), CHOSEN: Setting("auto", "auto")}
 #: Those whose names end with x4 have four connections, with "measured" as many as ranks choose.
 METHODS: Final[dict[str, Setting]] = {
     **_ONE_CONNECTION,
@@ -100,6 +103,7 @@ METHODS: Final[dict[str, Setting]] = {
     **_ASYNCHRONOUS,
     **_APART,
     **WHEN_CODED,
+    **_BY_LINKS,
 }
 TORCH_DTYPES: Final = {REFERENCE: torch.float32, "torch bf16": torch.bfloat16}
 VARIANTS: Final = (*TORCH_DTYPES, *METHODS)
@@ -184,6 +188,8 @@ class Variant:
     ties: str | None = None
     #: Bytes that this rank sent of the tied weight's gradient so far.
     tie_bytes: Callable[[], float] = lambda: 0.0
+    #: Methods at each cut, of activations and of gradients, where links choose them.
+    sends: Callable[[], list[list[str]] | None] = lambda: None
 
 
 class Part:
@@ -227,6 +233,7 @@ class Part:
             "connections": variant.connections,
             "ties": variant.ties,
             "tie_bytes": (variant.tie_bytes() - tied_before) / variant.updates,
+            "sends": variant.sends(),
         }
 
     def compute(self) -> list[dict[str, list[float]]]:
@@ -440,6 +447,11 @@ def _mpcomp_variant(name: str, job: Job, lengths: Counter[str]) -> Variant:
         ties=("apart" if pipe.ties else "together") if job.tied else None,
         tie_bytes=lambda: sum(
             link.meter.train.sent.wire_bytes for tie in pipe.ties for link in tie.links
+        ),
+        sends=lambda: (
+            [[str(link.method) for link in cut.links] for cut in pipe.boundaries]
+            if name == CHOSEN
+            else None
         ),
     )
 

@@ -21,6 +21,9 @@ Hosts here share the machine's cores. With ``--accelerator-ms`` they do not comp
 (`recipes.bench.accelerator`): what is left is coding and links, as on hosts of their own. With
 ``--tied`` the head waits as well, for as many blocks as its weight is large.
 
+With ``mpcomp auto chosen`` each rate has processes of its own. Before the clock the word takes the
+steps there after which it looks at its links.
+
 Without the rights for namespaces everything runs over loopback, unlimited.
 """
 
@@ -39,6 +42,7 @@ from typing import Any, Final, NamedTuple
 
 from tqdm import tqdm
 
+from mpcomp.pilot.paying import FIRST, WINDOW
 from recipes.bench.link_report import (
     changes_of,
     cores_shared,
@@ -48,6 +52,7 @@ from recipes.bench.link_report import (
     tables,
 )
 from recipes.bench.link_worker import (
+    CHOSEN,
     IN_BACKGROUND,
     METHODS,
     REFERENCE,
@@ -90,16 +95,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     coding: dict[str, dict[str, list[float]]] = {}
     tie_coding: dict[str, dict[str, list[float]]] = {}
     for num_stages in options.stages:
-        with contextlib.ExitStack() as stack:
-            hosts = choose_hosts(stack, num_stages, options)
-            links = hosts.describe()
-            workers = Workers(hosts, MODULE, options, _told(options))
-            rates = options.rates if hosts.device != "lo" else [None]
-            measured = _measure(workers, rates, options)
-            steps += measured.steps
-            compute[str(num_stages)] = measured.compute
-            coding[str(num_stages)] = measured.coding
-            tie_coding[str(num_stages)] = measured.tie_coding
+        parts = []
+        for rates in _rates_at_once(options):
+            with contextlib.ExitStack() as stack:
+                hosts = choose_hosts(stack, num_stages, options)
+                links = hosts.describe()
+                workers = Workers(hosts, MODULE, options, _told(options))
+                limited = hosts.device != "lo"
+                parts.append(_measure(workers, rates if limited else [None], options))
+            if not limited:
+                break
+        measured = merged(parts)
+        steps += measured.steps
+        compute[str(num_stages)] = measured.compute
+        coding[str(num_stages)] = measured.coding
+        tie_coding[str(num_stages)] = measured.tie_coding
     figures = summarise(
         steps,
         compute,
@@ -143,7 +153,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="; ".join(USUAL) + "; and those of mpcomp with four connections each way, as in "
         "'mpcomp auto x4', or as many as ranks choose, 'mpcomp auto measured', or asynchronous, "
         "as in 'mpcomp quant:4 asynchronous', or coded in turn, in the background, or by nobody: "
-        + "; ".join(WHEN_CODED))  # fmt: skip
+        + "; ".join(WHEN_CODED) + "; or bf16 by mpcomp, and what the word chooses by the links: "
+        "mpcomp bf16; " + CHOSEN)  # fmt: skip
     add("--repeats", type=int, default=5)
     # Until about the fifteenth step activations change by a tenth of what they do later.
     add("--warmups", type=int, default=20, help="unlimited steps of each variant before the clock")
@@ -175,6 +186,11 @@ def _rate(text: str) -> float | None:
     if not 0 < rate < math.inf:
         raise argparse.ArgumentTypeError(f"{text}: pass Mbit/s above 0, or 'unlimited'")
     return rate
+
+
+def _rates_at_once(options: argparse.Namespace) -> Sequence[Sequence[float | None]]:
+    """Rates that processes measure in turn: one, where the word chooses once by its links."""
+    return [[rate] for rate in options.rates] if CHOSEN in options.variants else [options.rates]
 
 
 def _problem(options: argparse.Namespace) -> str | None:
@@ -244,11 +260,16 @@ def _measure(
     workers: Workers, rates: Sequence[float | None], options: argparse.Namespace
 ) -> Measured:
     names: list[str] = options.variants
-    coded = [name for name in names if name in METHODS]
+    # What is chosen by the links is known once it is: it is not predicted.
+    coded = [name for name in names if name in METHODS and name != CHOSEN]
     exchanged = [name for name in coded if options.tied and METHODS[name].ties == "apart"]
     hosts, num_stages = workers.hosts, workers.hosts.num_hosts
-    for name in names * options.warmups:
+    for name in [name for name in names if name != CHOSEN] * options.warmups:
         _step(workers, name, 0)
+    if CHOSEN in names:
+        hosts.set_rate(rates[0])
+        for _ in range(FIRST + WINDOW + 1):
+            _step(workers, CHOSEN, 0)
     steps, compute = [], []
     coding: dict[str, list[list[float]]] = {name: [] for name in coded}
     tie_coding: dict[str, list[list[float]]] = {name: [] for name in exchanged}
@@ -279,6 +300,23 @@ def _measure(
     return Measured(steps, found, _medians(coding), _medians(tie_coding))
 
 
+def merged(parts: Sequence[Measured]) -> Measured:
+    """What several sets of processes measured of the same stages, as one."""
+    compute = [
+        {
+            name: (median if name.startswith("mean_") else min)(one[name] for one in of_stage)
+            for name in of_stage[0]
+        }
+        for of_stage in zip(*(part.compute for part in parts), strict=True)
+    ]
+    steps = list(itertools.chain.from_iterable(part.steps for part in parts))
+    coding, tie_coding = (
+        _medians({name: [each[name] for each in of_parts] for name in of_parts[0]})
+        for of_parts in ([part.coding for part in parts], [part.tie_coding for part in parts])
+    )
+    return Measured(steps, compute, coding, tie_coding)
+
+
 def _medians(coding: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, list[float]]:
     return {
         name: [median(times) for times in zip(*of_name, strict=True)]
@@ -300,6 +338,7 @@ def _step(workers: Workers, name: str, before: int) -> dict[str, Any]:
         "connections": answers[0]["connections"],
         "ties": answers[0]["ties"],
         "tie_bytes": [answer["tie_bytes"] for answer in answers],
+        "sends": answers[0]["sends"],
         "changes": [answer["change"] for answer in answers[:-1]],  # behind the last is no cut
         "interfaces": interfaces,
     }

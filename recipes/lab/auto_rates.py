@@ -2,7 +2,6 @@
 
     python -m recipes.lab.auto_rates                          # writes the rows, in docs/results
     python -m recipes.lab.auto_rates --table --gflops 5000    # prints some of them
-    python -m recipes.lab.auto_rates --coding 0.5 0.5 1 1     # ResNet's, where coding is faster
 
 Nothing runs: a step is simulated, as by ``mpcomp plan``. Operations of models are counted; coding
 took what `recipes.lab.plan_coding` has measured on one core, and bytes are the studies'. What
@@ -15,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import operator
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -24,7 +22,6 @@ from tabulate import tabulate
 
 from mpcomp.command.models import candidate
 from mpcomp.monitor.payoff import CutTimes, RankTimes, Simulation
-from mpcomp.plan import Coding, CutCost
 from mpcomp.plan.curve import time_text
 from mpcomp.plan.known_quality import known_of, methods_of
 from mpcomp.plan.planner import Pair
@@ -33,7 +30,7 @@ from recipes.lab.plan_coding import CODING
 from recipes.lab.plan_form import TEXT, cost_of
 from recipes.run_folder import read_json_lines
 
-__all__ = ["MACHINES", "OUT", "RATES", "RESNET", "TASKS", "Row", "rows_of"]
+__all__ = ["MACHINES", "OUT", "RATES", "TASKS", "Row", "rows_of"]
 
 OUT: Final = CODING.with_name("auto_rates.jsonl")
 #: GFLOP/s of every machine: a few cores; many, or a small accelerator; an accelerator.
@@ -71,11 +68,10 @@ class Task(NamedTuple):
     backward: float = 2.0
 
 
-RESNET: Final = "ResNet-18 from scratch"
 _SMOLLM2: Final = TEXT["SmolLM2-135M"]
 #: Weights that LoRA freezes have no gradients, which are half of a backward.
 TASKS: Final = {
-    RESNET: Task("resnet18", "images", "auto:relu", 4, 16),
+    "ResNet-18 from scratch": Task("resnet18", "images", "auto:relu", 4, 16),
     "GPT-2 from scratch": Task("gpt2", "scratch", "auto:scratch", 4, 4),
     "small GPT-2 of your own": Task(
         "gpt2 --config n_layer=8 n_embd=256 n_head=4", "scratch", "auto:scratch", 4, 8
@@ -117,24 +113,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--table", action="store_true", help="print what was written")
     parser.add_argument("--gflops", type=float, help="of a machine, in the table (default: all)")
     parser.add_argument("--out", type=Path, default=OUT, help="of rows (default: %(default)s)")
-    parser.add_argument(
-        "--coding",
-        type=float,
-        nargs=4,
-        metavar="SHARE",
-        help="print ResNet's rows where the word's coding takes these shares of the measured "
-        "times: encoding and decoding an activation, then a gradient",
-    )
     options = parser.parse_args(argv)
-    if not options.table and not options.coding:
+    if not options.table:
         found = [row for gflops in MACHINES for name in TASKS for row in rows_of(name, gflops)]
         options.out.write_text("".join(f"{json.dumps(row._asdict())}\n" for row in found))
         return
-    if options.coding:
-        found = [row for gflops in MACHINES for row in rows_of(RESNET, gflops, options.coding)]
-    else:
-        found = [Row(**row) for row in read_json_lines(options.out)]
-    found = [row for row in found if options.gflops in (None, row.gflops)]
+    every = [Row(**row) for row in read_json_lines(options.out)]
+    found = [row for row in every if options.gflops in (None, row.gflops)]
     headers = ["task", "Mbit/s", "auto sends", "step", "best fixed", "its step", "times as long"]
     cells = [
         [
@@ -146,14 +131,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(tabulate(cells, headers, disable_numparse=True))
 
 
-def rows_of(name: str, gflops: float, shares: Sequence[float] = (1, 1, 1, 1)) -> Iterator[Row]:
-    """The rows of a task, on machines of so many GFLOP/s.
-
-    Args:
-        name: of the task.
-        gflops: of a machine.
-        shares: of the measured times that coding by the word takes, as in `Coding`.
-    """
+def rows_of(name: str, gflops: float) -> Iterator[Row]:
+    """The rows of a task, on machines of so many GFLOP/s."""
     task = TASKS[name]
     command, *rest = task.model.split()
     config = dict(entry.split("=", 1) for entry in rest if "=" in entry)
@@ -166,10 +145,6 @@ def rows_of(name: str, gflops: float, shares: Sequence[float] = (1, 1, 1, 1)) ->
     most = _loss(task, word) + _FLOOR
     fixed = [pair for pair in methods_of(task.kind) if _loss(task, pair) <= most]
     costs = {pair: [cost_of(task.kind, pair, size) for size in sizes] for pair in fixed}
-    costs[word] = [
-        CutCost(Coding(*map(operator.mul, shares, cost.coding)), cost.messages)
-        for cost in costs[word]
-    ]
     for mbps in RATES:
         link = mbps, 2 * _LATENCY_S
         cuts = [

@@ -11,6 +11,7 @@ from recipes.bench import slow_link
 from recipes.bench.link_bound import MESSAGE_HEADER_BYTES
 from recipes.bench.link_report import summarise
 from recipes.bench.link_worker import (
+    CHOSEN,
     IN_BACKGROUND,
     REFERENCE,
     UNCODED,
@@ -53,6 +54,21 @@ def test_short_run(tmp_path, capsys):
     assert changes["mpcomp none"] == pytest.approx(changes[REFERENCE], rel=1e-3)
     said = capsys.readouterr().out
     assert "mpcomp topk:0.1+fp16" in said and "change from one step to the next" in said
+
+
+@pytest.mark.slow
+def test_what_the_word_sends_is_said_and_chosen_before_the_clock(tmp_path):
+    """Loopback carries more than two cores code, so the word sends what bf16 sends."""
+    out = tmp_path / "link.json"
+    tiny = "--stages 2 --blocks 2 --width 16 --context 8 --vocab 20 --chunks 2 --microbatch 1"
+    few = "--repeats 2 --warmups 1 --threads 1 --loopback --rates unlimited"
+    variants = [REFERENCE, "mpcomp bf16", CHOSEN]
+    slow_link.main([*tiny.split(), *few.split(), "--variants", *variants, "--out", str(out)])
+    result = json.loads(out.read_text())
+    figures = {figure["variant"]: figure for figure in result["figures"]}
+    sent = [step["sends"] for step in result["steps"] if step["variant"] == CHOSEN]
+    assert sent == [[["bf16", "bf16"]]] * 2
+    assert figures[CHOSEN]["metered_bytes"] == figures["mpcomp bf16"]["metered_bytes"]
 
 
 @pytest.mark.slow
@@ -183,6 +199,21 @@ def test_changes_of_what_leaves_a_module():
     assert output.change() == pytest.approx(0.01, rel=1e-4)
     module(x)
     assert output.change() == 0
+
+
+def test_rates_that_were_measured_apart_are_one_measurement():
+    parts = [
+        slow_link.Measured(
+            [{"rate_mbps": rate}], [{"forward_s": s, "mean_forward_s": 2 * s}], coding, {}
+        )
+        for rate, s, coding in ((10.0, 3.0, {"a": [1.0, 4.0]}), (30.0, 1.0, {"a": [2.0, 8.0]}))
+    ]
+    assert slow_link.merged(parts) == slow_link.Measured(
+        [{"rate_mbps": 10.0}, {"rate_mbps": 30.0}],
+        [{"forward_s": 1.0, "mean_forward_s": 4.0}],
+        {"a": [1.5, 6.0]},
+        {},
+    )
 
 
 def test_bad_options():

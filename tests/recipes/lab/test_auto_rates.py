@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from recipes.lab.auto_rates import MACHINES, OUT, RATES, RESNET, TASKS, Row, rows_of
+from recipes.lab.auto_rates import MACHINES, OUT, RATES, TASKS, Row, rows_of
 from recipes.run_folder import read_json_lines
 
 ROWS = [Row(**row) for row in read_json_lines(OUT)]
@@ -17,12 +17,7 @@ def test_there_is_a_row_of_each_task_rate_and_machine():
 
 
 def test_auto_loses_little_to_the_best_fixed_setting():
-    """To none, bf16 and the word nowhere 5 %; to 4 bits behind a ReLU on fast links alone."""
-    losing = [row for row in ROWS if row.step_s > 1.05 * row.best_s]
-    assert {(row.task, row.best) for row in losing} == {
-        ("ResNet-18 from scratch", "quant:4 / quant:8")
-    }
-    assert all(row.mbps >= 300 for row in losing)
+    assert [row for row in ROWS if row.step_s > 1.05 * row.best_s] == []
 
 
 def test_it_compresses_on_slow_links_and_less_on_faster_ones():
@@ -42,11 +37,3 @@ def test_rows_are_what_the_simulation_gives(task, gflops):
         assert (ours.sends, ours.best) == (theirs.sends, theirs.best)
         assert ours.step_s == pytest.approx(theirs.step_s)
         assert ours.best_s == pytest.approx(theirs.best_s)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("gflops", MACHINES)
-def test_with_the_coding_of_today_auto_loses_little_everywhere(gflops):
-    """By the shares of the page, of times that are committed."""
-    for row in rows_of(RESNET, gflops, (0.56, 0.65, 1, 1)):
-        assert row.step_s < 1.05 * row.best_s, row
