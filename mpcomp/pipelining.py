@@ -25,6 +25,7 @@ from mpcomp.comm.channels import LocalChannel
 from mpcomp.core.sample_ids import split_sample_ids
 from mpcomp.core.step import Step
 from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.torch_forwards import forward_of
 from mpcomp.core.wire import no_tensor, says_no_tensor
 from mpcomp.entropy import KINDS
 from mpcomp.links.boundary import Boundary, ConnectedBoundary, Crossing
@@ -208,6 +209,8 @@ class _Rank:
 
     def end(self, stage: _PipelineStageBase) -> None:
         """Notes that a stage ends a step; with the last one methods keep what they learned."""
+        if stage.stage_index not in self.begun:
+            return  # one call of torch's has another in it
         self.ended.add(stage.stage_index)
         if self.ended == self.stages.keys():
             self._end(train=stage.has_backward)
@@ -287,6 +290,11 @@ class CompressedStage(_PipelineStageBase):
         super().perform_reduce_grad(grad_scale_factor)
         self.rank.end(self)
 
+    def wait_for_gradient_reduction(self, grad_scale_factor: int) -> None:
+        # From torch 2.15 on, of FSDP2's stages, by some schedules in place of the former.
+        super().wait_for_gradient_reduction(grad_scale_factor)  # type: ignore[misc]
+        self.rank.end(self)
+
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         if self.is_first:
             return []
@@ -297,7 +305,8 @@ class CompressedStage(_PipelineStageBase):
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         if self.is_last:
             return []
-        cut = self._send_activation(self.stage_index, self.fwd_cache[fwd_chunk_id][0], fwd_chunk_id)
+        outputs, _ = forward_of(self, fwd_chunk_id)
+        cut = self._send_activation(self.stage_index, outputs, fwd_chunk_id)
         return self._op(dist.isend, cut.act, fwd_chunk_id, self.stage_index + 1)
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
@@ -341,16 +350,18 @@ class CompressedStage(_PipelineStageBase):
             cut.grad.send(next_stage_bwd_outputs[0], *at)
 
     def _retrieve_recv_grads(self, bwd_chunk_id: int) -> Any:
-        info = self.grad_recv_info[bwd_chunk_id][0]
-        if info.buffer is not None:
+        if self._wants(bwd_chunk_id):
             cut, at = self._at(self.stage_index, bwd_chunk_id)
-            gradient = cut.grad.receive_any(*at)  # None where torch sends zeros
-            info.buffer = torch.zeros_like(info.buffer) if gradient is None else gradient
+            gradient = cut.grad.receive_any(*at)
+            if gradient is None:  # torch sends zeros
+                meta, *_ = at
+                gradient = torch.zeros(meta.shape, dtype=meta.dtype, device=self.device)
+            self.grad_recv_info[bwd_chunk_id][0].buffer = gradient
         return super()._retrieve_recv_grads(bwd_chunk_id)
 
     def _wants(self, microbatch: int) -> bool:
         """Whether the gradient of an output will come."""
-        return self.grad_recv_info[microbatch][0].buffer is not None
+        return self.grad_recv_info[microbatch][0].tensor_meta is not None
 
     def _at(self, cut: int, microbatch: int) -> tuple[ConnectedBoundary, tuple[Any, Step, int]]:
         meta = self.rank.metas[cut]

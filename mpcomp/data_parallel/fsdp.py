@@ -243,6 +243,8 @@ def reduce_now(root: nn.Module) -> None:
     for each in state._state_ctx.all_states:
         for param_group in parameter_groups(each):
             param_group.post_backward()
+    if hasattr(state._state_ctx, "manual_backward_finalization_active"):  # from torch 2.15 on
+        state._state_ctx.manual_backward_finalization_active = False  # None before any backward
     state._root_post_backward_final_callback()
 
 

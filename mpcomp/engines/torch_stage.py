@@ -24,12 +24,14 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
 from mpcomp.comm.mesh import ProcessMesh
 from mpcomp.core.microbatch import map_tensors
 from mpcomp.core.step import Step
 from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.torch_forwards import drop_forward, forward_of, keep_forward
 from mpcomp.engines.background import Background
 from mpcomp.engines.graph import depends
 from mpcomp.engines.saved_bytes import SavedBytes
@@ -225,7 +227,7 @@ class CutStage(PipelineStage):
         output, received, encoded = ahead
         if isinstance(output, Exception):
             raise output
-        self.fwd_cache[fwd_chunk_id] = ((output,), received)
+        keep_forward(self, fwd_chunk_id, (output,), received)
         self._hand_over(fwd_chunk_id, output, encoded)
         return output
 
@@ -258,13 +260,13 @@ class CutStage(PipelineStage):
         """Runs a microbatch backward; sends the gradient of its input. Called by the schedule."""
         self._at(bwd_chunk_id, "backward")
         if self._trained > self.stage_index:
-            self.fwd_cache.pop(bwd_chunk_id)
+            drop_forward(self, bwd_chunk_id)
             self._ended.add(bwd_chunk_id)
             return
         self._received = None if self._after is None else self._receive_gradient(bwd_chunk_id)
         grad = None
         if self._after is not None and self._received is None:
-            self.fwd_cache.pop(bwd_chunk_id)
+            drop_forward(self, bwd_chunk_id)
             self._ended.add(bwd_chunk_id)
         else:
             grad = self._backward(bwd_chunk_id, loss, full_backward)
@@ -276,13 +278,15 @@ class CutStage(PipelineStage):
 
     def _backward(self, microbatch: int, loss: Tensor | None, full: bool) -> Tensor | None:
         """Runs backward; the gradient of the stage's input, if there is one."""
-        (output,), inputs = self.fwd_cache[microbatch]
+        (output,), inputs = forward_of(self, microbatch)
         if not full and self._before is not None:
             end = output if loss is None else loss
             if not depends(end, inputs[0]):
                 # torch divides a backward at the input, and would find no weights behind it.
                 self._ended.add(microbatch)
                 full = True
+        if isinstance(self.submod, FSDPModule):
+            self.submod.set_is_last_backward(False)  # torch itself does so before 2.15
         trace = self._step.trace
         if trace is not None:
             trace.open("backward", self.stage_index, microbatch)
@@ -310,6 +314,12 @@ class CutStage(PipelineStage):
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         pass  # the engine does, once a step and after the sum over tied weights
+
+    def start_gradient_reduction(self) -> None:
+        pass  # likewise; from torch 2.15 on
+
+    def wait_for_gradient_reduction(self, grad_scale_factor: int) -> None:
+        pass
 
     def taken_from(self, batch: Any) -> Any:  # torch's own stages have an attribute `inputs`
         """The part of a microbatch that this stage takes, on its device."""
