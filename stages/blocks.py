@@ -11,7 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from stages.chain import Chain, expand, has_hooks, is_compiled, is_plain
+from stages.chain import Chain, expand, is_compiled, is_plain
+from stages.containers import has_hooks
 from stages.encoder_decoders import EncoderDecoder
 from stages.encoders import Encoder, is_encoder
 from stages.graph import Trace

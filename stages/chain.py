@@ -9,20 +9,9 @@ from typing import Any
 
 from torch import nn
 
+from stages.containers import has_hooks
 from stages.hints import nearest
 from stages.stage import Piece, Stage, ancestors
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether something was registered to run whenever `module` is called."""
-    return any(
-        (
-            module._forward_hooks,
-            module._forward_pre_hooks,
-            module._backward_hooks,
-            module._backward_pre_hooks,
-        )
-    )
 
 
 def is_compiled(module: nn.Module) -> bool:

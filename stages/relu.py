@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from stages.chain import has_hooks, is_plain, run_chain
+from stages.chain import is_plain, run_chain
+from stages.containers import has_hooks
 from stages.graph import Program, traced
 from stages.stage import Stage
 

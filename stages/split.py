@@ -87,6 +87,7 @@ def split(
     stages = [Stage(origin, index, piece) for index, piece in enumerate(pieces)]
     if isinstance(line, BlockLine):
         line.check(stages)
+    origin.containers.note(model, stages)
     return stages
 
 

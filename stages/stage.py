@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
+
+from stages.containers import Containers
 
 #: What a stage computes: called with the stage itself, then with what the stage was called with.
 Run = Callable[..., object]
@@ -98,6 +100,7 @@ class Origin:
     together: bool = False  # the last stage runs where the first does, and copies are one
     why_apart: str = ""  # if that was wanted and cannot be
     own_loss: Callable[..., Any] | None = None  # of output and targets, if the model computes it
+    containers: Containers = field(default_factory=Containers)  # of the model
 
     @cached_property
     def places(self) -> Mapping[str, int]:
@@ -218,7 +221,11 @@ class Stage(nn.Module):
         return batch.get("attention_mask") if positions is None else positions(batch)
 
     def check_batch(self, batch: object) -> None:
-        """Raise ValueError if the model cannot take this batch, where that can be told ahead."""
+        """Raise ValueError if the model cannot take this batch, where that can be told ahead.
+
+        Also if it is not the model any more that was cut.
+        """
+        self._origin.containers.check()
         check = getattr(self._run, "check_batch", None)
         if check is not None:
             check(self.original, batch)
