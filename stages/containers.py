@@ -1,6 +1,6 @@
 """Containers of a cut model: stages have what is in them, and do not call them.
 
-What a script does to one after the cut changes nothing that trains, so it is found and said.
+A change of one after the cut changes nothing that trains, so it is found and said.
 """
 
 from __future__ import annotations

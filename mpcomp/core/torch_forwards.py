@@ -1,4 +1,4 @@
-"""What a stage of `torch.distributed.pipelining` keeps between forward and backward, by version.
+"""Forwards that a stage of `torch.distributed.pipelining` keeps for its backward, by version.
 
 Before torch 2.15 it is a pair, outputs and inputs; from then on torch has a class for it.
 """

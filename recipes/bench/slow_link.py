@@ -301,7 +301,7 @@ def _measure(
 
 
 def merged(parts: Sequence[Measured]) -> Measured:
-    """What several sets of processes measured of the same stages, as one."""
+    """Measurements of the same stages by several sets of processes, as one."""
     compute = [
         {
             name: (median if name.startswith("mean_") else min)(one[name] for one in of_stage)
