@@ -27,14 +27,14 @@ class Containers:
     """Modules of a model that no stage calls, as they were when it was cut."""
 
     def __init__(self) -> None:
-        self._then: list[tuple[str, nn.Module, dict[str, nn.Module | None]]] = []
+        self._then: list[tuple[str, nn.Module, dict[str, nn.Module]]] = []
         self._has_warned = False
 
     def note(self, model: nn.Module, stages: Iterable[nn.Module]) -> None:
         """Notes the containers of `model`, which was cut into `stages`."""
         called = {id(module) for stage in stages for module in stage.modules()}
         self._then = [
-            (name, module, dict(module._modules))
+            (name, module, _children(module))
             for name, module in model.named_modules()
             if id(module) not in called
         ]
@@ -42,7 +42,7 @@ class Containers:
     def check(self) -> None:
         """Raise ValueError if one has other children than it had; warn once if one has hooks."""
         for name, module, children in self._then:
-            now = module._modules
+            now = _children(module)
             if now != children:
                 other = next(
                     child
@@ -67,3 +67,7 @@ class Containers:
                     "register it on a module inside of it, or before the cut",
                     stacklevel=2,
                 )
+
+
+def _children(module: nn.Module) -> dict[str, nn.Module]:
+    return {name: child for name, child in module._modules.items() if child is not None}

@@ -46,6 +46,7 @@ CHANGES = {
     "a layer in place of one in a container": lambda model: setattr(model[1], "1", nn.GELU()),
     "a layer more": lambda model: model.append(nn.ReLU()),
     "a layer less": lambda model: model.pop(-1),
+    "no layer in place of one": lambda model: setattr(model, "2", None),
 }
 
 
