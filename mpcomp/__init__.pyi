@@ -28,9 +28,9 @@ from .compressors import SameSign as SameSign
 from .compressors import SampledTopK as SampledTopK
 from .compressors import Sign as Sign
 from .compressors import TopK as TopK
+from .core.context import TensorMeta as TensorMeta
 from .core.loss import CausalLMLoss as CausalLMLoss
 from .core.spec import parse as parse
-from .core.tensor_meta import TensorMeta as TensorMeta
 from .data_parallel.compress import CompressedGradients as CompressedGradients
 from .data_parallel.compress import compress_gradients as compress_gradients
 from .data_parallel.methods.accordion import Accordion as Accordion

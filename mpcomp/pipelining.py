@@ -22,9 +22,8 @@ from torch import Tensor
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from mpcomp.comm.channels import LocalChannel
+from mpcomp.core.context import Step, TensorMeta
 from mpcomp.core.sample_ids import split_sample_ids
-from mpcomp.core.step import Step
-from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.core.torch_forwards import forward_of
 from mpcomp.core.wire import no_tensor, says_no_tensor
 from mpcomp.entropy import KINDS

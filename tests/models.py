@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from mpcomp import Pipeline, pipeline
 from mpcomp.core.randomness import stage_randomness
-from mpcomp.feedback.slots import SlotStore
 from mpcomp.feedback.state import EndState
+from mpcomp.feedback.store import SlotStore
 from stages import resnet18, split
 
 CLASSES = 5

@@ -21,10 +21,9 @@ import mpcomp
 from mpcomp import ECSQ, KLT, Compressor, Identity, Link, TensorMeta
 from mpcomp.compressors.klt import Basis, InBasis
 from mpcomp.compressors.tokens import Tokens
+from mpcomp.core.context import Step, padded_positions, zero_padding
 from mpcomp.core.randomness import generator_for
 from mpcomp.core.spec import SpecValue
-from mpcomp.core.step import Step
-from mpcomp.core.tensor_meta import padded_positions, zero_padding
 from mpcomp.feedback import Side
 from mpcomp.links.endpoints import Endpoint, PlainPlan, StateSize, endpoint_of
 from mpcomp.links.endpoints.basis import WithNews

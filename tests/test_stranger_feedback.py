@@ -45,7 +45,7 @@ from mpcomp import (
     TopK,
     parse,
 )
-from mpcomp.core.step import Step
+from mpcomp.core.context import Step
 from mpcomp.data_parallel.methods import replica_method_of
 from mpcomp.feedback import EvalChoice, Field, Side
 from mpcomp.feedback.memory import Sent, State

@@ -20,11 +20,11 @@ from pages import ROOT
 
 from mpcomp import Compressor, Link, TensorMeta, entropy, parse
 from mpcomp.comm import stripes
-from mpcomp.compressors import bits, indices, klt, lowrank
+from mpcomp.compressors import bits, klt, lowrank
 from mpcomp.compressors.lloyd import gaussian_centroids
 from mpcomp.core import bit_sum, threads, wire
+from mpcomp.core.context import Step
 from mpcomp.core.spec import registered
-from mpcomp.core.step import Step
 from mpcomp.entropy import ans, classes, coding, frequencies, message, neighbours
 
 PAGE = (ROOT / "docs" / "develop" / "wire.md").read_text()
@@ -141,12 +141,12 @@ def test_packed_integers_are_as_the_page_says():
 
 def test_positions_take_the_code_that_the_page_says():
     order = [row["code"] for row in TABLES["code"] if "taken at" in row]
-    assert order == [*indices._sizes(4096, 410)]
+    assert order == [*bits._sizes(4096, 410)]
     for row in TABLES["code"]:
         if "taken at" in row:
-            size = indices._sizes(4096, 410)[row["code"]]
+            size = bits._sizes(4096, 410)[row["code"]]
             assert size == math.ceil(int(row["bits of n = 4096, k = 410"]) / 8)
-            assert indices._cheapest(4096, int(row["taken at"].removeprefix("k = "))) == row["code"]
+            assert bits._cheapest(4096, int(row["taken at"].removeprefix("k = "))) == row["code"]
 
 
 @pytest.mark.parametrize("row", TABLES["method"], ids=lambda row: row["method"])

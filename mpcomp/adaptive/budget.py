@@ -23,7 +23,7 @@ from mpcomp.adaptive.gain import gain_of
 from mpcomp.adaptive.link_policy import LinkState
 from mpcomp.adaptive.method import Adaptive
 from mpcomp.compressors.base import Identity, shrinks
-from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.context import TensorMeta
 from mpcomp.core.wire import Form
 
 __all__ = ["Budgeted", "Ladder", "bytes_at", "share_out"]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mpcomp.compressors.base import Compressor, shrinks
-from mpcomp.core.tensor_meta import TensorMeta, zero_padding
+from mpcomp.core.context import TensorMeta, zero_padding
 
 __all__ = ["base_energy", "gain_of", "rest_energy"]
 
@@ -23,7 +23,7 @@ def base_energy(x: Tensor, padded: Tensor | None, *, centred: bool) -> Tensor:
 
     Args:
         x: zero where it is padded.
-        padded: of `mpcomp.core.tensor_meta.padded_positions`.
+        padded: of `mpcomp.core.context.padded_positions`.
         centred: less the mean of each channel: dim 1 of [b, c, h, w], else the last.
     """
     x = x.detach().double()
@@ -49,7 +49,7 @@ def rest_energy(
     Args:
         compressor: C.
         x: zero where it is padded, as what arrives is.
-        padded: of `mpcomp.core.tensor_meta.padded_positions`.
+        padded: of `mpcomp.core.context.padded_positions`.
         draw: a fresh generator for a part of the message.
     """
     meta = TensorMeta.of(x)

@@ -17,7 +17,7 @@ from mpcomp.adaptive.gain import base_energy, gain_of, rest_energy
 from mpcomp.adaptive.method import Adaptive
 from mpcomp.adaptive.search import Branch, Search
 from mpcomp.compressors.base import Compressor, Identity
-from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.context import TensorMeta
 from mpcomp.feedback.base import Feedback
 
 __all__ = ["LinkState", "Searching"]
@@ -102,7 +102,7 @@ class LinkState(ABC):
         Args:
             wanted: what is compressed, of one microbatch; zero where it is padded.
             against: what its energy is compared with.
-            padded: of `mpcomp.core.tensor_meta.padded_positions`.
+            padded: of `mpcomp.core.context.padded_positions`.
             draw: a fresh generator for a part of the message.
         """
         self._base = base_energy(against, padded, centred=self.method.gain == "centred")

@@ -16,6 +16,7 @@ from torch import Tensor
 import stages as staging
 from mpcomp.api.porting import check_no_graph
 from mpcomp.api.training_steps import TrainingBatch, TrainingSteps
+from mpcomp.core.context import Step, valid_positions
 from mpcomp.core.loss import LossFn, num_terms, with_target
 from mpcomp.core.loss_check import LossCheck
 from mpcomp.core.microbatch import (
@@ -27,8 +28,6 @@ from mpcomp.core.microbatch import (
 )
 from mpcomp.core.sample_ids import split_sample_ids
 from mpcomp.core.sent import Sent
-from mpcomp.core.step import Step
-from mpcomp.core.tensor_meta import valid_positions
 from mpcomp.engines.base import Engine
 from mpcomp.engines.first_data import FirstData
 from mpcomp.engines.outline import Outline

@@ -29,10 +29,10 @@ from mpcomp.checkpoint.weights import add_partial_guard, check_weights, load_wei
 from mpcomp.comm.devices import model_of
 from mpcomp.comm.mesh import launched
 from mpcomp.compressors import Compressor
+from mpcomp.core.context import TensorMeta
 from mpcomp.core.embeddings import check_dense_gradients, check_max_norm, check_whole_batches
 from mpcomp.core.loss import LossFn
 from mpcomp.core.spec import SpecValue
-from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.data_parallel.network import ReplicaNetwork
 from mpcomp.engines.distributed import DistributedEngine
 from mpcomp.engines.first_data import FirstData

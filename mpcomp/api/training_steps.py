@@ -28,11 +28,10 @@ from torch import Tensor, nn
 import stages as staging
 from mpcomp.core.account import Account, agreed_in_step
 from mpcomp.core.checks import nonfinite_error, nonfinite_loss_error
+from mpcomp.core.context import Step, TensorMeta
 from mpcomp.core.loss import StepLoss
 from mpcomp.core.microbatch import gather
 from mpcomp.core.sent import Sent
-from mpcomp.core.step import Step
-from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.data_parallel.replica_sync import ReplicaSync
 from mpcomp.engines.base import Engine
 from mpcomp.engines.gradients import (

@@ -27,8 +27,8 @@ from torch._C._distributed_c10d import Store
 from mpcomp.comm.failures import PeerError, first_line
 from mpcomp.comm.secret import ENVIRONMENT, ENVIRONMENT_FILE, Secret, given_secret
 from mpcomp.core.bit_sum import bit_sum
+from mpcomp.core.context import Step
 from mpcomp.core.sketch import sketch, sketches_agree
-from mpcomp.core.step import Step
 
 __all__ = [
     "NO_DATA",

@@ -22,9 +22,9 @@ from mpcomp.comm.probe import measure_chain
 from mpcomp.command.models import Candidate, candidate
 from mpcomp.command.output import print_json
 from mpcomp.core.account import NOTHING
+from mpcomp.core.context import TensorMeta
 from mpcomp.core.precision import PRECISIONS, compute_dtype
 from mpcomp.core.sent import Sent
-from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.data_parallel.network import ReplicaNetwork
 from mpcomp.links.auto import TIE_COMP
 from mpcomp.page import write_page

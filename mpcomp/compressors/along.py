@@ -11,8 +11,8 @@ from torch import Tensor
 
 from mpcomp.compressors.base import Compressor, Hosted
 from mpcomp.compressors.tokens import Tokens
+from mpcomp.core.context import TensorMeta
 from mpcomp.core.spec import of_inner
-from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.core.wire import Payload
 
 __all__ = ["AlongVectors"]

@@ -1,9 +1,25 @@
-"""Packing small integers into bytes, and back: nothing here knows of tensors' meaning.
+"""Small integers and positions as bytes, and back: nothing here knows of tensors' meaning.
 
 Integers of any width are stored as fields of 8, 4, 2 and 1 bits (a 7-bit number is a
 4-bit, a 2-bit and a 1-bit field), each packed on its own. So the size is known from count
 and width alone, every field is byte-parallel, and nothing loops over elements. On a CPU numpy packs
 the 1-bit field, and small ones of the others as words.
+
+The positions of a selection, ``k`` ascending ones below ``n``, go in the smallest of three codes.
+All sizes follow from ``n`` and ``k``, so both ends choose alike and buffers are posted without
+data:
+
+=============  =======================================  =========================
+code           bits                                     best for
+=============  =======================================  =========================
+bitmask        n                                        k above about n / 4
+Elias-Fano     k (2 + log2(n / k)) at the most          nearly everything else
+integers       k log2 n                                 a handful of positions
+=============  =======================================  =========================
+
+Elias-Fano (Elias 1974, Fano 1971): the low ``l = floor(log2(n / k))`` bits of each position
+are stored as they are; the high parts, which ascend, as a bit string in which position number
+``i`` sets bit ``high_i + i``.
 """
 
 from __future__ import annotations
@@ -17,7 +33,17 @@ from torch import Tensor
 
 from mpcomp.core.kernels import kernel
 
-__all__ = ["pack", "pack_bools", "packed_bytes", "unpack", "unpack_bools"]
+__all__ = [
+    "decode_indices",
+    "encode_indices",
+    "index_bytes",
+    "nonzero",
+    "pack",
+    "pack_bools",
+    "packed_bytes",
+    "unpack",
+    "unpack_bools",
+]
 
 #: Numbers up to which numpy is ahead of torch, by three to five times where they are thousands.
 _FEW: Final = 1 << 20
@@ -145,3 +171,120 @@ def _unpack_low_on_cpu(packed: Tensor, bits: int, count: int) -> Tensor:
     for shift, mask in halvings:
         words = (words | words << shift) & mask
     return torch.from_numpy(words.view(np.uint8)[:, :count])
+
+
+# -- positions -------------------------------------------------------------------------------------
+
+
+def _low_width(n: int, k: int) -> int:
+    return max(0, (n // k).bit_length() - 1)
+
+
+def _upper_bits(n: int, k: int) -> int:
+    return k + ((n - 1) >> _low_width(n, k)) + 1
+
+
+def _sizes(n: int, k: int) -> dict[str, int]:
+    """Bytes of each code. The order settles ties."""
+    return {
+        "bitmask": packed_bytes(n, 1),
+        "elias-fano": packed_bytes(k, _low_width(n, k)) + packed_bytes(_upper_bits(n, k), 1),
+        "integers": packed_bytes(k, (n - 1).bit_length()),
+    }
+
+
+@functools.lru_cache(4096)
+def _cheapest(n: int, k: int) -> str:
+    sizes = _sizes(n, k)
+    return min(sizes, key=sizes.__getitem__)
+
+
+@functools.lru_cache(4096)
+def index_bytes(n: int, k: int) -> int:
+    """Bytes of ``k`` positions below ``n``; zero if all or none are kept."""
+    return 0 if k in (0, n) else min(_sizes(n, k).values())
+
+
+@kernel
+def nonzero(mask: Tensor, count: int) -> Tensor:
+    """Positions of the ``count`` set elements of a flat bool tensor, ascending; int64 [count]."""
+    # With the count known, an accelerator need not be waited for.
+    return torch.nonzero_static(mask, size=count).squeeze(1)
+
+
+@nonzero.on("cpu")
+def _nonzero_on_cpu(mask: Tensor, count: int) -> Tensor:
+    # numpy's scan is twice as fast as torch's here
+    return torch.from_numpy(np.flatnonzero(mask.numpy()))
+
+
+def encode_indices(positions: Tensor, n: int) -> Tensor:
+    """Ascending int64 positions [k] below ``n`` -> uint8 [index_bytes(n, k)]."""
+    k = positions.numel()
+    if k in (0, n):
+        return torch.empty(0, dtype=torch.uint8, device=positions.device)
+    code = _cheapest(n, k)
+    if code == "integers":
+        return pack(positions.reshape(1, -1), (n - 1).bit_length())[0]
+    if code == "bitmask":
+        return pack_bools(_mask(positions, n))
+    low = _low_width(n, k)
+    upper = (positions >> low) + torch.arange(k, device=positions.device)
+    return torch.cat(
+        [
+            pack(positions.reshape(1, -1), low)[0],
+            pack_bools(_mask(upper, _upper_bits(n, k))),
+        ]
+    )
+
+
+def decode_indices(code: Tensor, n: int, k: int) -> Tensor:
+    """Inverse of `encode_indices`: int64 [k], ascending.
+
+    Raises:
+        ValueError: no such code; on the CPU, as an accelerator is not waited for. There what comes
+            of a damaged one are other positions below ``n``.
+    """
+    if k in (0, n):
+        return torch.arange(k, device=code.device)
+    positions = _decoded(code, n, k)
+    if positions.device.type != "cpu":
+        return positions.clamp_(0, n - 1)
+    found = positions.numpy()  # several times as fast as torch where positions are few
+    if not (found[1:] > found[:-1]).all() or not 0 <= found[0] <= found[-1] < n:
+        raise _damaged(n, k)
+    return positions
+
+
+def _decoded(code: Tensor, n: int, k: int) -> Tensor:
+    """Positions that a code says, int64 [k]; of a damaged one any numbers."""
+    kind = _cheapest(n, k)
+    if kind == "integers":
+        return unpack(code.reshape(1, -1), (n - 1).bit_length(), k)[0].to(torch.int64)
+    if kind == "bitmask":
+        return _set(unpack_bools(code, n), n, k)
+    low = _low_width(n, k)
+    split = packed_bytes(k, low)
+    upper = _set(unpack_bools(code[split:], _upper_bits(n, k)), n, k)
+    high = upper - torch.arange(k, device=code.device)
+    lows = unpack(code[:split].reshape(1, -1), low, k)[0]
+    return (high << low) | lows.to(torch.int64)
+
+
+def _set(mask: Tensor, n: int, k: int) -> Tensor:
+    positions = nonzero(mask, k)
+    if positions.numel() != k:
+        raise _damaged(n, k)
+    return positions
+
+
+def _damaged(n: int, k: int) -> ValueError:
+    return ValueError(
+        f"a code that is not of {k} ascending positions below {n}: it is damaged, or the two ends "
+        "have different methods"
+    )
+
+
+def _mask(positions: Tensor, n: int) -> Tensor:
+    mask = torch.zeros(n, dtype=torch.bool, device=positions.device)
+    return mask.index_fill_(0, positions, True)

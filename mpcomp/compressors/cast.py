@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mpcomp.compressors.base import Compressor
-from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.context import TensorMeta
 from mpcomp.core.wire import Payload
 
 __all__ = ["Cast"]

@@ -8,8 +8,8 @@ import torch
 from mpcomp import entropy
 from mpcomp.compressors.base import Compressor
 from mpcomp.compressors.tokens import transposed
+from mpcomp.core.context import TensorMeta
 from mpcomp.core.spec import parse
-from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.entropy.lanes import MANY
 
 __all__ = ["compile_coder"]

@@ -39,8 +39,8 @@ from mpcomp import entropy
 from mpcomp.compressors.base import Hosted
 from mpcomp.compressors.rounding import Grid, means_of, norms_of, parts_of, restored, rounded
 from mpcomp.compressors.tokens import Tokens
+from mpcomp.core.context import TensorMeta
 from mpcomp.core.randomness import uniform
-from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.core.transfer import to_device, to_host
 from mpcomp.core.wire import Parts, Payload
 

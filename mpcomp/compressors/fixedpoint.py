@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mpcomp.compressors import bits as bitpack
 from mpcomp.compressors.base import Compressor
-from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.context import TensorMeta
 from mpcomp.core.wire import Payload
 
 __all__ = ["FixedPoint"]

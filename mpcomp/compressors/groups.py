@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.context import TensorMeta
 
 __all__ = ["Grouping", "divisor", "extremes", "largest_of", "scale_dtype"]
 

@@ -39,8 +39,8 @@ from torch import Tensor
 from mpcomp import entropy
 from mpcomp.compressors.base import Compressor, Hosted, RoundCompressors
 from mpcomp.compressors.tokens import Tokens
+from mpcomp.core.context import TensorMeta
 from mpcomp.core.spec import SpecValue, of_inner, shown
-from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.core.wire import Payload
 
 __all__ = ["KLT", "LARGEST_WIDTH", "Basis", "InBasis"]

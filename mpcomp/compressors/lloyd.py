@@ -25,7 +25,7 @@ from mpcomp.compressors import bits as bitpack
 from mpcomp.compressors.base import Compressor
 from mpcomp.compressors.groups import Grouping, divisor, largest_of, scale_dtype
 from mpcomp.compressors.quantize import bit_ladder, bits_of
-from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.context import TensorMeta
 from mpcomp.core.wire import Payload
 
 __all__ = ["LloydMax", "gaussian_centroids"]

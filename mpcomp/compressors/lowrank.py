@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from mpcomp.compressors.base import Compressor
+from mpcomp.core.context import TensorMeta
 from mpcomp.core.randomness import uniform
-from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.core.wire import Payload
 
 __all__ = ["LowRank", "matrix_shape", "orthonormal_", "times", "transposed_times"]

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from mpcomp.compressors.base import Selecting, check_keep, num_kept
+from mpcomp.core.context import TensorMeta
 from mpcomp.core.spec import of_inner, shown
-from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.core.wire import Payload
 
 __all__ = ["MultiLevel", "levels"]

@@ -13,8 +13,8 @@ from mpcomp.compressors import bits as bitpack
 from mpcomp.compressors.base import Compressor
 from mpcomp.compressors.groups import Grouping, divisor, largest_of
 from mpcomp.compressors.quantize import bit_ladder, bits_of
+from mpcomp.core.context import TensorMeta
 from mpcomp.core.randomness import uniform
-from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.core.wire import Payload
 
 __all__ = ["QSGD"]

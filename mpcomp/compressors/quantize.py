@@ -23,9 +23,9 @@ from torch import Tensor
 from mpcomp.compressors import bits as bitpack
 from mpcomp.compressors.base import Compressor, check_cf
 from mpcomp.compressors.groups import Grouping, divisor, extremes, largest_of, scale_dtype
+from mpcomp.core.context import TensorMeta
 from mpcomp.core.kernels import kernel
 from mpcomp.core.randomness import uniform
-from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.core.wire import Payload
 
 __all__ = ["Quantize", "bit_ladder", "bits_of"]

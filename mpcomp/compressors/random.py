@@ -9,9 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mpcomp.compressors.base import Compressor, Selecting, check_keep
-from mpcomp.compressors.indices import ValuesAt, check_values
-from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.compressors.base import Compressor, Selecting, ValuesAt, check_keep, check_values
+from mpcomp.core.context import TensorMeta
 from mpcomp.core.wire import Payload
 
 __all__ = ["RandomBlock", "RandomK"]

@@ -28,9 +28,9 @@ from torch import Tensor
 
 from mpcomp.compressors.base import Compressor, Hosted
 from mpcomp.compressors.groups import Grouping
+from mpcomp.core.context import TensorMeta
 from mpcomp.core.randomness import generator_for, uniform
 from mpcomp.core.spec import of_inner, shown
-from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.core.wire import Payload
 
 __all__ = ["Rotate", "rotated", "rotated_back"]

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from mpcomp.compressors.base import Compressor, Identity, or_dense, shrinks
-from mpcomp.compressors.indices import decode_indices, encode_indices, index_bytes, nonzero
+from mpcomp.compressors.bits import decode_indices, encode_indices, index_bytes, nonzero
+from mpcomp.core.context import WHOLE_NUMBERS, TensorMeta
 from mpcomp.core.kernels import kernel
 from mpcomp.core.spec import of_inner
-from mpcomp.core.tensor_meta import WHOLE_NUMBERS, TensorMeta
 from mpcomp.core.transfer import to_device
 from mpcomp.core.wire import Payload, byte_parts, packed_length, unpack
 

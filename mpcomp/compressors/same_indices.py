@@ -8,10 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mpcomp.compressors.base import Compressor
-from mpcomp.compressors.indices import ValuesAt, check_values
+from mpcomp.compressors.base import Compressor, ValuesAt, check_values
+from mpcomp.core.context import TensorMeta
 from mpcomp.core.spec import SpecValue
-from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.core.wire import Payload
 
 __all__ = ["AtPositions", "SameIndices"]

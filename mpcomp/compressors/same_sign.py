@@ -8,10 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mpcomp.compressors.base import Compressor, check_keep
-from mpcomp.compressors.indices import SentPositions
+from mpcomp.compressors.base import Compressor, SentPositions, check_keep
 from mpcomp.compressors.threshold import SampledTopK, count_set
-from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.context import TensorMeta
 from mpcomp.core.wire import Payload
 
 __all__ = ["MeanValue", "SameSign"]

@@ -11,7 +11,7 @@ from torch import Tensor
 from mpcomp.compressors import bits as bitpack
 from mpcomp.compressors.base import Compressor
 from mpcomp.compressors.groups import Grouping, divisor, largest_of
-from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.context import TensorMeta
 from mpcomp.core.wire import Payload
 
 __all__ = ["Sign"]

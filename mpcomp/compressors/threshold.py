@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mpcomp.compressors.base import Compressor, check_keep
-from mpcomp.compressors.indices import SentPositions, check_values, nonzero
+from mpcomp.compressors.base import Compressor, SentPositions, check_keep, check_values
+from mpcomp.compressors.bits import nonzero
 from mpcomp.compressors.topk import kth_largest, largest_positions
 from mpcomp.core.kernels import kernel
 

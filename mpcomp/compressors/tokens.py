@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mpcomp.core.compiled import compiled
+from mpcomp.core.context import WHOLE_NUMBERS, TensorMeta
 from mpcomp.core.kernels import kernel
-from mpcomp.core.tensor_meta import WHOLE_NUMBERS, TensorMeta
 from mpcomp.core.threads import each, slices_of
 
 __all__ = ["Tokens"]

@@ -12,10 +12,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mpcomp.compressors.base import Compressor, check_keep, put_at
-from mpcomp.compressors.indices import SentPositions, ValuesAt, check_values, nonzero
+from mpcomp.compressors.base import (
+    Compressor,
+    SentPositions,
+    ValuesAt,
+    check_keep,
+    check_values,
+    put_at,
+)
+from mpcomp.compressors.bits import nonzero
+from mpcomp.core.context import TensorMeta
 from mpcomp.core.kernels import kernel
-from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.core.wire import Payload
 
 __all__ = ["TopK", "kth_largest", "largest_positions"]

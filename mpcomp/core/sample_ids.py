@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpcomp.core.context import SampleIds
 from mpcomp.core.microbatch import rows_of_chunks
-from mpcomp.core.step import SampleIds
 
 __all__ = ["ids_of_batch", "split_sample_ids"]
 

@@ -1,7 +1,7 @@
 """A record of when this rank did what, in steps that somebody wants to look at.
 
-A step carries it (`mpcomp.core.step.Step.during`); the steps that nobody looks at carry none, and
-then nothing is noted and nothing asked of a clock.
+A step carries it (`mpcomp.core.context.Step.during`). Steps that nobody looks at carry none: then
+nothing is noted and nothing asked of a clock.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from mpcomp.core.bit_sum import bit_sum
-from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.context import TensorMeta
 from mpcomp.core.transfer import to_device
 
 __all__ = [

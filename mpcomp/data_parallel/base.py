@@ -24,11 +24,10 @@ from torch import Tensor
 
 from mpcomp.compressors import Compressor
 from mpcomp.compressors.base import Coding, Encoded
+from mpcomp.core.context import TensorMeta
 from mpcomp.core.spec import SpecValue
-from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.data_parallel.network import ReplicaNetwork
-from mpcomp.feedback.memory import Memory
-from mpcomp.feedback.slots import Draw
+from mpcomp.feedback.memory import Draw, Memory
 
 __all__ = [
     "Codec",

@@ -23,9 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mpcomp.core.context import HISTORY_STEPS, TensorMeta
 from mpcomp.core.randomness import generator_for
-from mpcomp.core.step import HISTORY_STEPS
-from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.core.traffic import ReplicaTraffic
 from mpcomp.data_parallel.base import (
     Controller,

@@ -20,7 +20,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 
 import stages as staging
-from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.context import TensorMeta
 from mpcomp.data_parallel.base import matrix_of
 from mpcomp.data_parallel.sharded import ShardedParameter
 

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.context import TensorMeta
 from mpcomp.data_parallel.base import ReplicaMethod
 from mpcomp.data_parallel.exchange import Averaging, Exchange, in_groups
 from mpcomp.data_parallel.methods import replica_method_of

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from mpcomp.compressors import Compressor
 from mpcomp.compressors.base import Encoded
-from mpcomp.core.tensor_meta import TensorMeta, cast_saturating
+from mpcomp.core.context import TensorMeta, cast_saturating
 from mpcomp.core.wire import Payload, aligned_length, pack
 from mpcomp.data_parallel.base import Controller, Draw, Factored, Static, matrix_of
 from mpcomp.data_parallel.network import Peers, ReplicaNetwork, Works

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mpcomp.compressors import Compressor
 from mpcomp.compressors.base import Coding, Encoded
-from mpcomp.core.tensor_meta import TensorMeta, cast_saturating
+from mpcomp.core.context import TensorMeta, cast_saturating
 from mpcomp.core.traffic import ReplicaTraffic
 from mpcomp.data_parallel.base import Controller, Draw, ReplicaMethod, matrix_of
 from mpcomp.data_parallel.network import Peers

@@ -27,8 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import stages as staging
 from mpcomp.comm.mesh import ProcessMesh
+from mpcomp.core.context import Step
 from mpcomp.core.sent import Sent
-from mpcomp.core.step import Step
 from mpcomp.data_parallel.exchange import Exchange, in_groups
 
 __all__ = ["CompressedAverage", "GradientAverage", "ReplicaSync", "trained_in"]

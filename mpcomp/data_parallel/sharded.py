@@ -25,8 +25,8 @@ from torch import Tensor
 
 from mpcomp.compressors import Compressor, Identity
 from mpcomp.compressors.base import Coding
+from mpcomp.core.context import TensorMeta, cast_saturating
 from mpcomp.core.randomness import generator_for
-from mpcomp.core.tensor_meta import TensorMeta, cast_saturating
 from mpcomp.core.traffic import ReplicaTraffic
 from mpcomp.core.wire import Payload, aligned_length, pack, packed_length
 from mpcomp.data_parallel.base import Factored, ReplicaMethod, RunInfo, matrices

@@ -19,9 +19,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 import stages as staging
 from mpcomp.comm.mesh import ProcessMesh
 from mpcomp.compressors import Compressor
+from mpcomp.core.context import Step
 from mpcomp.core.dtensor import local
 from mpcomp.core.sent import Sent
-from mpcomp.core.step import Step
 from mpcomp.data_parallel.base import ReplicaMethod
 from mpcomp.data_parallel.fsdp import Shards, reduce_now
 from mpcomp.data_parallel.replica_sync import ReplicaSync

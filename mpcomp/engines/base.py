@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from mpcomp.comm.mesh import Mesh
+from mpcomp.core.context import Step
 from mpcomp.core.loss import StepLoss
-from mpcomp.core.step import Step
 from mpcomp.engines.updates import Updates
 
 __all__ = ["Engine", "choose_finite"]

@@ -27,9 +27,8 @@ from mpcomp.comm.handshake import NO_DATA, StepFingerprint, check_step, step_nam
 from mpcomp.comm.mesh import ProcessMesh
 from mpcomp.comm.probe import measure_link
 from mpcomp.comm.transport import Transport
+from mpcomp.core.context import Step, TensorMeta
 from mpcomp.core.loss import StepLoss
-from mpcomp.core.step import Step
-from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.core.threads import codes_beside
 from mpcomp.data_parallel.replica_sync import ReplicaSync
 from mpcomp.engines.background import Background

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import stages as staging
 from mpcomp.comm.failures import PeerError
-from mpcomp.core.step import Step
+from mpcomp.core.context import Step
 from mpcomp.engines.distributed import DistributedEngine
 from mpcomp.engines.outline import Outline
 

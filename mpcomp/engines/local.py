@@ -30,9 +30,8 @@ from torchgpipe.skip.layout import SkipLayout
 import stages as staging
 from mpcomp.comm.channels import LocalChannel
 from mpcomp.comm.mesh import LocalMesh
+from mpcomp.core.context import Step, TensorMeta
 from mpcomp.core.loss import StepLoss
-from mpcomp.core.step import Step
-from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.core.trace import Trace
 from mpcomp.engines.base import Engine, choose_finite
 from mpcomp.engines.stage_runner import Autocast, StageRunner

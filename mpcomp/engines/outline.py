@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 import stages as staging
+from mpcomp.core.context import WHOLE_NUMBERS, TensorMeta
 from mpcomp.core.microbatch import scatter
-from mpcomp.core.tensor_meta import WHOLE_NUMBERS, TensorMeta
 
 __all__ = ["Outline", "Told"]
 

@@ -20,9 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import stages as staging
 from mpcomp.core.checks import check_tensor
+from mpcomp.core.context import TensorMeta
 from mpcomp.core.microbatch import map_tensors
 from mpcomp.core.side_effects import attributes_kept
-from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.engines.outline import Told
 from mpcomp.engines.stage_runner import Autocast, call
 

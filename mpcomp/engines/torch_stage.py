@@ -28,9 +28,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
 from mpcomp.comm.mesh import ProcessMesh
+from mpcomp.core.context import Step, TensorMeta
 from mpcomp.core.microbatch import map_tensors
-from mpcomp.core.step import Step
-from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.core.torch_forwards import drop_forward, forward_of, keep_forward
 from mpcomp.engines.background import Background
 from mpcomp.engines.graph import depends

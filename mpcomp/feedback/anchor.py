@@ -17,10 +17,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mpcomp.core.tensor_meta import TensorMeta
-from mpcomp.feedback.memory import Field, Memory, Sent, Side, State
+from mpcomp.core.context import TensorMeta
+from mpcomp.feedback.memory import Field, FieldState, FieldStorage, Memory, Sent, Side, State
 from mpcomp.feedback.momentum import advanced
-from mpcomp.feedback.slots import FieldState, FieldStorage, StoragePlan, as_rows
+from mpcomp.feedback.state import as_rows
+from mpcomp.feedback.store import StoragePlan
 
 __all__ = ["ANCHOR", "OUTER_VELOCITY", "Anchored"]
 

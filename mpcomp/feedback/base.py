@@ -18,11 +18,10 @@ from typing import ClassVar, Literal, Self, TypeAlias, get_args
 from torch import Tensor
 
 from mpcomp.compressors.base import Compressor, Identity, RoundCompressors, check_contractive
+from mpcomp.core.context import Key, MessageContext, SampleIds, TensorMeta
 from mpcomp.core.spec import shown
-from mpcomp.core.step import Key, MessageContext, SampleIds
-from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.feedback.memory import Memory, Residual, State
-from mpcomp.feedback.slots import StoragePlan
+from mpcomp.feedback.store import StoragePlan
 
 __all__ = ["EvalChoice", "Feedback", "row_keys"]
 
@@ -60,7 +59,7 @@ class Feedback(RoundCompressors, Memory, ABC):
     #: kept follows from it. Then rows of a tied weight's gradient that are zero are left out.
     rows_wait: ClassVar[bool] = False
     #: Whether an activation's messages look at the estimates that the gradients' method keeps
-    #: (`mpcomp.core.step.MessageContext.gradients`).
+    #: (`mpcomp.core.context.MessageContext.gradients`).
     looks_at_gradients: bool = False
 
     def __post_init__(self) -> None:

@@ -30,14 +30,14 @@ import torch
 from torch import Tensor
 
 from mpcomp.compressors.base import Coding, Compressor
+from mpcomp.core.context import Key, TensorMeta, zero_padding
 from mpcomp.core.spec import shown
-from mpcomp.core.step import Key
-from mpcomp.core.tensor_meta import TensorMeta, zero_padding
 from mpcomp.core.wire import Payload
 from mpcomp.feedback.base import EvalChoice, Feedback
-from mpcomp.feedback.memory import Field, Memory, Sent, Side, State
+from mpcomp.feedback.memory import Field, FieldState, FieldStorage, Memory, Sent, Side, Slots, State
 from mpcomp.feedback.sketch import HASHES, VectorSketch
-from mpcomp.feedback.slots import FieldState, FieldStorage, Rows, Slots, SlotStore, StoragePlan
+from mpcomp.feedback.state import Rows
+from mpcomp.feedback.store import SlotStore, StoragePlan
 
 __all__ = ["IMPROVED", "ConEF"]
 

@@ -21,9 +21,8 @@ from torch import Tensor
 
 from mpcomp.compressors.along import AlongVectors
 from mpcomp.compressors.base import Compressor
+from mpcomp.core.context import Key, MessageContext, SampleIds, TensorMeta
 from mpcomp.core.spec import SpecValue, shown
-from mpcomp.core.step import Key, MessageContext, SampleIds
-from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.feedback.base import EvalChoice, Feedback, row_keys
 from mpcomp.feedback.memory import Field, Sent, Side, State
 

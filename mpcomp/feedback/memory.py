@@ -19,24 +19,30 @@ The oldest one is here, as others are made of it: what a message leaves out is a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
+import torch
 from torch import Tensor
 
-from mpcomp.core.tensor_meta import TensorMeta
-from mpcomp.feedback.slots import FieldStorage, StoragePlan
+from mpcomp.core.context import Key, TensorMeta
+from mpcomp.feedback.store import SlotStore, StoragePlan
 
 __all__ = [
     "NO_MEMORY",
+    "Draw",
     "ErrorMemory",
     "Field",
+    "FieldState",
+    "FieldStorage",
     "Memory",
     "Residual",
     "Sent",
     "Side",
+    "Slots",
     "State",
 ]
 
@@ -51,6 +57,92 @@ class Side(Enum):
     def other(self) -> Side:
         """The other end."""
         return Side.RECEIVER if self is Side.SENDER else Side.SENDER
+
+
+# -- a field --------------------------------------------------------------------------------------
+
+
+#: Makes a fresh generator; ``alike`` says whether all senders draw the same from it.
+Draw: TypeAlias = Callable[[bool], torch.Generator]
+
+
+class Slots(NamedTuple):
+    """The slots of one message.
+
+    Attributes:
+        keys: of the slots.
+        unit: factor from what is kept to the units of the message.
+        padded: of `mpcomp.core.context.padded_positions`.
+        draw: for what is rounded at random to be kept.
+    """
+
+    keys: Sequence[Key]
+    unit: float = 1.0
+    padded: Tensor | None = None
+    draw: Draw | None = None
+
+
+class FieldState(ABC):
+    """One field at one end, slot by slot.
+
+    Attributes:
+        numel: numbers kept of a slot; 0 where they are not one tensor.
+        store: the rows; None where they are not kept in a `SlotStore`.
+    """
+
+    numel: int = 0
+    store: SlotStore | None = None
+
+    @property
+    @abstractmethod
+    def row_bytes(self) -> int:
+        """Bytes kept of a slot."""
+
+    @abstractmethod
+    def known(self, keys: Sequence[Key]) -> list[bool]:
+        """Whether anything was ever written of each slot."""
+
+    @abstractmethod
+    def read(self, slots: Slots) -> Tensor:
+        """Committed rows [keys, n] in units of the message, zero where padded or unknown."""
+
+    @abstractmethod
+    def stage(self, slots: Slots, value: Tensor, change: Tensor | None) -> tuple[Any, Tensor]:
+        """Argument of `write` for new rows ``value`` [keys, n], and the rows to be read then.
+
+        Args:
+            slots: theirs.
+            value: the rows; of no meaning where padded.
+            change: of the rows since what was committed, for what is kept of changes alone.
+        """
+
+    @abstractmethod
+    def cleared(self, slots: Slots) -> Any:
+        """Argument of `write` for rows of zeros; what is padded stays."""
+
+    @abstractmethod
+    def write(self, keys: Sequence[Key], staged: Any) -> None:
+        """Keeps what was staged."""
+
+    @abstractmethod
+    def state_dict(self, name: str) -> dict[str, Tensor]:
+        """The only slot of a parameter, under ``name`` and ``name:...``; nothing if unknown."""
+
+    @abstractmethod
+    def load_state_dict(self, name: str, state: Mapping[str, Tensor]) -> None:
+        """Goes on from what `state_dict` gave under this name.
+
+        Raises:
+            ValueError: it is not of this size.
+        """
+
+
+class FieldStorage(ABC):
+    """A way to keep a field that is not one number an element."""
+
+    @abstractmethod
+    def state(self, plan: StoragePlan, device: torch.device) -> FieldState:
+        """A new state, nothing of which is known."""
 
 
 #: Ways to merge a field over replicas, see `Field`.

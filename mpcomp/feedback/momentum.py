@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.context import TensorMeta
 from mpcomp.feedback.memory import Field, Memory, Sent, Side, State
 
 __all__ = [

@@ -14,15 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpcomp.core.step import Key
-from mpcomp.core.tensor_meta import TensorMeta
-from mpcomp.feedback.memory import Memory, Side
-from mpcomp.feedback.slots import SINGLE_SLOT, Draw, FieldState, Slots, StoragePlan, as_rows
+from mpcomp.core.context import Key, TensorMeta, keep_padded, zero_padding
+from mpcomp.feedback.memory import Draw, FieldState, Memory, Side, Slots
+from mpcomp.feedback.store import SlotStore, StoragePlan
 
-__all__ = ["BOTH", "EndState", "SlotState"]
+__all__ = ["BOTH", "SINGLE_SLOT", "EndState", "Rows", "SlotState", "as_rows"]
 
 #: A replica sends and receives.
 BOTH = (Side.SENDER, Side.RECEIVER)
+
+
+#: The slot of what is kept of a parameter.
+SINGLE_SLOT: list[Key] = [(0,)]
 
 
 class EndState:
@@ -110,7 +113,7 @@ class EndState:
             keys: its slots.
             unit: factor from what is kept to the units of the message.
             order: its microbatch, in the order of which is committed.
-            padded: of `mpcomp.core.tensor_meta.padded_positions`.
+            padded: of `mpcomp.core.context.padded_positions`.
             draw: for what is rounded at random to be kept.
             flat: whether formulas see the only slot as [n], and not as [1, n].
             names: other names for fields.
@@ -326,3 +329,72 @@ def _max_rows(plan: StoragePlan, row_bytes: Mapping[Side, int], slot: TensorMeta
             f"({slot.numel} elements as {plan.storage}); raise the cap"
         )
     return rows
+
+
+# -- rows that are kept as they are ----------------------------------------------------------------
+
+
+def as_rows(numel: int, plan: StoragePlan, device: torch.device) -> FieldState:
+    """The state of a field that is kept as it is, one number an element."""
+    return Rows(SlotStore(numel, plan, device))
+
+
+class Rows(FieldState):
+    """One number an element, in the precision of the storage plan."""
+
+    def __init__(self, store: SlotStore) -> None:
+        self.store: SlotStore = store
+        self.numel = store.row_numel
+
+    @property
+    def row_bytes(self) -> int:
+        return self.store.row_bytes
+
+    def known(self, keys: Sequence[Key]) -> list[bool]:
+        return self.store.known(keys)
+
+    def recall(self, slots: Slots) -> Tensor:
+        """Committed rows in units of the message."""
+        rows = self.store.read(slots.keys)
+        return rows if slots.unit == 1 else rows * slots.unit
+
+    def read(self, slots: Slots) -> Tensor:
+        return zero_padding(self.recall(slots), slots.padded)
+
+    def stage(self, slots: Slots, value: Tensor, change: Tensor | None) -> tuple[Any, Tensor]:
+        value = value.to(torch.float32)
+        if slots.padded is not None:
+            value = keep_padded(value, self.recall(slots), slots.padded)
+        return (value if slots.unit == 1 else value / slots.unit), value
+
+    def cleared(self, slots: Slots) -> Any:
+        shape = len(slots.keys), self.numel
+        zeros = torch.zeros(shape, dtype=torch.float32, device=self.store.device)
+        return self.stage(slots, zeros, None)[0]
+
+    def write(self, keys: Sequence[Key], staged: Any) -> None:
+        self.store.write(keys, staged)
+
+    def state_dict(self, name: str) -> dict[str, Tensor]:
+        if not len(self.store):
+            return {}
+        # Bits would be rounded again when that is stored, so they are under ``name:0`` ... as well.
+        state = {name: self.store.read(SINGLE_SLOT)[0]}
+        if self.store.rounds:
+            rows = self.store.state_dict()
+            state |= {f"{name}:{k.removeprefix('rows')}": v for k, v in rows.items() if k != "keys"}
+        return state
+
+    def load_state_dict(self, name: str, state: Mapping[str, Tensor]) -> None:
+        found = state[name].numel()
+        if found != self.numel:
+            raise ValueError(
+                f"{name} is of {found} elements, here it has {self.numel}: use the same model"
+            )
+        rows = {
+            f"rows{k.partition(':')[2]}": v for k, v in state.items() if k.startswith(name + ":")
+        }
+        if rows and self.store.rounds:
+            self.store.load_state_dict({**rows, "keys": torch.tensor(SINGLE_SLOT)})
+        else:
+            self.store.write(SINGLE_SLOT, state[name].to(torch.float32)[None])

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mpcomp.core import checks
-from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.context import TensorMeta
 from mpcomp.gpu.launch import as_fp32, launch
 
 __all__ = ["find_nonfinite", "has_nonfinite"]

@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mpcomp.comm.handshake import fingerprint
-from mpcomp.core.step import Step
-from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.context import Step, TensorMeta
 from mpcomp.entropy import KINDS
 from mpcomp.links.auto import AUTO, INFERENCE
 from mpcomp.links.budget import spelt

@@ -17,8 +17,7 @@ from typing import Any
 from mpcomp.adaptive.budget import Budgeted, bytes_at, share_out
 from mpcomp.adaptive.link_policy import LinkState
 from mpcomp.adaptive.method import Adaptive
-from mpcomp.core.step import HISTORY_STEPS, Step
-from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.context import HISTORY_STEPS, Step, TensorMeta
 from mpcomp.links.endpoints.adaptive import AdaptiveEndpoint
 from mpcomp.links.link import Link
 

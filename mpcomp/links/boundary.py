@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from mpcomp.comm.channels import Channel
-from mpcomp.core.step import Step
-from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.context import Step, TensorMeta
 from mpcomp.core.wire import HEADER_BYTES, Form, says_constant, set_constant
 from mpcomp.feedback.memory import Side
 from mpcomp.links.link import Link

@@ -9,8 +9,8 @@ import torch
 
 from mpcomp.compressors.base import Identity, shrinks
 from mpcomp.compressors.rows import InRows
+from mpcomp.core.context import TensorMeta
 from mpcomp.core.spec import SpecValue, closest, parse
-from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.core.wire import FORMAT, layout_check
 from mpcomp.links.auto import AUTO, TIE_COMP, Words
 from mpcomp.links.boundary import Boundary

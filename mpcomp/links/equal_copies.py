@@ -27,8 +27,8 @@ from torch import Tensor, nn
 
 from mpcomp.comm.mesh import Mesh
 from mpcomp.core.bit_sum import bit_sum
+from mpcomp.core.context import Step
 from mpcomp.core.sketch import sketch, sketches_agree
-from mpcomp.core.step import Step
 from mpcomp.feedback.memory import Side
 from mpcomp.links.link import Link
 from mpcomp.links.tied_weights import TiedWeights

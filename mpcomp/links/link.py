@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from mpcomp.core.checks import check_tensor, has_nonfinite, nonfinite_error
+from mpcomp.core.context import MessageContext, Step, TensorMeta
 from mpcomp.core.spec import SpecValue
-from mpcomp.core.step import MessageContext, Step
-from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.core.traffic import Meter
 from mpcomp.core.wire import HEADER_BYTES, Payload, apply_status
 from mpcomp.feedback.memory import Side

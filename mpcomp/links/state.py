@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from mpcomp.core.context import TensorMeta
 from mpcomp.core.spec import SpecValue
-from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.feedback.memory import Side
 from mpcomp.links.endpoints import endpoint_of
 from mpcomp.links.link import Link

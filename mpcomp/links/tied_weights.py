@@ -29,9 +29,8 @@ from torch import Tensor, nn
 
 import stages as staging
 from mpcomp.comm.channels import Channel, LocalChannel
+from mpcomp.core.context import Step, TensorMeta
 from mpcomp.core.spec import SpecValue
-from mpcomp.core.step import Step
-from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.links.boundary import Crossing, TwoLinks
 from mpcomp.links.link import Link
 

@@ -28,7 +28,7 @@ from torch import nn
 import stages as staging
 from mpcomp.comm.handshake import step_name
 from mpcomp.comm.mesh import Mesh
-from mpcomp.core.step import Step
+from mpcomp.core.context import Step
 from mpcomp.engines.base import Engine
 from mpcomp.links.auto import AUTO, INFERENCE, Words
 from mpcomp.links.boundary import Boundary

@@ -21,8 +21,8 @@ from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 from mpcomp.compressors import Cast
+from mpcomp.core.context import Step
 from mpcomp.core.spec import parse
-from mpcomp.core.step import Step
 from mpcomp.core.traffic import Traffic
 from mpcomp.engines.base import Engine
 from mpcomp.feedback import Feedback

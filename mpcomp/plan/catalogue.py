@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from mpcomp.core.context import TensorMeta
 from mpcomp.core.sent import below_bf16
 from mpcomp.core.spec import SpecValue, parse, registered
-from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.core.wire import Form
 from mpcomp.feedback import Feedback
 from mpcomp.plan.coding import measure_cut

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mpcomp.core.step import Step
-from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.context import Step, TensorMeta
 from mpcomp.links.build import MethodLike, boundaries_of
 from mpcomp.plan.timeline import Messages
 from mpcomp.plan.timing import Run, Settle, timed, typical

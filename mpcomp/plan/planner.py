@@ -19,8 +19,8 @@ from typing import Final
 import torch
 
 from mpcomp.core.account import NOTHING, Account, agreed_in_step
+from mpcomp.core.context import TensorMeta
 from mpcomp.core.sent import Sent
-from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.links.auto import BEFORE_HEAD, TIE_COMP
 from mpcomp.links.build import MethodLike, boundaries_of
 from mpcomp.links.state import state_bytes_of

@@ -20,9 +20,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from mpcomp.core.context import TensorMeta
 from mpcomp.core.microbatch import map_tensors
 from mpcomp.core.side_effects import attributes_kept
-from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.plan.prediction import Compute
 from mpcomp.plan.timing import Run, Settle, timed, typical
 from stages.balance import partition

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from mpcomp.core.context import TensorMeta
 from mpcomp.core.sent import below_bf16
-from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.core.traffic import ReplicaTraffic
 from mpcomp.data_parallel.base import ReplicaMethod
 from mpcomp.data_parallel.exchange import Exchange

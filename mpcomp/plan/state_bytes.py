@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 import stages as staging
+from mpcomp.core.context import TensorMeta
 from mpcomp.core.loss import TARGETS
 from mpcomp.core.microbatch import num_rows, rows_of_chunks, scatter
-from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.engines.shape_inference import Planner
 from mpcomp.engines.stage_runner import Autocast
 from mpcomp.links.boundary import Boundary

@@ -28,10 +28,10 @@ from torch import Tensor
 from mpcomp import ECSQ
 from mpcomp.compressors.base import Compressor
 from mpcomp.core.checks import has_nonfinite
+from mpcomp.core.context import TensorMeta
 from mpcomp.core.kernels import KERNELS, Kernel
 from mpcomp.core.randomness import generator_for
 from mpcomp.core.spec import parse
-from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.entropy import lanes
 from recipes.bench.gpu_parts import device_of
 from recipes.bench.jobs import Reporter

@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mpcomp.core.step import Step
-from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.context import Step, TensorMeta
 from mpcomp.links.boundary import Boundary
 from mpcomp.links.build import boundaries_of
 from recipes.bench.gpu_parts import device_of

@@ -22,7 +22,7 @@ import mpcomp
 from mpcomp.api.build import pipeline as pipeline_of
 from mpcomp.api.pipeline import Pipeline
 from mpcomp.comm.paced import slow_links
-from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.context import TensorMeta
 from recipes.bench.gpu_forks import GLOO, NCCL, alone, together
 from recipes.bench.gpu_messages import traced
 from recipes.bench.gpu_parts import DRY_SIZE, device_of

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import mpcomp
-from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.context import TensorMeta
 from mpcomp.core.threads import BACKGROUND
 from mpcomp.links.auto import GENERAL, TIE_COMP
 from mpcomp.plan import Coding, measure_coding

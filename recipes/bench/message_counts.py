@@ -29,8 +29,7 @@ from tabulate import tabulate
 from torch import Tensor
 
 from mpcomp.comm import gloo
-from mpcomp.core.step import Step
-from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.context import Step, TensorMeta
 from mpcomp.links.boundary import ConnectedBoundary
 from mpcomp.links.build import boundaries_of
 from mpcomp.links.link import Link

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.context import TensorMeta
 from mpcomp.data_parallel.network import ReplicaNetwork
 from mpcomp.plan.network import PACKET_SHARE
 from mpcomp.plan.replica_cost import replica_cost

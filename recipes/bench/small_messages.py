@@ -119,7 +119,7 @@ class _Cut:
         import torch
 
         from mpcomp.comm.channels import LocalChannel
-        from mpcomp.core.tensor_meta import TensorMeta
+        from mpcomp.core.context import TensorMeta
         from mpcomp.links.boundary import ConnectedBoundary
         from mpcomp.links.build import boundaries_of
 
@@ -140,7 +140,7 @@ class _Cut:
 
     def train(self, steps: int) -> int:
         """Takes so many steps over it; the number of messages."""
-        from mpcomp.core.step import Step
+        from mpcomp.core.context import Step
 
         connected, chunks = self._connected, len(self._ids)
         for _ in range(steps):

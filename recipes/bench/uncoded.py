@@ -11,7 +11,7 @@ from torch import Tensor
 
 import mpcomp
 from mpcomp import Compressor
-from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.context import TensorMeta
 from mpcomp.core.wire import Payload
 
 __all__ = ["Uncoded", "message_lengths"]

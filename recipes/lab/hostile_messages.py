@@ -27,9 +27,9 @@ from tqdm import tqdm
 
 from mpcomp import Compressor, Link, TensorMeta, parse
 from mpcomp.compressors import Identity
+from mpcomp.core.context import Step
 from mpcomp.core.randomness import generator_for
 from mpcomp.core.spec import SpecValue
-from mpcomp.core.step import Step
 from mpcomp.core.wire import CHECKED_HEADER_BYTES, HEADER_BYTES, LONG_HEADER_BYTES, Payload
 
 __all__ = ["FAILED", "METHODS", "attack_compressor", "attack_link", "attacks", "main", "spoilt"]

@@ -32,9 +32,9 @@ from torch import Tensor, nn
 import stages as staging
 from mpcomp.api.pipeline import Pipeline
 from mpcomp.checkpoint.finding import find
+from mpcomp.core.context import Step
 from mpcomp.core.loss import StepLoss
 from mpcomp.core.sent import Sent
-from mpcomp.core.step import Step
 from mpcomp.data_parallel.methods import replica_method_of
 from mpcomp.data_parallel.replica_sync import ReplicaSync, trained_in
 from mpcomp.engines.local import LocalEngine

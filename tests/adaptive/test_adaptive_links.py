@@ -11,8 +11,8 @@ import mpcomp
 from mpcomp import EF21, Adaptive, ErrorFeedback, Quantize, RandomK, TensorMeta, TopK
 from mpcomp.adaptive.gain import base_energy, gain_of, rest_energy
 from mpcomp.adaptive.search import Search
+from mpcomp.core.context import MessageContext, Step
 from mpcomp.core.randomness import generator_for
-from mpcomp.core.step import MessageContext, Step
 from mpcomp.core.wire import Header
 from mpcomp.feedback.memory import Side
 from mpcomp.links.endpoints.memory import MemoryPlan, end_of

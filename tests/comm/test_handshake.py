@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from models import images, rows
 
 from mpcomp.comm.handshake import StepFingerprint, check_step, fingerprint
-from mpcomp.core.step import Step
+from mpcomp.core.context import Step
 
 DTYPES = [
     torch.float32,

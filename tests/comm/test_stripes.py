@@ -13,7 +13,7 @@ import torch.distributed as dist
 from mpcomp.comm.gloo import Gloo
 from mpcomp.comm.mesh import ProcessMesh
 from mpcomp.comm.stripes import LEAST_BYTES, closed_up, stripe_bytes, stripes_of
-from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.context import TensorMeta
 from mpcomp.core.wire import (
     COMPRESSED,
     HEADER_BYTES,

@@ -14,8 +14,8 @@ from torch import Tensor
 import mpcomp
 from mpcomp import AQSGD, ECSQ, TensorMeta, parse
 from mpcomp.compressors.tokens import Tokens
+from mpcomp.core.context import MessageContext
 from mpcomp.core.randomness import generator_for
-from mpcomp.core.step import MessageContext
 from mpcomp.data_parallel.base import check_run
 from mpcomp.data_parallel.methods import param_comp_of, replica_method_of
 from mpcomp.feedback.memory import Side

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from kernels import run_anywhere
 from methods import same_bits
 
-from mpcomp.compressors import indices
-from mpcomp.compressors.indices import decode_indices, encode_indices, index_bytes
+from mpcomp.compressors import bits
+from mpcomp.compressors.bits import decode_indices, encode_indices, index_bytes
 
 
 def assert_comes_back(positions: torch.Tensor, n: int) -> None:
@@ -46,13 +46,13 @@ def test_any_selection_comes_back_on_both_paths(n, data):
 @pytest.mark.parametrize("code", ["bitmask", "elias-fano", "integers"])
 def test_each_code_is_cheapest_somewhere_and_works_alone(code, monkeypatch):
     """No code is there for nothing, and each works where another would be cheaper."""
-    cheapest = {indices._cheapest(n, k) for n in (16, 1000, 1 << 20) for k in (1, 2, 5, 9, n // 2)}
+    cheapest = {bits._cheapest(n, k) for n in (16, 1000, 1 << 20) for k in (1, 2, 5, 9, n // 2)}
     assert code in cheapest
-    monkeypatch.setattr(indices, "_cheapest", lambda n, k: code)
+    monkeypatch.setattr(bits, "_cheapest", lambda n, k: code)
     for n, k in [(7, 3), (64, 1), (1000, 37), (1000, 999)]:
         chosen = torch.randperm(n)[:k].sort().values
         encoded = encode_indices(chosen, n)
-        assert encoded.numel() == indices._sizes(n, k)[code]
+        assert encoded.numel() == bits._sizes(n, k)[code]
         assert torch.equal(decode_indices(encoded, n, k), chosen)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 import mpcomp
 from mpcomp import AQSGD, ECSQ, KLT, Identity, Quantize, TensorMeta, parse
 from mpcomp.compressors.klt import Basis, InBasis
-from mpcomp.core.step import Step
+from mpcomp.core.context import Step
 from mpcomp.links.build import method_of
 
 WIDTH = 24

@@ -14,7 +14,7 @@ from methods import COMPRESSORS, round_trip
 from mpcomp import Cast, SameIndices, TensorMeta, TopK
 from mpcomp.compressors import Compressor
 from mpcomp.compressors.base import or_dense
-from mpcomp.core.step import Step
+from mpcomp.core.context import Step
 from mpcomp.links.link import Link
 
 ASKED: Counter[TensorMeta] = Counter()

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from methods import round_trip, same_bits
 
 from mpcomp import MeanValue, SameSign, TensorMeta, TopK
-from mpcomp.compressors.indices import index_bytes
+from mpcomp.compressors.bits import index_bytes
 
 
 def test_the_largest_of_a_sign_arrive_as_their_mean():

@@ -35,7 +35,7 @@ def given():
         "compressors.bits.unpack_low": [
             (q.to(torch.uint8), b, WIDTH * 8 // b - 3) for b in (1, 2, 4)
         ],
-        "compressors.indices.nonzero": [(mask, int(mask.sum()))],
+        "compressors.bits.nonzero": [(mask, int(mask.sum()))],
         "compressors.topk.mask_of_largest": [(x, 100), (x.bfloat16(), 700), (x[:1, :9], 1)],
         "compressors.topk.kth_largest": [(q.long(), 100), (x.abs(), 1)],
         "compressors.threshold.at_least": [(x.reshape(-1), 0.7), (x[4], torch.nan)],

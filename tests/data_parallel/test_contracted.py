@@ -23,8 +23,8 @@ from mpcomp.core.randomness import generator_for
 from mpcomp.data_parallel.plan import Context, GradientPlan, load_tensors, tensors_of
 from mpcomp.feedback.memory import Memory, Residual
 from mpcomp.feedback.sketch import VectorSketch, num_cells
-from mpcomp.feedback.slots import StoragePlan
 from mpcomp.feedback.state import EndState
+from mpcomp.feedback.store import StoragePlan
 
 META = TensorMeta((6, 50))
 VECTOR = TensorMeta((1, META.numel))

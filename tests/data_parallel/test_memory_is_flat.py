@@ -11,7 +11,7 @@ from replica_runs import alone, exchange_of, exchanged, gradients
 
 from mpcomp import TensorMeta
 from mpcomp.adaptive.search import Search
-from mpcomp.core.step import HISTORY_STEPS
+from mpcomp.core.context import HISTORY_STEPS
 from mpcomp.data_parallel.base import Controller, RunInfo
 from mpcomp.data_parallel.methods import replica_method_of
 

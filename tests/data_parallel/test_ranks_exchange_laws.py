@@ -25,7 +25,7 @@ from replica_runs import (
 from torch import Tensor
 
 from mpcomp import EF21, Compressor, ErrorFeedback, ReplicaNetwork, parse
-from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.context import TensorMeta
 from mpcomp.data_parallel.base import matrix_of
 from mpcomp.data_parallel.exchange import Exchange
 from mpcomp.data_parallel.methods import replica_method_of

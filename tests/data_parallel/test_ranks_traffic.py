@@ -10,7 +10,7 @@ from ranks import preload
 from replica_runs import SMALLEST, exchange_of, exchanged, gradients, parameters
 
 from mpcomp import Cast, ReplicaNetwork, parse
-from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.context import TensorMeta
 
 preload("replica_runs")
 

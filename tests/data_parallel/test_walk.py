@@ -18,7 +18,7 @@ from torch import nn
 import mpcomp
 from mpcomp import ReplicaNetwork
 from mpcomp.comm.mesh import ProcessMesh
-from mpcomp.core.step import Step
+from mpcomp.core.context import Step
 from mpcomp.data_parallel.exchange import Exchange
 from mpcomp.data_parallel.methods import replica_method_of
 from mpcomp.data_parallel.replica_sync import CompressedAverage, trained_in

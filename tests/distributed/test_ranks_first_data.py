@@ -27,7 +27,7 @@ from mpcomp.api.config import PipelineConfig
 from mpcomp.api.launch import split_as_asked
 from mpcomp.comm.all_gather import TAG
 from mpcomp.comm.from_first import TAGS, FromFirst
-from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.context import TensorMeta
 from mpcomp.engines.outline import Outline
 
 preload("lms", "test_ranks_first_data", "transformers.models.gemma2.modeling_gemma2")

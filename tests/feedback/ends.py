@@ -8,8 +8,8 @@ from models import assert_ends_agree, store_of
 from torch import Tensor
 
 from mpcomp import Feedback, TensorMeta
+from mpcomp.core.context import MessageContext, SampleIds
 from mpcomp.core.randomness import generator_for
-from mpcomp.core.step import MessageContext, SampleIds
 from mpcomp.feedback.memory import Side
 from mpcomp.feedback.state import EndState
 from mpcomp.links.endpoints.memory import DensePlan, MemoryPlan, end_of

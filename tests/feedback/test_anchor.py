@@ -7,8 +7,7 @@ from methods import same_bits
 from mpcomp import ErrorFeedback, TensorMeta, TopK
 from mpcomp.feedback.anchor import ANCHOR, OUTER_VELOCITY, Anchored
 from mpcomp.feedback.memory import NO_MEMORY, Sent
-from mpcomp.feedback.slots import SINGLE_SLOT
-from mpcomp.feedback.state import EndState
+from mpcomp.feedback.state import SINGLE_SLOT, EndState
 
 SLOT = TensorMeta((5, 8))
 

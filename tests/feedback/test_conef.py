@@ -291,9 +291,9 @@ def test_a_row_of_which_all_is_sent(beta, load, bounded):
 # -- padded positions, dense sends, rows, steps ---------------------------------------------------
 
 
-def masked(step: int, valid: torch.Tensor) -> mpcomp.core.step.MessageContext:
+def masked(step: int, valid: torch.Tensor) -> mpcomp.core.context.MessageContext:
     plain = context(step)
-    return mpcomp.core.step.MessageContext(step, 0, plain.draw, None, 1.0, valid)
+    return mpcomp.core.context.MessageContext(step, 0, plain.draw, None, 1.0, valid)
 
 
 def test_padded_positions_add_nothing_and_get_nothing():

@@ -19,7 +19,7 @@ from models import (
 
 import mpcomp
 from mpcomp import AQSGD, Quantize, TensorMeta
-from mpcomp.core.step import Step
+from mpcomp.core.context import Step
 from mpcomp.core.wire import HEADER_BYTES
 
 SAMPLES, BATCH, WIDTH = 22, 4, 60

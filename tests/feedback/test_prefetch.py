@@ -11,10 +11,9 @@ from models import MLP_SPLIT, assert_same_state, assert_same_training, links_sta
 
 import mpcomp
 from mpcomp import AQSGD, EF21, ErrorFeedback, Quantize, TensorMeta
-from mpcomp.core.step import Step
-from mpcomp.feedback import prefetch
-from mpcomp.feedback.slots import SlotStore, StoragePlan
-from mpcomp.feedback.tables import FileTable
+from mpcomp.core.context import Step
+from mpcomp.feedback import store as stores
+from mpcomp.feedback.store import FileTable, SlotStore, StoragePlan
 
 CPU = torch.device("cpu")
 SAMPLES = 26
@@ -43,14 +42,14 @@ def reads(monkeypatch) -> dict[str, int]:
 def held_back(monkeypatch):
     """Lets the thread read only when the event is set."""
     go = threading.Event()
-    read = prefetch._read
+    read = stores._read
 
     def waiting(*args):
         if threading.current_thread().name.startswith("mpcomp-prefetch"):
             assert go.wait(120)
         return read(*args)
 
-    monkeypatch.setattr(prefetch, "_read", waiting)
+    monkeypatch.setattr(stores, "_read", waiting)
     yield go
     go.set()
 
@@ -195,7 +194,7 @@ def test_growth_and_loading_while_the_thread_reads(tmp_path, held_back):
     held_back.set()
     assert store.read(keys(0, 1, 2, 11))[:, 0].tolist() == [100, 101, 102, 0]
     store.prefetch([keys(0, 1)])
-    prefetch._worker().submit(lambda: None).result()  # it has been read
+    stores._worker().submit(lambda: None).result()  # it has been read
     state["rows0"] += 100
     store.load_state_dict(state)
     assert store.read(keys(0, 1))[:, 0].tolist() == [200, 201]
@@ -250,7 +249,7 @@ def test_a_store_may_go_while_the_thread_reads(tmp_path, held_back):
     store.prefetch([keys(0, 1)])
     del store
     held_back.set()
-    prefetch._worker().submit(lambda: None).result()
+    stores._worker().submit(lambda: None).result()
     gc.collect()
     assert not list(tmp_path.iterdir())
 
@@ -264,7 +263,7 @@ def test_an_error_in_the_thread_surfaces_and_the_next_read_reads_anew(tmp_path, 
 
     monkeypatch.setattr(FileTable, "read", broken)
     store.prefetch([keys(0, 1)])
-    prefetch._worker().submit(lambda: None).result()  # until the worker is there
+    stores._worker().submit(lambda: None).result()  # until the worker is there
     monkeypatch.setattr(FileTable, "read", read)
     with pytest.raises(OSError, match="the disk is gone"):
         store.read(keys(5))  # also of other rows
@@ -275,7 +274,7 @@ def test_an_error_in_the_thread_surfaces_and_the_next_read_reads_anew(tmp_path, 
 
 
 def test_prefetch_before_any_state_and_for_other_methods_does_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(prefetch, "_worker", lambda: pytest.fail("no thread is needed"))
+    monkeypatch.setattr(stores, "_worker", lambda: pytest.fail("no thread is needed"))
     for method in (
         EF21(Quantize(4), location=str(tmp_path)),
         ErrorFeedback(Quantize(4), location=str(tmp_path)),

@@ -21,7 +21,7 @@ from mpcomp import (
     TopK,
     parse,
 )
-from mpcomp.core.step import Step
+from mpcomp.core.context import Step
 from mpcomp.core.wire import HEADER_BYTES
 from mpcomp.links.build import method_of
 

@@ -20,7 +20,7 @@ from mpcomp import (
     TopK,
     parse,
 )
-from mpcomp.core.step import Step
+from mpcomp.core.context import Step
 from mpcomp.feedback import Side
 from mpcomp.links import build, equal_copies, state
 from mpcomp.links import link as link_module

@@ -11,8 +11,7 @@ from methods import FEEDBACK, beside
 from models import MLP_SPLIT, assert_same_state, links_state, mlp, rows
 
 import mpcomp
-from mpcomp.core.step import Step
-from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.context import Step, TensorMeta
 from mpcomp.links import equal_copies
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*would not shrink")

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from models import MLP_SPLIT, mlp, rows
 
 import mpcomp
-from mpcomp.feedback.slots import Slots
+from mpcomp.feedback.memory import Slots
 
 ACT = "aqsgd:first=step/0.3:along=step/1+step:0.3:dead_zone=1"
 GRAD = "aqsgd+step:0.1"

@@ -12,7 +12,7 @@ import torch
 from methods import COMPRESSORS, FEEDBACK
 
 from mpcomp import EF21, TensorMeta, TopK, parse
-from mpcomp.compressors.indices import decode_indices, encode_indices
+from mpcomp.compressors.bits import decode_indices, encode_indices
 from recipes.lab import hostile_messages
 from recipes.lab.hostile_messages import FAILED, FINITE, FLAGGED, METHODS, REFUSED, attacks
 

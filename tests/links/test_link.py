@@ -24,7 +24,7 @@ from mpcomp import (
     TopK,
     pipeline,
 )
-from mpcomp.core.step import Step
+from mpcomp.core.context import Step
 from mpcomp.core.wire import COMPRESSED, DENSE, FORMAT, HEADER_BYTES, Header, no_tensor
 from mpcomp.links.build import format_of
 from mpcomp.links.state import restored

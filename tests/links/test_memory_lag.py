@@ -13,7 +13,7 @@ from torch import nn
 
 import mpcomp
 from mpcomp import Link, TensorMeta
-from mpcomp.core.step import Step
+from mpcomp.core.context import Step
 from mpcomp.core.traffic import LAGS, Traffic
 from mpcomp.links.build import method_of
 from mpcomp.links.endpoints.memory import MemoryPlan

@@ -24,9 +24,8 @@ from mpcomp import (
     TensorMeta,
     TopK,
 )
+from mpcomp.core.context import Step, valid_positions
 from mpcomp.core.microbatch import rows_of_chunks, scatter
-from mpcomp.core.step import Step
-from mpcomp.core.tensor_meta import valid_positions
 from mpcomp.core.traffic import Traffic
 from mpcomp.core.wire import DENSE, Header
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import mpcomp
 from mpcomp import AQSGD, ECSQ, KLT, Identity, Link, TensorMeta
-from mpcomp.core.step import Step
+from mpcomp.core.context import Step
 from mpcomp.links.state import restored
 
 WIDTH, ROWS = 32, 400

@@ -15,8 +15,8 @@ from models import store_of
 
 from mpcomp import EF21, Identity, Link, Quantize, SameIndices, TensorMeta, TopK
 from mpcomp.comm.channels import LocalChannel
+from mpcomp.core.context import Step
 from mpcomp.core.spec import SpecValue
-from mpcomp.core.step import Step
 from mpcomp.core.traffic import Traffic
 from mpcomp.core.wire import HEADER_BYTES, LONG_HEADER_BYTES, Header
 from mpcomp.links.boundary import Boundary, Crossing

@@ -13,7 +13,7 @@ from torch import nn
 import mpcomp
 from mpcomp import EF21, Quantize, TopK
 from mpcomp.comm.channels import LocalChannel
-from mpcomp.core.step import Step
+from mpcomp.core.context import Step
 from mpcomp.links.tied_weights import separate_gradients
 
 DENSE_BYTES = VOCABULARY * 32 * 4

@@ -17,7 +17,7 @@ import torch
 import mpcomp
 from mpcomp import TensorMeta
 from mpcomp.comm.channels import LocalChannel
-from mpcomp.core.step import Step
+from mpcomp.core.context import Step
 from mpcomp.links.boundary import ConnectedBoundary
 from mpcomp.links.build import boundaries_of
 
@@ -83,10 +83,10 @@ def walks(act: str, grad: str = "none") -> dict[str, Walk]:
 
 
 CEILINGS = {
-    ("topk:0.1", "send"): Walk(13, 46, 76),
-    ("topk:0.1", "receive"): Walk(12, 43, 71),
-    ("ef21+topk:0.1", "send"): Walk(19, 84, 142),
-    ("ef21+topk:0.1", "receive"): Walk(18, 69, 127),
+    ("topk:0.1", "send"): Walk(11, 46, 76),
+    ("topk:0.1", "receive"): Walk(10, 43, 71),
+    ("ef21+topk:0.1", "send"): Walk(16, 84, 142),
+    ("ef21+topk:0.1", "receive"): Walk(15, 69, 127),
 }
 
 

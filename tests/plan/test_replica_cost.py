@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 import mpcomp
-from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.context import TensorMeta
 from mpcomp.data_parallel.network import ReplicaNetwork
 from mpcomp.plan.replica_cost import replica_cost
 

@@ -11,8 +11,7 @@ from typing import ClassVar, Final
 import torch
 
 from mpcomp.compressors import Compressor, SampledTopK, Selecting
-from mpcomp.compressors.base import check_keep
-from mpcomp.compressors.indices import check_values
+from mpcomp.compressors.base import check_keep, check_values
 from mpcomp.data_parallel.base import Codec, Controller, ReplicaMethod, RunInfo
 from mpcomp.feedback.memory import Memory
 from mpcomp.feedback.momentum import check_momentum, momentum_memory, refuse_momentum

@@ -23,8 +23,8 @@ from mpcomp.adaptive.search import Branch, Search, check_search, checked_cfs
 from mpcomp.compressors import Compressor, MultiLevel, Selecting
 from mpcomp.compressors.base import Coding, Encoded, check_contractive
 from mpcomp.compressors.multi_level import levels
+from mpcomp.core.context import TensorMeta
 from mpcomp.core.spec import shown
-from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.data_parallel.base import Codec, Controller, Draw, ReplicaMethod, RunInfo
 from mpcomp.feedback.memory import NO_MEMORY, Memory, Residual
 from mpcomp.feedback.momentum import check_momentum, momentum_memory, refuse_momentum

@@ -8,7 +8,7 @@ from typing import ClassVar
 from mpcomp.compressors import OneBitColumns
 from mpcomp.data_parallel.base import Controller, ReplicaMethod, RunInfo, Static
 from mpcomp.feedback.memory import NO_MEMORY, Memory, Residual
-from mpcomp.feedback.slots import StoragePlan
+from mpcomp.feedback.store import StoragePlan
 
 __all__ = ["OneBit"]
 

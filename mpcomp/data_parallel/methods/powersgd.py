@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from mpcomp.compressors.lowrank import orthonormal_, times, transposed_times
+from mpcomp.core.context import TensorMeta
 from mpcomp.core.randomness import normal
-from mpcomp.core.tensor_meta import TensorMeta
 from mpcomp.data_parallel.base import (
     Controller,
     Factored,
@@ -25,7 +25,7 @@ from mpcomp.data_parallel.network import Works
 from mpcomp.data_parallel.paths import PATH_OF, Path
 from mpcomp.data_parallel.plan import Context, GradientPlan
 from mpcomp.feedback.memory import NO_MEMORY, Memory, Residual
-from mpcomp.feedback.slots import StoragePlan
+from mpcomp.feedback.store import StoragePlan
 
 __all__ = ["PowerSGD"]
 

@@ -11,8 +11,7 @@ from torch import Tensor
 from mpcomp.adaptive.budget import Budgeted
 from mpcomp.adaptive.link_policy import LinkState, Searching
 from mpcomp.adaptive.method import Adaptive
-from mpcomp.core.step import MessageContext
-from mpcomp.core.tensor_meta import TensorMeta, padded_positions, zero_padding
+from mpcomp.core.context import MessageContext, TensorMeta, padded_positions, zero_padding
 from mpcomp.feedback.memory import Side
 from mpcomp.links.endpoints.base import Plan, WrappingEndpoint
 

@@ -28,9 +28,15 @@ from torch import Tensor
 
 from mpcomp.compressors.base import Coding, Compressor, Identity, or_dense
 from mpcomp.compressors.rows import InRows
+from mpcomp.core.context import (
+    MessageContext,
+    SampleIds,
+    Step,
+    TensorMeta,
+    padded_positions,
+    zero_padding,
+)
 from mpcomp.core.spec import SpecValue, import_all, of_inner
-from mpcomp.core.step import MessageContext, SampleIds, Step
-from mpcomp.core.tensor_meta import TensorMeta, padded_positions, zero_padding
 from mpcomp.core.wire import COMPRESSED, DENSE, Form, Header, Payload
 from mpcomp.feedback.memory import Side
 from mpcomp.feedback.state import EndState

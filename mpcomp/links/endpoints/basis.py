@@ -29,10 +29,9 @@ from torch import Tensor
 from mpcomp import entropy
 from mpcomp.compressors.klt import KLT, LARGEST_WIDTH, Basis, InBasis
 from mpcomp.compressors.tokens import Tokens
+from mpcomp.core.context import MessageContext, TensorMeta, padded_positions, zero_padding
 from mpcomp.core.randomness import generator_for
 from mpcomp.core.spec import SpecValue
-from mpcomp.core.step import MessageContext
-from mpcomp.core.tensor_meta import TensorMeta, padded_positions, zero_padding
 from mpcomp.core.wire import Parts, Payload
 from mpcomp.feedback.memory import Side
 from mpcomp.links.endpoints.base import Plan, StateSize, WrappingEndpoint

@@ -19,8 +19,15 @@ from torch import Tensor
 
 from mpcomp.compressors.base import Coding, Compressor, Identity, or_dense
 from mpcomp.compressors.rows import InRows
-from mpcomp.core.step import Key, MessageContext, SampleIds
-from mpcomp.core.tensor_meta import TensorMeta, cast_saturating, padded_positions, zero_padding
+from mpcomp.core.context import (
+    Key,
+    MessageContext,
+    SampleIds,
+    TensorMeta,
+    cast_saturating,
+    padded_positions,
+    zero_padding,
+)
 from mpcomp.core.transfer import to_device
 from mpcomp.core.wire import Parts, Payload
 from mpcomp.feedback.base import Feedback

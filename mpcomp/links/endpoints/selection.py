@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from mpcomp.compressors.base import Identity
-from mpcomp.compressors.indices import nonzero
+from mpcomp.compressors.bits import nonzero
 from mpcomp.compressors.same_indices import SameIndices
 from mpcomp.compressors.threshold import count_set
-from mpcomp.core.step import MessageContext
-from mpcomp.core.tensor_meta import TensorMeta
+from mpcomp.core.context import MessageContext, TensorMeta
 from mpcomp.core.wire import Payload
 from mpcomp.feedback.memory import Side
 from mpcomp.links.endpoints.base import Endpoint, PlainPlan, Plan

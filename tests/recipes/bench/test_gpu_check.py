@@ -332,8 +332,7 @@ def test_nccl_is_tried_where_two_ranks_can_be():
 def test_layers_gradients_and_messages_are_late(monkeypatch):
     import torch
 
-    from mpcomp.core.step import Step
-    from mpcomp.core.tensor_meta import TensorMeta
+    from mpcomp.core.context import Step, TensorMeta
     from mpcomp.links.build import boundaries_of
     from recipes.bench import gpu_races
 

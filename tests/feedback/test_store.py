@@ -10,8 +10,8 @@ import torch
 from methods import round_trip, same_bits
 
 from mpcomp import Cast, Quantize, TensorMeta
-from mpcomp.feedback import tables
-from mpcomp.feedback.slots import SlotStore, StoragePlan
+from mpcomp.feedback import store as stores
+from mpcomp.feedback.store import FileTable, MemoryTable, SlotStore, StoragePlan
 
 CPU = torch.device("cpu")
 STORAGES = {
@@ -34,7 +34,7 @@ def test_rows_come_back_by_key_as_stored(storage, location, tmp_path, monkeypatc
     """Any order, overwritten, grown beyond its capacity; rounded once, each row with its scale."""
     place = {"files": str(tmp_path), "blocks": "cpu"}.get(location, location)
     if location == "blocks":  # of four rows, or more where they are stored in bits
-        monkeypatch.setattr(tables, "_BLOCK_BYTES", 4 * 28)
+        monkeypatch.setattr(stores, "_BLOCK_BYTES", 4 * 28)
     store = SlotStore(7, StoragePlan(storage, place), CPU)
     expected = {}
     for step in range(6):
@@ -138,7 +138,7 @@ def test_files_have_no_name_that_could_outlive_a_process(tmp_path):
 
 def test_first_rows_of_a_file_are_mapped_and_nobody_else_s(tmp_path):
     """A checkpoint looks at them without reading all, after the table has gone on, or is gone."""
-    table = tables.FileTable(TensorMeta((1, 7), torch.bfloat16), str(tmp_path))
+    table = FileTable(TensorMeta((1, 7), torch.bfloat16), str(tmp_path))
     rows = torch.randn(5, 7).bfloat16()
     table.write(range(5), rows, 5)
     first = table.first(3)
@@ -151,8 +151,8 @@ def test_first_rows_of_a_file_are_mapped_and_nobody_else_s(tmp_path):
 
 
 def test_large_tables_in_memory_are_not_copied_to_grow(monkeypatch):
-    monkeypatch.setattr(tables, "_BLOCK_BYTES", 4 * 20)
-    table = tables.MemoryTable(TensorMeta((1, 5)), CPU)
+    monkeypatch.setattr(stores, "_BLOCK_BYTES", 4 * 20)
+    table = MemoryTable(TensorMeta((1, 5)), CPU)
     for count in range(1, 30):
         table.write([count - 1], torch.full((1, 5), float(count)), count)
         reserved = sum(block.shape[0] for block in table._blocks)
