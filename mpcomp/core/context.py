@@ -1,4 +1,4 @@
-"""What both ends of a link hold without a message: a tensor's description, the step, the message.
+"""A tensor's description, the step, a message's context: all that both ends hold without a message.
 
 A `TensorMeta` is a tensor without its data: its shape, dtype and memory order. A `Step` and a
 `MessageContext` say what a message belongs to, and which of a tensor's positions are only padding.

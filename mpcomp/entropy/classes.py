@@ -13,6 +13,7 @@ on as uint16, and signs. Where no integer is below zero, as behind a ReLU, no si
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -139,7 +140,10 @@ def read(
         popped(reader, coder, (1, count), Place.alike(table, count), signed=False)[0]
         for table, count in enumerate((rows, columns))
     )
-    classes = Classes(of_rows[0].astype(np.uint8), of_columns[0].astype(np.uint8))
+    if of_rows.any() or of_columns.any():
+        classes = Classes(of_rows[0].astype(np.uint8), of_columns[0].astype(np.uint8))
+    else:
+        classes = Classes.single(rows, columns)
     if len(classes.occurring) * tables_each != num_tables:
         raise damaged(f"{num_tables} tables for {len(classes.occurring)} contexts")
     return classes, tables, coder
@@ -168,8 +172,9 @@ class Classes:
     columns: NDArray[np.uint8]
 
     @classmethod
+    @functools.lru_cache(256)
     def single(cls, num_rows: int, num_columns: int) -> Classes:
-        """Rows and columns that all are alike."""
+        """Rows and columns that all are alike; not to be changed."""
         return cls(np.zeros(num_rows, np.uint8), np.zeros(num_columns, np.uint8))
 
     @classmethod

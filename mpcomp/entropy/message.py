@@ -5,6 +5,7 @@ kind, what is ahead, tables (`mpcomp.entropy.frequencies`), ANS states, ANS word
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -36,8 +37,9 @@ class Place(NamedTuple):
     table_of: NDArray[np.int64]
 
     @classmethod
+    @functools.lru_cache(256)
     def alike(cls, table: int, count: int) -> Place:
-        """A row of symbols, which all are coded by one table."""
+        """A row of symbols, which all are coded by one table; not to be changed."""
         columns = np.zeros((1, count), np.uint8)
         return cls(np.zeros(1, np.uint8), columns, np.full(1, table, np.int64))
 
