@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from mpcomp.entropy import LARGEST, decode, encode, max_bytes
+from mpcomp.entropy.classes import Classes
+from mpcomp.entropy.message import Place
 
 
 def assert_comes_back(q: NDArray[np.int16]) -> NDArray[np.uint8]:
@@ -389,3 +391,17 @@ def test_no_signs_are_sent_where_none_is_negative():
     signs = np.count_nonzero(half) / 8
     more = len(assert_comes_back(one_negative)) - len(assert_comes_back(half))
     assert 0.95 * signs < more < 1.05 * signs
+
+
+def test_places_that_messages_share_are_not_changed():
+    rng, shape = np.random.default_rng(0), (33, 47)
+    shared = [
+        Classes.single(*shape).place(),
+        *(Place.alike(n, each) for n, each in enumerate(shape)),
+    ]
+    before = [[part.copy() for part in place] for place in shared]
+    for content in CONTENTS.values():
+        assert_comes_back(content(rng, shape).astype(np.int16))
+    assert Place.alike(0, shape[0]) is shared[1]
+    for place, parts in zip(shared, before, strict=True):
+        assert all(map(np.array_equal, place, parts))
