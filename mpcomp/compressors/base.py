@@ -9,6 +9,8 @@ whose class attribute ``spec`` is its name on command lines and whose other clas
 say what it can do. `mpcomp.parse` finds it, and a test asks for examples to run the laws over. The
 simplest one is here: `Identity`, which sends a tensor as it is.
 
+A `Selecting` compressor sends some of the elements. Most send positions, too: `SentPositions`.
+
 A `Coding` is a compressor for one tensor: a part of a message at a cut, a parameter or a piece of
 one between replicas. Each end makes an equal one, so that a payload is all that travels.
 """

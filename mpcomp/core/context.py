@@ -242,8 +242,8 @@ class MessageContext(NamedTuple):
         draw: a fresh generator for a named part of the message; equal at both ends, and equal
             again when called again.
         sample_ids: see `SampleIds`.
-        unit: factor from the units in which state is kept to those of this message's tensor:
-            the loss scale, over the learning rate where a method follows it.
+        unit: factor that brings kept state into the units of this message's tensor: the loss
+            scale, over the learning rate where a method follows it.
         valid: bool [rows, positions], False where the batch is padded; None where all count.
         gradients: of an activation's message: gives what arrived last as the gradients of slots,
             fp32 [slots, n], zeros of a slot that has had none; None where nothing keeps them.

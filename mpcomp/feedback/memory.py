@@ -14,6 +14,9 @@ of what is kept, the loss scale, padding, skipped steps and checkpoints are `End
 message's slots, in the units of its tensor, and what they set is kept once the step is known to be
 finite everywhere.
 
+A `FieldState` is what an end keeps of one field. A step *stages* what it would keep, in the units
+of its messages; the end writes it, free of them, once the step is known to be finite.
+
 The oldest one is here, as others are made of it: what a message leaves out is added to the next.
 """
 
@@ -142,7 +145,7 @@ class FieldStorage(ABC):
 
     @abstractmethod
     def state(self, plan: StoragePlan, device: torch.device) -> FieldState:
-        """A new state, nothing of which is known."""
+        """A new state, which knows no slot yet."""
 
 
 #: Ways to merge a field over replicas, see `Field`.

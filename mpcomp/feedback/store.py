@@ -14,7 +14,7 @@ process. While a step computes, a thread reads ahead what the next one will ask 
 
 That is a copy of rows as they were stored when it was asked for. A row that is stored anew in the
 meantime is forgotten there and read again where it lies, so reading ahead never changes a number,
-only when a file is read.
+only when a file is read. Several threads may take rows at once.
 """
 
 from __future__ import annotations
