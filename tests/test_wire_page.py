@@ -564,10 +564,10 @@ def test_tables_of_the_page_are_those_that_are_sent():
     """All curves, and an explicit table."""
     for number, curve in enumerate(frequencies._CURVES):
         table = frequencies.Table(number, 0, curve[: 1 + number % 256])
-        starts = frequencies.starts_of([table])[0]
+        starts = frequencies.starts_of(frequencies.costs_of([table]))[0]
         read = Stream(np.frombuffer(table.to_bytes(), "u1")).table()
         assert np.array_equal(np.diff(starts), read), number
     costs = np.array([3, 255, 40, 9], np.uint8)
     table = frequencies.Table(frequencies._EXPLICIT, 2, costs)
     read = Stream(np.frombuffer(table.to_bytes(), "u1")).table()
-    assert np.array_equal(np.diff(frequencies.starts_of([table])[0]), read)
+    assert np.array_equal(np.diff(frequencies.starts_of(frequencies.costs_of([table]))[0]), read)

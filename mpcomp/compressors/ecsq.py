@@ -114,7 +114,7 @@ class ECSQ(Hosted):
         spikes: how many times finer the step is for tokens that stand out, 1 to 64. In many
             language models all tokens of a sequence attend to the first one, whose norm is a
             hundred times that of others, so that its error is everybody's.
-        lanes: code many elements in lanes (`docs/develop/lanes.md`), which a CPU mostly decodes
+        lanes: code many elements in lanes (`docs/develop/lanes.md`), which a CPU codes and decodes
             faster, for up to 0.8 % more bytes. What lies on a GPU whose kernels are on is coded so
             anyway. Every receiver reads both.
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any, ParamSpec, TypeVar
 
-__all__ = ["compiled"]
+__all__ = ["compiled", "content_of"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -37,6 +37,7 @@ def compiled(function: Callable[P, R]) -> Callable[P, R]:
         return machine_code()(*args, **kwargs)
 
     call.machine_code = machine_code  # type: ignore[attr-defined]
+    call.content = functools.partial(content_of, function)  # type: ignore[attr-defined]
     return call
 
 
@@ -54,7 +55,7 @@ def _with_machine_code(function: Callable[P, R]) -> Callable[P, R]:
     }
     if not called:
         return function
-    others = [_content(other.__wrapped__) for other in called.values()]
+    others = [other.content() for other in called.values()]
     mark = zlib.crc32(repr(others).encode())
     as_machine_code = {name: other.machine_code() for name, other in called.items()}
     made = FunctionType(function.__code__, known | as_machine_code, function.__name__)
@@ -62,10 +63,11 @@ def _with_machine_code(function: Callable[P, R]) -> Callable[P, R]:
     return made
 
 
-def _content(function: Callable[..., Any]) -> tuple[bytes, tuple[Any, ...], list[Any]]:
+def content_of(function: Callable[..., Any]) -> tuple[bytes, tuple[Any, ...], list[Any]]:
     """Code, constants in it, and numbers of its module."""
     code, known = function.__code__, function.__globals__
     numbers = [
         known.get(name) for name in code.co_names if isinstance(known.get(name), int | float)
     ]
-    return code.co_code, code.co_consts, numbers
+    constants = tuple(getattr(constant, "co_code", constant) for constant in code.co_consts)
+    return code.co_code, constants, numbers

@@ -120,8 +120,8 @@ def message(
 
 def read(
     reader: Reader, rows: int, columns: int, tables_each: int = 1, *, in_lanes: bool = False
-) -> tuple[Classes, list[Table], Coder]:
-    """The `head` of a message: its classes, all tables, and what the symbols are decoded by.
+) -> tuple[Classes, NDArray[np.uint8], Coder]:
+    """The `head` of a message: its classes, costs of all tables, and what decodes the symbols.
 
     Args:
         reader: of the message.
@@ -134,8 +134,8 @@ def read(
         RuntimeError: it cannot be of such integers.
     """
     (num_tables,) = map(int, reader.array("u1", 1))
-    tables = reader.tables(2 + num_tables)
-    coder = reader.coder(tables, columns if in_lanes else rows * columns)
+    costs = reader.costs(2 + num_tables)
+    coder = reader.coder(costs, columns, 2) if in_lanes else reader.coder(costs, rows * columns)
     of_rows, of_columns = (
         popped(reader, coder, (1, count), Place.alike(table, count), signed=False)[0]
         for table, count in enumerate((rows, columns))
@@ -146,7 +146,7 @@ def read(
         classes = Classes.single(rows, columns)
     if len(classes.occurring) * tables_each != num_tables:
         raise damaged(f"{num_tables} tables for {len(classes.occurring)} contexts")
-    return classes, tables, coder
+    return classes, costs, coder
 
 
 def popped(
@@ -194,7 +194,9 @@ class Classes:
         if not (self.rows.any() or self.columns.any()):
             return np.zeros(1, np.intp)
         rows, columns = (np.flatnonzero(np.bincount(each)) for each in (self.rows, self.columns))
-        return np.unique(np.minimum(np.add.outer(rows, columns), CONTEXTS - 1))
+        there = np.zeros(CONTEXTS, np.bool_)
+        there[np.minimum(np.add.outer(rows, columns), CONTEXTS - 1)] = True
+        return np.flatnonzero(there)
 
     @cached_property
     def table_of(self) -> NDArray[np.int64]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from mpcomp.entropy import ans, dithered, lanes, neighbours
 from mpcomp.entropy.classes import CONTEXTS, Classes, with_tables
 from mpcomp.entropy.coding import in_lines, max_bytes, slices
-from mpcomp.entropy.frequencies import Table, starts_of
+from mpcomp.entropy.frequencies import Table, costs_of, starts_of
 from mpcomp.entropy.message import FEW
 from mpcomp.entropy.tallies import counts_of, folded, sums_of
 
@@ -86,12 +86,12 @@ class _Way:
     @property
     def num_bytes(self) -> float:
         """Bytes by the frequencies that the coder makes of the tables."""
-        frequencies = np.diff(starts_of(self.tables))
+        frequencies = np.diff(starts_of(costs_of(self.tables)))
         bits = 0.0
         for counts, own in zip(self.counts, frequencies[-len(self.counts) :], strict=True):
             there = np.flatnonzero(counts)
             bits += float(counts[there] @ np.log2(ans.TOTAL / own[there]))
-        return self.others + sum(len(table.to_bytes()) for table in self.tables) + bits / 8
+        return self.others + sum(table.own_bytes for table in self.tables) + bits / 8
 
 
 def _slice_bytes(q: Tensor, image: tuple[int, int] | None, offsets: Tensor | None) -> float:

@@ -10,7 +10,7 @@ of a bit, one byte each, from which both ends make the same integers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 from mpcomp.core.compiled import compiled
 from mpcomp.entropy import ans
 
-__all__ = ["ALIKE", "Table", "shares_of", "starts_of"]
+__all__ = ["ALIKE", "Table", "all_alike", "costs_from", "costs_of", "shares_of", "starts_of"]
 
+_int64: Any = np.int64  # for a type checker, which knows no bits of numpy's own numbers
 _ABSENT = 255  # the cost of a symbol that does not occur
 # Weight of a frequency 2^(-cost / 8); rounded, as powers differ by machine in their last bits.
 _WEIGHTS = np.array([max(1, round(2 ** (24 - cost / 8))) for cost in range(256)], np.int64)
@@ -63,13 +64,18 @@ class Table:
         first: the smallest symbol that occurs; 0 of a curve.
         costs: -log2 of the frequencies from there to the largest one, in eighths of a bit, of a
             curve less a constant.
-        num_bytes: of the symbols that it was made of and of itself, nearly; 0 of one that was read.
+        num_bytes: of the symbols that it was made of and of itself, nearly.
     """
 
     curve: int
     first: int
     costs: NDArray[np.uint8]
     num_bytes: float = 0.0
+
+    @property
+    def own_bytes(self) -> int:
+        """The length of `to_bytes`."""
+        return 2 if self.curve != _EXPLICIT else 3 + len(self.costs)
 
     @classmethod
     def of_each(cls, counts: NDArray[np.int64]) -> list[Table]:
@@ -94,24 +100,6 @@ class Table:
             )
         ]
 
-    @classmethod
-    def read(cls, take: Callable[[int], NDArray[np.uint8]]) -> Table:
-        """Inverse of `to_bytes`.
-
-        Args:
-            take: gives the next bytes, so many.
-
-        Raises:
-            ValueError: they are no table.
-        """
-        curve, first = map(int, take(2))
-        if curve < _EXPLICIT:  # the second byte is the last symbol
-            return cls(curve, 0, _CURVES[curve, : first + 1])
-        (others,) = map(int, take(1))
-        if curve != _EXPLICIT or first + others > ans.ESCAPE:
-            raise ValueError(f"table {curve} with symbols up to {first + others}")
-        return cls(curve, first, take(others + 1))
-
     def to_bytes(self) -> bytes:
         """Number of the curve, its last symbol; or first symbol, number of others, costs."""
         if self.curve != _EXPLICIT:
@@ -119,40 +107,104 @@ class Table:
         return bytes([_EXPLICIT, self.first, len(self.costs) - 1]) + self.costs.tobytes()
 
 
-def starts_of(tables: Sequence[Table]) -> NDArray[np.int64]:
-    """Sums of the frequencies of each table before every symbol and behind the last.
-
-    Returns:
-        [tables, symbols + 1]; what a table does not have is of frequency zero.
-    """
-    return _summed(_costs_of(tables), _WEIGHTS, ans.TOTAL)
-
-
-def shares_of(tables: Sequence[Table], total: int, largest: int) -> NDArray[np.int64]:
-    """Frequencies of each table where symbols may have none, as they may go by themselves.
-
-    Args:
-        tables: of symbols.
-        total: of a table's frequencies.
-        largest: symbols above it have none, and neither have rare ones.
-
-    Returns:
-        [tables, symbols].
-    """
-    costs = _costs_of(tables)
-    costs[:, largest + 1 :] = _ABSENT
-    weights = np.where(costs == _ABSENT, 0, _WEIGHTS[costs])
-    costs[weights * (total * _RARE) < weights.sum(1, keepdims=True)] = _ABSENT
-    return np.diff(_summed(costs, _WEIGHTS, total))
-
-
-def _costs_of(tables: Sequence[Table]) -> NDArray[np.uint8]:
+def costs_of(tables: Sequence[Table]) -> NDArray[np.uint8]:
     """Costs of the symbols that any of the tables has: [tables, symbols]."""
     num_symbols = max(table.first + len(table.costs) for table in tables)
     costs = np.full((len(tables), num_symbols), _ABSENT, np.uint8)
     for row, table in zip(costs, tables, strict=True):
         row[table.first : table.first + len(table.costs)] = table.costs
     return costs
+
+
+def costs_from(data: NDArray[np.uint8], at: int, count: int) -> tuple[NDArray[np.uint8], int]:
+    """The costs of tables that were sent, as `Table.to_bytes` says each.
+
+    Args:
+        data: of a message.
+        at: where they begin.
+        count: of tables.
+
+    Returns:
+        As of `costs_of`, and where they end.
+
+    Raises:
+        ValueError: they are no tables.
+    """
+    costs, at, num_symbols = _read(data, at, _CURVES, np.full((count, 256), _ABSENT, np.uint8))
+    if not num_symbols:
+        raise ValueError("a table that ends too early, or is none")
+    return np.ascontiguousarray(costs[:, :num_symbols]), at
+
+
+def all_alike(costs: NDArray[np.uint8]) -> bool:
+    """Whether each table has a single symbol; costs as of `costs_of`."""
+    return bool(((costs != _ABSENT).sum(1) <= 1).all())
+
+
+def starts_of(costs: NDArray[np.uint8]) -> NDArray[np.int64]:
+    """Sums of the frequencies of each table before every symbol and behind the last.
+
+    Args:
+        costs: as of `costs_of`.
+
+    Returns:
+        [tables, symbols + 1]; what a table does not have is of frequency zero.
+    """
+    return _summed(costs, _WEIGHTS, ans.TOTAL)
+
+
+def shares_of(costs: NDArray[np.uint8], total: int, largest: int) -> NDArray[np.int64]:
+    """Frequencies of each table where symbols may have none, as they may go by themselves.
+
+    Args:
+        costs: as of `costs_of`.
+        total: of a table's frequencies.
+        largest: symbols above it have none, and neither have rare ones.
+
+    Returns:
+        [tables, symbols].
+    """
+    costs = costs.copy()
+    costs[:, largest + 1 :] = _ABSENT
+    weights = np.where(costs == _ABSENT, 0, _WEIGHTS[costs])
+    costs[weights * (total * _RARE) < weights.sum(1, keepdims=True)] = _ABSENT
+    return np.diff(_summed(costs, _WEIGHTS, total))
+
+
+@compiled
+def _read(
+    data: NDArray[Any], at: int, curves: NDArray[Any], costs: NDArray[Any]
+) -> tuple[NDArray[Any], int, int]:
+    """See `costs_from`.
+
+    Args:
+        data: of a message.
+        at: where its tables begin.
+        curves: `_CURVES`.
+        costs: of each, uint8 [tables, symbols]; they change.
+
+    Returns:
+        Costs, where tables end, and the number of symbols that any has; zero of damaged ones.
+    """
+    num_symbols, end = 0, len(data)
+    for table in range(len(costs)):
+        if at + 2 > end:
+            return costs, at, 0
+        curve, first = _int64(data[at]), _int64(data[at + 1])
+        at += 2
+        if curve < len(curves):  # the second byte is the last symbol
+            last = first
+            costs[table, : last + 1] = curves[curve, : last + 1]
+        else:
+            if curve > len(curves) or at == end:
+                return costs, at, 0
+            last = first + _int64(data[at])
+            start, at = at + 1, at + 2 + last - first
+            if last >= costs.shape[1] or at > end:
+                return costs, at, 0
+            costs[table, first : last + 1] = data[start:at]
+        num_symbols = max(num_symbols, last + 1)
+    return costs, at, num_symbols
 
 
 @compiled

@@ -23,10 +23,11 @@ Words are so many that what a block costs beside them is nothing: about 100 byte
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import torch
@@ -37,16 +38,18 @@ from mpcomp.core.compiled import compiled
 from mpcomp.core.kernels import kernel
 from mpcomp.core.threads import each
 from mpcomp.core.transfer import to_device, to_host
+from mpcomp.core.vectors import EIGHT, Memory, Values, vectorized
 from mpcomp.entropy import ans, dithered
 from mpcomp.entropy.ans import LOWEST, unfolded
 from mpcomp.entropy.classes import CONTEXTS, Classes, head, read, with_tables
-from mpcomp.entropy.frequencies import Table, shares_of, starts_of
+from mpcomp.entropy.frequencies import Table, costs_of, shares_of, starts_of
 from mpcomp.entropy.message import Reader, damaged
 from mpcomp.entropy.tallies import counts_of, sums_of
 
 __all__ = [
     "LANES",
     "MANY",
+    "Places",
     "Way",
     "best",
     "check_ends",
@@ -87,10 +90,9 @@ _SMALLEST_BLOCK, _LARGEST_BLOCK = 10, 24  # k that is read
 _uint64: Any = np.uint64  # for a type checker, which knows no bits of numpy's own numbers
 _int64: Any = np.int64
 _int32: Any = np.int32
-_uint32: Any = np.uint32
-_uint16: Any = np.uint16
-_int8: Any = np.int8
-_float64: Any = np.float64
+#: Where integers are: class of each row, uint8 [rows]; table of each column in rows of a class,
+#: int32 [classes, columns]; and the number of tables for offsets of one size.
+Places: TypeAlias = tuple[Tensor, Tensor, int]
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ class Way:
     @cached_property
     def frequencies(self) -> NDArray[np.int64]:
         """Of the symbols that tables have, [tables, symbols]."""
-        return _frequencies(self.tables[2:], self.flag)
+        return _frequencies(self._costs, self.flag)
 
     @cached_property
     def num_alone(self) -> int:
@@ -126,7 +128,7 @@ class Way:
     @property
     def otherwise(self) -> float:
         """Bytes of the kind that has the same tables, nearly."""
-        bits = _bits(self.counts, np.diff(starts_of(self.tables[2:])), ans.TOTAL)
+        bits = _bits(self.counts, np.diff(starts_of(self._costs)), ans.TOTAL)
         return self._of_tables + bits / 8 + self.others
 
     @cached_property
@@ -137,10 +139,15 @@ class Way:
             bits += float(self.counts[:, 1:].sum())
         return self._of_tables + bits / 8 + _BY_ITSELF * self.num_alone
 
-    @property
+    @cached_property
+    def _costs(self) -> NDArray[np.uint8]:
+        """Of the symbols of integers."""
+        return costs_of(self.tables[2:])
+
+    @cached_property
     def _of_tables(self) -> float:
         of_classes = sum(table.num_bytes for table in self.tables[:2])
-        return of_classes + sum(len(table.to_bytes()) for table in self.tables[2:])
+        return of_classes + sum(table.own_bytes for table in self.tables[2:])
 
     def block(self, size: int) -> int:
         """k of so many integers: a block is as small as the share of what it costs allows."""
@@ -237,12 +244,13 @@ def _written(q: Tensor, offsets: Tensor | None, way: Way) -> list[bytes]:
     """The message of a way, but for its kind."""
     k = way.block(q.numel())
     ahead = [bytes([way.flag, k]), *head(way.classes, way.tables).parts()]
-    entries = _coded(_of_symbols(way.frequencies, way.flag), way.flag)
+    symbols = _UNSIGNED if way.flag == _MAGNITUDES else _FOLDED
+    entries = entries_of(_of_symbols(way.frequencies, way.flag), symbols)
     coded = pushed(
         q,
         _offsets(offsets, q.device),
-        _Place.of(way.classes).tensors(q.device),
-        _tensor(entries.view(np.int64), q.device),
+        _places(way.classes, q.device),
+        _tensor(entries.view(np.int32), q.device),
         _rows_of_block(q.shape[1], k),
         1 + sum(map(len, ahead)),  # behind the kind
     )
@@ -262,7 +270,7 @@ def _offsets(offsets: Tensor | None, device: torch.device) -> Tensor:
 def pushed(
     q: Tensor,
     offsets: Tensor,
-    place: tuple[Tensor, Tensor, Tensor, int],
+    where: Places,
     entries: Tensor,
     rows_each: int,
     behind: int,
@@ -272,31 +280,30 @@ def pushed(
     Args:
         q: integers, int16 [rows, columns].
         offsets: as of `push`.
-        place: of `_Place`.
-        entries: as of `push`, int64.
+        where: the integers are.
+        entries: as of `push`, their bits as int32.
         rows_each: rows of a block.
         behind: number of bytes ahead of it.
     """
-    by, of_all, columns = offsets.numpy(), _Place.of_tensors(place), q.shape[1]
-    inverses = 1.0 / (_TOTAL - (entries.numpy() & _TOTAL - 1))
+    by, of_entries, columns = offsets.numpy(), entries.numpy().view(np.uint32), q.shape[1]
+    of_rows, tables, apart = where[0].numpy(), where[1].numpy(), where[2]
 
-    def coded(rows: slice) -> tuple[NDArray[np.uint16], NDArray[np.uint64], NDArray[np.int64]]:
+    def coded(rows: slice) -> tuple[NDArray[np.uint16], NDArray[np.uint32], NDArray[np.int64]]:
         of_block = q.numpy()[rows]
-        words = np.empty(of_block.size + 1, np.uint16)  # one at most each, and one in vain
-        alone = np.empty(of_block.size + 1, np.int64)
-        states, of_rows = np.full(LANES, LOWEST, np.uint64), of_all.part(rows)
-        coding = entries.numpy().view(np.uint64), inverses
-        at, count = push(of_block, by[rows], *of_rows, *coding, states, words, alone)
-        return words[at:], states, alone[:count][::-1] + rows.start * columns
+        words = np.empty(of_block.size + EIGHT, np.uint16)
+        alone = np.empty(of_block.size + EIGHT, np.uint32)
+        states = np.full(LANES, LOWEST, np.uint32)
+        own = by[rows], of_rows[rows], tables, apart
+        word_at, alone_at = push(of_block, *own, of_entries, states, words, alone)
+        return words[word_at:], states, alone[alone_at:] + np.int64(rows.start * columns)
 
     words, states, alone = zip(*each(coded, _blocks(len(q), rows_each)), strict=True)
-    places = torch.from_numpy(np.concatenate(alone))
     return joined(
         q,
         behind,
-        places,
+        torch.from_numpy(np.concatenate(alone)),
         torch.tensor([len(of_block) for of_block in words]),
-        torch.from_numpy(np.stack(states).astype(np.uint32).view(np.int32)),
+        torch.from_numpy(np.stack(states).view(np.int32)),
         torch.from_numpy(np.concatenate(words).view(np.int16)),
     )
 
@@ -344,7 +351,7 @@ def decode(
         raise damaged(f"blocks of 2^{k} for {rows * columns} integers")
     dithers = flag == _DITHERED
     tables_each = dithered.SIZES if dithers else 1
-    classes, tables, coder = read(reader, rows, columns, tables_each, in_lanes=True)
+    classes, costs, coder = read(reader, rows, columns, tables_each, in_lanes=True)
     coder.check_end()
     (count,) = map(int, reader.array("<u4", 1))
     places, values = reader.array("<u4", count), reader.array("<i2", count)
@@ -359,15 +366,15 @@ def decode(
     if (states < LOWEST).any():
         raise damaged("an impossible state")
     reader.check_end(2 * int(lengths.sum()))
-    words = np.zeros(int(lengths.sum()) + 1, np.uint16)
-    words[:-1] = reader.array("<u2", len(words) - 1)
-    frequencies = _of_symbols(_frequencies(tables[2:], flag), flag)
+    words = np.zeros(int(lengths.sum()) + LANES, np.uint16)
+    words[:-LANES] = reader.array("<u2", len(words) - LANES)
+    frequencies = _of_symbols(_frequencies(costs[2:], flag), flag)
     q = popped(
         _tensor(words.view(np.int16), device),
         _tensor(lengths, device),
         _tensor(states.view(np.int32), device),
         _offsets(offsets if dithers else None, device),
-        _Place.of(classes).tensors(device),
+        _places(classes, device),
         _tensor(slots_of(frequencies, flag != _MAGNITUDES).view(np.int32), device),
         (rows, columns, rows_each),
     )
@@ -383,18 +390,18 @@ def popped(
     lengths: Tensor,
     states: Tensor,
     offsets: Tensor,
-    place: tuple[Tensor, Tensor, Tensor, int],
+    where: Places,
     slots: Tensor,
     shape: tuple[int, int, int],
 ) -> Tensor:
     """The inverse of `pushed`, but for what goes by itself: integers, int16 [rows, columns].
 
     Args:
-        words: bits of uint16 of all blocks, and a zero, int16.
+        words: bits of uint16 of all blocks, and `LANES` zeros, int16.
         lengths: words of each block, int64.
         states: bits of uint32, 65536 or more, int32 [blocks, `LANES`].
         offsets: as of `push`.
-        place: of `_Place`.
+        where: the integers are.
         slots: as of `slots_of`, their bits as int32.
         shape: rows, columns, and rows of a block.
 
@@ -402,16 +409,17 @@ def popped(
         RuntimeError: a block does not end with its words, or in other states than encoding began.
     """
     rows, columns, rows_each = shape
-    q, by, of_all = np.empty((rows, columns), np.int16), offsets.numpy(), _Place.of_tensors(place)
+    q, by = np.empty((rows, columns), np.int16), offsets.numpy()
+    of_rows, tables, apart = where[0].numpy(), where[1].numpy(), where[2]
     blocks, ends = _blocks(rows, rows_each), lengths.cumsum(0).tolist()
     of_words, of_slots = words.numpy().view(np.uint16), slots.numpy().view(np.uint32)
-    own = states.numpy().view(np.uint32).astype(np.uint64)
+    left = states.numpy().view(np.uint32).copy()
 
     def read_block(number: int) -> None:
         of_block, start = blocks[number], ends[number] - int(lengths[number])
-        of_rows = of_all.part(of_block)
-        at = pop(of_words, start, by[of_block], *of_rows, of_slots, own[number], q[of_block])
-        check_ends(at == ends[number] and (own[number] == LOWEST).all())
+        own = by[of_block], of_rows[of_block], tables, apart
+        at = pop(of_words, start, *own, of_slots, left[number], q[of_block])
+        check_ends(at == ends[number] and (left[number] == LOWEST).all())
 
     each(read_block, range(len(blocks)))
     return torch.from_numpy(q)
@@ -423,40 +431,11 @@ def check_ends(well: bool | np.bool_) -> None:
         raise damaged("a block that does not end where it does")
 
 
-class _Place(NamedTuple):
-    """Places of integers among tables, as `push` takes them.
-
-    Attributes:
-        rows: class of each row, uint8 [rows].
-        columns: class of each column, uint8 [columns].
-        table_of: the table of each context, int64.
-        apart: tables of offsets of a size.
-    """
-
-    rows: NDArray[np.uint8]
-    columns: NDArray[np.uint8]
-    table_of: NDArray[np.int64]
-    apart: int
-
-    @classmethod
-    def of(cls, classes: Classes) -> _Place:
-        """The places by classes, whose own two tables are not among those."""
-        return cls(classes.rows, classes.columns, classes.table_of - 2, len(classes.occurring))
-
-    @classmethod
-    def of_tensors(cls, place: tuple[Tensor, Tensor, Tensor, int]) -> _Place:
-        """The inverse of `tensors`."""
-        rows, columns, table_of, apart = place
-        return cls(rows.numpy(), columns.numpy(), table_of.numpy(), apart)
-
-    def tensors(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, int]:
-        """Its parts, as kernels of a device take them."""
-        rows, columns, table_of = (_tensor(part, device) for part in self[:3])
-        return rows, columns, table_of, self.apart
-
-    def part(self, rows: slice) -> _Place:
-        """The places of a block."""
-        return self._replace(rows=self.rows[rows])
+def _places(classes: Classes, device: torch.device) -> Places:
+    """Places of integers among tables, without the two tables of classes."""
+    contexts = np.add.outer(np.arange(int(classes.rows.max()) + 1), classes.columns)
+    tables = (classes.table_of - 2).astype(np.int32).take(contexts, mode="clip")
+    return _tensor(classes.rows, device), _tensor(tables, device), len(classes.occurring)
 
 
 def _rows_of_block(columns: int, k: int) -> int:
@@ -473,10 +452,10 @@ def _total(flag: int) -> int:
     return _TOTAL // 2 if flag == _SIGNED else _TOTAL
 
 
-def _frequencies(tables: Sequence[Table], flag: int) -> NDArray[np.int64]:
-    """Of the symbols that tables have, [tables, symbols]."""
+def _frequencies(costs: NDArray[np.uint8], flag: int) -> NDArray[np.int64]:
+    """Of the symbols of tables with these costs, [tables, symbols]."""
     largest = 2 * _MAGNITUDE if flag == _DITHERED else _MAGNITUDE
-    return shares_of(tables, _total(flag), largest)
+    return shares_of(costs, _total(flag), largest)
 
 
 def _of_symbols(frequencies: NDArray[np.int64], flag: int) -> NDArray[np.int64]:
@@ -490,50 +469,97 @@ def _of_symbols(frequencies: NDArray[np.int64], flag: int) -> NDArray[np.int64]:
     return of_symbols
 
 
-def _coded(frequencies: NDArray[np.int64], flag: int) -> NDArray[np.uint64]:
-    """Entries of each integer from -128 to 127, by table, as `push` takes them.
+@compiled
+def entries_of(frequencies: NDArray[Any], symbols: NDArray[Any]) -> NDArray[Any]:
+    """Entries that code each integer from -128 to 127 by each table: uint32 [tables * 256 + 1].
 
-    An integer that goes by itself takes the entries of the most frequent one.
+    An entry is the table's total less the frequency, 12 bits; the sum of frequencies before, 12
+    bits; and whether the integer goes by itself, a bit. Such a one has the most frequent one's
+    entry. The last entry is zero, which changes no state.
 
-    Returns:
-        The table's total less the frequency, 12 bits; the sum of frequencies before, 12
-        bits; whether it goes by itself, a bit; from 2^32 on the largest state that takes it without
-        giving a word.
+    Args:
+        frequencies: of symbols, int64 [tables, symbols].
+        symbols: of those integers, int64 [256].
     """
-    starts = frequencies.cumsum(1) - frequencies
-    there = frequencies > 0
-    of = np.where(there, np.arange(_SYMBOLS), frequencies.argmax(1)[:, None])
-    symbols = _UNSIGNED if flag == _MAGNITUDES else _FOLDED
-    of, there = of[:, symbols], there[:, symbols]
-    frequency = np.take_along_axis(frequencies, of, 1)
-    low = _TOTAL - frequency | np.take_along_axis(starts, of, 1) << _BITS | ~there * _ALONE
-    limits = ((frequency << 32 - _BITS) - 1).astype(np.uint64)
-    entries: NDArray[np.uint64] = low.astype(np.uint64) | limits << np.uint64(32)
-    return entries.reshape(-1)
+    num_tables, num_symbols = frequencies.shape
+    entries = np.zeros(num_tables * len(symbols) + 1, np.uint32)
+    of_symbols = np.zeros(num_symbols, np.int64)
+    for table in range(num_tables):
+        before = most = 0
+        for symbol in range(num_symbols):
+            frequency = frequencies[table, symbol]
+            of_symbols[symbol] = _TOTAL - frequency | before << _BITS
+            before += frequency
+            if frequency > frequencies[table, most]:
+                most = symbol
+        for place, symbol in enumerate(symbols):
+            there = frequencies[table, symbol] > 0
+            entry = of_symbols[symbol] if there else of_symbols[most] | _ALONE
+            entries[table * len(symbols) + place] = entry
+    return entries
 
 
 @compiled
 def slots_of(frequencies: NDArray[Any], signed: bool) -> NDArray[Any]:
-    """Symbols of all slots of each table: uint32 [tables * slots].
+    """Symbols of all slots of each table: uint32 [(tables + 1) * slots].
 
     An entry is the symbol's integer, 8 bits; the place among its slots, 12 bits; and its frequency
-    less one, 12 bits.
+    less one, 12 bits. The last table has zeros alone, which change no state.
 
     Args:
         frequencies: of symbols, int64 [tables, symbols].
         signed: whether symbols are folded integers.
     """
     num_tables, num_symbols = frequencies.shape
-    slots = np.zeros(num_tables * _TOTAL, np.uint32)
+    slots = np.empty((num_tables + 1) * _TOTAL, np.uint32)
     at = 0
     for table in range(num_tables):
         for symbol in range(num_symbols):
             frequency = frequencies[table, symbol]
             value = unfolded(symbol) if signed else symbol
+            entry, own = (frequency - 1) << 20 | value & 255, slots[at : at + frequency]
             for place in range(frequency):
-                slots[at] = (frequency - 1) << 20 | place << 8 | value & 255
-                at += 1
+                own[place] = entry | place << 8
+            at += frequency
+    last = slots[num_tables * _TOTAL :]
+    for place in range(_TOTAL):
+        last[place] = (_TOTAL - 1) << 20 | place << 8
     return slots
+
+
+@compiled
+def find_tables(
+    tables: NDArray[Any],
+    rows: NDArray[Any],
+    offsets: NDArray[Any],
+    apart: int,
+    first: int,
+    out: NDArray[Any],
+) -> int:
+    """The table of each integer of some rows; arguments are as of `push`.
+
+    Args:
+        tables: of columns.
+        rows: classes.
+        offsets: of integers.
+        apart: tables of offsets of a size.
+        first: of the rows.
+        out: takes tables, uint32. Its length says how many rows; there may be fewer.
+
+    Returns:
+        The number of tables.
+    """
+    num_columns, n = tables.shape[1], 0
+    for i in range(first, min(first + len(out) // num_columns, len(rows))):
+        of_row, own = tables[rows[i]], out[n:]
+        for j in range(num_columns):
+            table = of_row[j]
+            if len(offsets) > 0:
+                offset = _int32(offsets[i, j])
+                table += (offset ^ (offset >> 7)) * _int32(apart)
+            own[j] = table
+        n += num_columns
+    return n
 
 
 @compiled
@@ -541,13 +567,11 @@ def push(
     q: NDArray[Any],
     offsets: NDArray[Any],
     rows: NDArray[Any],
-    columns: NDArray[Any],
-    table_of: NDArray[Any],
+    tables: NDArray[Any],
     apart: int,
     entries: NDArray[Any],
-    inverses: NDArray[Any],
     states: NDArray[Any],
-    out: NDArray[Any],
+    words: NDArray[Any],
     alone: NDArray[Any],
 ) -> tuple[int, int]:
     """Codes a block's integers, from the last to the first.
@@ -556,57 +580,63 @@ def push(
         q: integers, int16 [rows, columns].
         offsets: theirs, int8 [rows, columns], where they are coded by these; else [0, 0].
         rows: classes, uint8 [rows].
-        columns: classes, uint8 [columns].
-        table_of: the table of each context, int64.
+        tables: the table of each column in rows of a class, int32 [classes, columns].
         apart: number of tables for offsets of one size.
-        entries: of integers from -128 to 127, by table, uint64.
-        inverses: of their frequencies, likewise.
-        states: `LANES`, uint64; they change.
-        out: takes the words from its end on, uint16; one more than there may be.
-        alone: takes places of what goes by itself, int64, the last one first; one more too.
+        entries: of integers from -128 to 127, by table, and one that changes no state, uint32.
+        states: `LANES`, uint32; they change.
+        words: takes them from its end on, uint16; `EIGHT` more than there may be.
+        alone: takes places of what goes by itself from its end on, uint32; as many.
 
     Returns:
-        Where the words begin, and the number of those places.
+        Where the words begin, and where those places do.
     """
     num_rows, num_columns = q.shape
-    last, of_class, dithers = len(table_of) - 1, -1, len(offsets) > 0
-    bases, places = np.zeros(num_columns, np.int32), np.zeros(num_columns, np.int32)
-    n, at, found = num_rows * num_columns, _uint64(len(out)), 0
-    for i in range(num_rows - 1, -1, -1):
-        if rows[i] != of_class:
-            of_class = _int64(rows[i])
-            for j in range(num_columns):
-                bases[j] = table_of[min(of_class + _int64(columns[j]), last)] * _SYMBOLS
-        if dithers:
-            for j in range(num_columns):
-                offset, value = _int32(offsets[i, j]), _int32(q[i, j])
-                away = value if offset < 0 else -value
-                base = bases[j] + (offset ^ (offset >> 7)) * apart * _SYMBOLS
-                places[j] = base + (away + 128 if -128 < away < 128 else 0)
-        else:
+    at_once = LANES // math.gcd(num_columns, LANES)  # then it is the first state's turn again
+    places = np.full(at_once * num_columns, len(entries) - 1, np.uint32)
+    word_at, alone_at = _uint64(len(words)), _uint64(len(alone))
+    for first in range((num_rows - 1) // at_once * at_once, -1, -at_once):
+        count = find_tables(tables, rows, offsets, apart, first, places)
+        for i in range(first, min(first + at_once, num_rows)):
+            own = places[(i - first) * num_columns :]
             for j in range(num_columns):
                 value = _int32(q[i, j])
-                places[j] = bases[j] + (value + 128 if -128 < value < 128 else 0)
-        n -= num_columns
-        rare = _uint64(0)
-        for j in range(num_columns - 1, -1, -1):  # without branches, and of numbers without signs
-            lane, place = _uint64((n + j) & (LANES - 1)), _uint64(places[j])
-            entry = entries[place]
-            x = states[lane]
-            full = _uint64(x > entry >> _uint64(32))
-            out[at - _uint64(1)] = _uint16(x)
-            at -= full
-            x >>= full << _uint64(4)
-            # Exact: x + 1/2 is further from a multiple of the frequency than this may be wrong.
-            quotient = _uint64(_int64((_float64(_int64(x)) + 0.5) * inverses[place]))
-            start = entry >> _uint64(_BITS) & _uint64(_TOTAL - 1)
-            states[lane] = x + quotient * (entry & _uint64(_TOTAL - 1)) + start
-            rare |= entry
-        if rare & _uint64(_ALONE):
-            for j in range(num_columns - 1, -1, -1):
-                alone[found] = n + j
-                found += entries[places[j]] & _uint64(_ALONE) != 0
-    return _int64(at), found
+                if len(offsets) > 0 and offsets[i, j] >= 0:
+                    value = -value
+                own[j] = own[j] * _SYMBOLS + (value + 128 if -128 < value < 128 else 0)
+        for start in range((count - 1) // LANES * LANES, -1, -LANES):
+            number = first * num_columns + start
+            word_at, alone_at = _push_lanes(
+                places, start, number, entries, states, words, word_at, alone, alone_at
+            )
+    return _int64(word_at), _int64(alone_at)
+
+
+@vectorized(results=2)
+def _push_lanes(
+    places: Memory,
+    start: Values,
+    number: Values,
+    entries: Memory,
+    states: Memory,
+    words: Memory,
+    word_at: Values,
+    alone: Memory,
+    alone_at: Values,
+) -> tuple[Values, Values]:
+    """Codes an integer by each state."""
+    for lane in reversed(range(0, LANES, EIGHT)):
+        x, entry = states.load(lane), entries.gather(places.load(start + lane))
+        others = entry & _TOTAL - 1
+        frequency = _TOTAL - others
+        full = x > (frequency << 32 - _BITS) - 1
+        words.store(word_at - EIGHT, full.compress(x.to(16)))
+        word_at -= full.count()
+        x = full.choose(x >> 16, x)
+        states.store(lane, x + x // frequency * others + (entry >> _BITS & _TOTAL - 1))
+        by_itself = entry > _ALONE - 1
+        alone.store(alone_at - EIGHT, by_itself.compress((number + lane).onwards()))
+        alone_at -= by_itself.count()
+    return word_at, alone_at
 
 
 @compiled
@@ -615,8 +645,7 @@ def pop(
     at: int,
     offsets: NDArray[Any],
     rows: NDArray[Any],
-    columns: NDArray[Any],
-    table_of: NDArray[Any],
+    tables: NDArray[Any],
     apart: int,
     slots: NDArray[Any],
     states: NDArray[Any],
@@ -625,57 +654,59 @@ def pop(
     """The inverse of `push`, of any words.
 
     Args:
-        words: of all blocks, uint16; not empty, and its last one is never needed.
+        words: of all blocks, uint16, and behind them `LANES` that are never needed.
         at: where the block's words begin.
         offsets: as of `push`, and so are those that follow.
         rows: classes.
-        columns: classes.
-        table_of: the table of each context.
+        tables: the table of each column in rows of a class.
         apart: tables of offsets of a size.
         slots: of the tables, as of `slots_of`.
-        states: as they were after `push`, uint64; they change.
+        states: as they were after `push`, uint32; they change.
         out: takes the integers, int16 [rows, columns].
 
     Returns:
         Where the block's words end; of damaged ones anywhere.
     """
     num_rows, num_columns = out.shape
-    last, of_class, dithers = len(table_of) - 1, -1, len(offsets) > 0
-    of_classes, bases = np.zeros(num_columns, np.uint32), np.empty(out.size, np.uint32)
-    n = 0
-    for i in range(num_rows):
-        if rows[i] != of_class:
-            of_class = _int64(rows[i])
+    at_once, none = LANES // math.gcd(num_columns, LANES), len(slots) // _TOTAL - 1
+    own = np.empty(at_once * num_columns, np.uint32)
+    found = np.empty(len(own), np.int16)
+    word_at, end = _uint64(at), _uint64(len(words) - LANES)
+    for first in range(0, num_rows, at_once):
+        count = find_tables(tables, rows, offsets, apart, first, own)
+        own[count:] = none
+        for start in range(0, count, LANES):
+            read_at = min(word_at, end)
+            word_at += _pop_lanes(words, read_at, slots, own, start, states, found)
+        for i in range(first, min(first + at_once, num_rows)):
+            of_row = found[(i - first) * num_columns :]
             for j in range(num_columns):
-                of_classes[j] = table_of[min(of_class + _int64(columns[j]), last)] * _TOTAL
-        for j in range(num_columns):
-            bases[n + j] = of_classes[j]
-        if dithers:
-            for j in range(num_columns):
-                offset = _int32(offsets[i, j])
-                bases[n + j] += (offset ^ (offset >> 7)) * apart * _TOTAL
-        n += num_columns
-    flat, lanes = out.reshape(-1), np.zeros(LANES, np.uint32)
-    lanes[:] = states
-    word_at, end = _uint64(at), _uint64(len(words) - 1)
-    for start in range(0, n, LANES):
-        # What all lanes do by themselves first: a processor has many such at once.
-        for lane in range(LANES if start + LANES <= n else n - start):
-            x = lanes[lane]
-            entry = slots[bases[start + lane] + (x & _uint32(_TOTAL - 1))]
-            high, place = x >> _uint32(_BITS), entry >> _uint32(8) & _uint32(_TOTAL - 1)
-            lanes[lane] = (entry >> _uint32(20)) * high + high + place
-            flat[start + lane] = _int8(entry)
-        for lane in range(LANES if start + LANES <= n else n - start):
-            wide = _uint64(lanes[lane])
-            needs = _uint64(wide < _uint64(LOWEST))
-            word = _uint64(words[min(word_at, end)])
-            lanes[lane] = wide << (needs << _uint64(4)) | word & (_uint64(0) - needs)
-            word_at += needs
-    states[:] = lanes
-    if dithers:
-        for i in range(num_rows):
-            for j in range(num_columns):
-                out[i, j] = out[i, j] if offsets[i, j] < 0 else -out[i, j]
+                minus = len(offsets) > 0 and offsets[i, j] >= 0
+                out[i, j] = -of_row[j] if minus else of_row[j]
     behind: int = _int64(word_at)
     return behind
+
+
+@vectorized(results=1)
+def _pop_lanes(
+    words: Memory,
+    at: Values,
+    slots: Memory,
+    tables: Memory,
+    start: Values,
+    states: Memory,
+    found: Memory,
+) -> Values:
+    """The integers that all states say, and how many words they take."""
+    word_at = at
+    for lane in range(0, LANES, EIGHT):
+        x = states.load(lane)
+        entry = slots.gather((tables.load(start + lane) << _BITS) + (x & _TOTAL - 1))
+        high = x >> _BITS
+        x = (entry >> 20) * high + high + (entry >> 8 & _TOTAL - 1)
+        found.store(start + lane, ((entry & 255 ^ 128) - 128).to(16))
+        needs = x < LOWEST
+        given = x << 16 | needs.expand(words.load(word_at).to(32))
+        states.store(lane, needs.choose(given, x))
+        word_at += needs.count()
+    return word_at - at

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpcomp.entropy import ans
-from mpcomp.entropy.frequencies import Table, starts_of
+from mpcomp.entropy.frequencies import Table, all_alike, costs_from, costs_of, starts_of
 
 __all__ = ["FEW", "Coder", "Message", "Place", "Reader", "damaged"]
 
@@ -69,12 +69,13 @@ class Message:
 
     def parts(self) -> list[bytes]:
         """All of it but the kind."""
-        starts = starts_of(self.tables)
+        costs = costs_of(self.tables)
+        starts = starts_of(costs)
         out = np.empty(
             2 * sum(each.size for each, _ in self.coded), np.uint8
         )  # a word each at most
         at = len(out)
-        states = np.full(_num_states(self.coded[-1][0].size, starts), ans.LOWEST, np.int64)
+        states = np.full(_num_states(self.coded[-1][0].size, costs), ans.LOWEST, np.int64)
         for symbols, place in reversed(self.coded):
             at = ans.push(symbols, *place, starts, states, out, at)
         tables = (table.to_bytes() for table in self.tables)
@@ -138,14 +139,26 @@ class Reader:
             raise damaged("it ends too early")
         self._at = at
 
-    def tables(self, count: int) -> list[Table]:
-        """The next tables."""
-        return [self._table() for _ in range(count)]
+    def costs(self, num_tables: int) -> NDArray[np.uint8]:
+        """The next tables, as of `mpcomp.entropy.frequencies.costs_of`."""
+        try:
+            costs, self._at = costs_from(self.data, self._at, num_tables)
+        except ValueError as error:
+            raise damaged(str(error)) from error
+        return costs
 
-    def coder(self, tables: Sequence[Table], num_integers: int) -> Coder:
-        """The next states, of symbols with these tables."""
-        starts = starts_of(tables)
-        states = self.array("<u4", _num_states(num_integers, starts)).astype(np.int64)
+    def coder(
+        self, costs: NDArray[np.uint8], num_integers: int, num_tables: int | None = None
+    ) -> Coder:
+        """The next states.
+
+        Args:
+            costs: of all tables.
+            num_integers: of the symbols that are coded by these states.
+            num_tables: of those symbols, the first ones; None for all.
+        """
+        starts = starts_of(costs[:num_tables])
+        states = self.array("<u4", _num_states(num_integers, costs)).astype(np.int64)
         if (states < ans.LOWEST).any():
             raise damaged("an impossible state")
         return Coder(starts, ans.buckets(starts), states)
@@ -154,12 +167,6 @@ class Reader:
         """Raises RuntimeError unless so many bytes are left."""
         if len(self.data) - self._at != num_bytes:
             raise damaged(f"{len(self.data) - self._at} bytes left, expected {num_bytes}")
-
-    def _table(self) -> Table:
-        try:
-            return Table.read(lambda num_bytes: self.array("u1", num_bytes))
-        except ValueError as error:
-            raise damaged(str(error)) from error
 
 
 def damaged(what: str) -> RuntimeError:
@@ -170,7 +177,6 @@ def damaged(what: str) -> RuntimeError:
     )
 
 
-def _num_states(num_integers: int, starts: NDArray[np.int64]) -> int:
+def _num_states(num_integers: int, costs: NDArray[np.uint8]) -> int:
     """States for so many integers, one if the tables say all of them."""
-    alike = starts[:, 1:] - starts[:, :-1] == ans.TOTAL
-    return 1 if num_integers < FEW or alike.any(1).all() else _STATES
+    return 1 if num_integers < FEW or all_alike(costs) else _STATES

@@ -116,7 +116,7 @@ def decode(
     occurring = np.flatnonzero(bits[:CONTEXTS])
     if not len(occurring):
         raise damaged("no contexts")
-    coder = reader.coder(reader.tables(len(occurring)), pixels * channels)
+    coder = reader.coder(reader.costs(len(occurring)), pixels * channels)
     q = np.empty((pixels, channels), np.int16)
     at, num_large = pop(
         reader.data, reader.at, signed, height, width, _tables_of(occurring), *coder, q

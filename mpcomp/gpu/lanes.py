@@ -31,7 +31,7 @@ def popped(
     lengths: Tensor,
     states: Tensor,
     offsets: Tensor,
-    place: tuple[Tensor, Tensor, Tensor, int],
+    where: lanes.Places,
     slots: Tensor,
     shape: tuple[int, int, int],
 ) -> Tensor:
@@ -47,10 +47,10 @@ def popped(
         lengths,
         states,
         slots,
-        *_places(place, offsets),
+        *_arguments(where, offsets),
         q,
         well,
-        len(words) - 1,
+        len(words) - lanes.LANES,
         *shape,
         num_warps=1,
     )
@@ -62,7 +62,7 @@ def popped(
 def pushed(
     q: Tensor,
     offsets: Tensor,
-    place: tuple[Tensor, Tensor, Tensor, int],
+    where: lanes.Places,
     entries: Tensor,
     rows_each: int,
     behind: int,
@@ -80,7 +80,7 @@ def pushed(
         q,
         q,
         entries,
-        *_places(place, offsets),
+        *_arguments(where, offsets),
         apart,
         lengths,
         states,
@@ -98,21 +98,16 @@ def pushed(
     return lanes.joined(q, behind, alone.nonzero()[:, 0], lengths, states, words)
 
 
-def _places(
-    place: tuple[Tensor, Tensor, Tensor, int], offsets: Tensor
-) -> tuple[Tensor, Tensor, Tensor, int, int, Tensor | None]:
+def _arguments(where: lanes.Places, offsets: Tensor) -> tuple[Tensor, Tensor, int, Tensor | None]:
     """Arguments of kernels that tell the table of each integer."""
-    of_rows, of_columns, table_of, num = place
-    by = offsets if len(offsets) else None
-    return of_rows, of_columns, table_of, len(table_of) - 1, num, by
+    return *where, offsets if len(offsets) else None
 
 
 @triton.jit
-def _table(row, column, inside, of_rows, of_columns, table_of, last):
+def _table(row, column, num_columns, inside, of_rows, tables):
     """Tables of integers, but for what their offsets say."""
     of_row = tl.load(of_rows + row, mask=inside, other=0).to(tl.int32)
-    of_column = tl.load(of_columns + column, mask=inside, other=0).to(tl.int32)
-    return tl.load(table_of + tl.minimum(of_row + of_column, last), mask=inside, other=0)
+    return tl.load(tables + of_row * num_columns + column, mask=inside, other=0).to(tl.int64)
 
 
 @triton.jit
@@ -123,9 +118,7 @@ def pop_block(
     states,
     slots,
     of_rows,
-    of_columns,
-    table_of,
-    last,
+    tables,
     num_tables,
     offsets,
     q,
@@ -148,7 +141,7 @@ def pop_block(
         inside = n < size
         row, column = first_row + n // num_columns, n % num_columns
         place = first_row * num_columns + n
-        table = _table(row, column, inside, of_rows, of_columns, table_of, last)
+        table = _table(row, column, num_columns, inside, of_rows, tables)
         if offsets is not None:
             offset = tl.load(offsets + place, mask=inside, other=0).to(tl.int32)
             table += (offset ^ (offset >> 7)) * num_tables
@@ -176,9 +169,7 @@ def push_block(
     q,
     entries,
     of_rows,
-    of_columns,
-    table_of,
-    last,
+    tables,
     num_tables,
     offsets,
     apart,
@@ -202,7 +193,7 @@ def push_block(
         inside = n < size
         row, column = first_row + n // num_columns, n % num_columns
         place = first_row * num_columns + n
-        table = _table(row, column, inside, of_rows, of_columns, table_of, last)
+        table = _table(row, column, num_columns, inside, of_rows, tables)
         value = tl.load(q + place, mask=inside, other=0).to(tl.int32)
         if offsets is not None:
             offset = tl.load(offsets + place, mask=inside, other=0).to(tl.int32)

@@ -140,8 +140,9 @@ def _lanes_row(q: NDArray[np.int16], offsets: NDArray[np.int8] | None, repeats: 
             start = time.thread_time()
             entropy.encode(q, None, offsets, in_lanes=on)
             encoded = time.thread_time()
-            assert np.array_equal(entropy.decode(message, rows, columns, None, offsets), q)
+            found = entropy.decode(message, rows, columns, None, offsets)
             seconds.append((encoded - start, time.thread_time() - encoded))
+            assert np.array_equal(found, q)
         ratios.append([a / b for a, b in zip(*seconds, strict=True)])
     quartiles = (statistics.quantiles(each, n=4) for each in zip(*ratios[1:], strict=True))
     return [

@@ -22,7 +22,12 @@ def loops():
 
 def kinds_of_arguments():
     """Signatures that each loop is compiled for by now."""
-    return {name: set(one.machine_code().signatures) for name, one in loops().items()}
+    machine_codes = {name: one.machine_code() for name, one in loops().items()}
+    return {
+        name: set(code.signatures)
+        for name, code in machine_codes.items()
+        if hasattr(code, "signatures")  # a step on vectors is part of the loop that calls it
+    }
 
 
 @pytest.fixture

@@ -89,7 +89,7 @@ def said(coded, rows, columns, eighths=None):
     """The integers of a message, by the description of the format: a state a Python integer."""
     reader = Reader(coded)
     flag, k = map(int, reader.array("u1", 2))
-    classes, tables, coder = read(reader, rows, columns, 4 if flag == 2 else 1, in_lanes=True)
+    classes, costs, coder = read(reader, rows, columns, 4 if flag == 2 else 1, in_lanes=True)
     coder.check_end()
     (count,) = map(int, reader.array("<u4", 1))
     places, values = reader.array("<u4", count).tolist(), reader.array("<i2", count).tolist()
@@ -99,7 +99,7 @@ def said(coded, rows, columns, eighths=None):
     lengths = reader.array("<u4", len(starts)).tolist()
     states = reader.array("<u4", 32 * len(starts)).tolist()
     words = iter(reader.array("<u2", sum(lengths)).tolist())
-    by_table = lanes._of_symbols(lanes._frequencies(tables[2:], flag), flag)
+    by_table = lanes._of_symbols(lanes._frequencies(costs[2:], flag), flag)
     assert (by_table.sum(1) == 4096).all()
     found = []
     for block, start in enumerate(starts):
@@ -286,8 +286,8 @@ def test_machine_code_does_what_the_interpreter_does(name, monkeypatch, _always,
         q, eighths = content(name, (21, 53)), None
     coded = coded_in_lanes(q, eighths)
     for module, function in (
-        (lanes, "push"),
-        (lanes, "pop"),
+        (lanes, "entries_of"),
+        (lanes, "find_tables"),
         (lanes, "slots_of"),
         (tallies, "tally"),
     ):
@@ -299,15 +299,6 @@ def test_machine_code_does_what_the_interpreter_does(name, monkeypatch, _always,
         assert np.array_equal(found.numpy(), q)
 
 
-@given(frequency=st.integers(1, 1 << 12), multiple=st.integers(0, 2**32), off=st.integers(-2, 2))
-def test_the_quotient_by_an_inverse_is_exact(frequency, multiple, off):
-    """As `lanes.push` makes it: by the inverse of numpy, of states that have given their word."""
-    x = min(max(multiple % (2**32 // frequency) * frequency + off, 0), 2**32 - 1)
-    inverse = 1.0 / np.array([frequency])
-    assert int((np.float64(x) + 0.5) * inverse[0]) == x // frequency
-
-
 def test_places_of_classes_without_own_tables():
-    classes = Classes.single(3, 5)
-    place = lanes._Place.of(classes)
-    assert place.apart == 1 and place.table_of[0] == 0
+    of_rows, tables, apart = lanes._places(Classes.single(3, 5), torch.device("cpu"))
+    assert apart == 1 and not of_rows.any() and not tables.any() and tables.shape == (1, 5)
