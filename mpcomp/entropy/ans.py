@@ -154,14 +154,24 @@ def signs_of(q: NDArray[Any], by_row: NDArray[Any], nonzero: int) -> NDArray[Any
         nonzero: how many are not zero.
     """
     num_rows, num_columns = q.shape
-    signs = np.zeros(nonzero // 8 + 1, np.uint8)  # a byte more, for zeros behind the last one
-    seen = 0
+    signs = np.zeros(nonzero // 8 + 1, np.uint8)
+    bits, held, at = _uint64(0), _uint64(0), 0
     for i in range(num_rows):
         if by_row[i] > 0:
-            for j in range(num_columns):  # without branches, which are as random as signs are
+            for j in range(num_columns):  # nearly without branches, as random as signs are
                 value = q[i, j]
-                signs[seen >> 3] |= np.uint8((value < 0) << (seen & 7))
-                seen += value != 0
+                bits |= _uint64(value < 0) << held
+                held += _uint64(value != 0)
+                if held >= 56:
+                    for _ in range(7):
+                        signs[at] = np.uint8(bits & _uint64(255))
+                        bits >>= _uint64(8)
+                        at += 1
+                    held -= _uint64(56)
+    while at < len(signs):
+        signs[at] = np.uint8(bits & _uint64(255))
+        bits >>= _uint64(8)
+        at += 1
     return signs[: (nonzero + 7) // 8]
 
 
@@ -186,7 +196,8 @@ def push(
     rows: NDArray[Any],
     columns: NDArray[Any],
     table_of: NDArray[Any],
-    starts: NDArray[Any],
+    inverses: NDArray[Any],
+    moves: NDArray[Any],
     states: NDArray[Any],
     out: NDArray[Any],
     at: int,
@@ -198,8 +209,8 @@ def push(
         rows: classes, uint8 [rows].
         columns: classes, uint8 [1, columns], or of each integer [rows, columns].
         table_of: the table of each context, int64.
-        starts: sums of the frequencies before each symbol and behind the last, int64 [tables,
-            symbols + 1]; of symbols that occur none is zero.
+        inverses: as of `divisors`; symbols that occur have one.
+        moves: likewise.
         states: a power of two of them, int64; they change.
         out: takes the words, uint8; before ``at`` are two bytes for each symbol.
         at: where they begin so far.
@@ -209,8 +220,8 @@ def push(
     """
     num_rows, num_columns = q.shape
     lanes, last, of_class = len(states) - 1, len(table_of) - 1, -1
-    width, num_classes = starts.shape[1], len(columns)
-    inverses, moves = divisors(starts)
+    width, num_classes = inverses.shape[1], len(columns)
+    flat_inverses, flat_moves = inverses.reshape(-1), moves.reshape(-1)
     bases, places = np.zeros(num_columns, np.int32), np.zeros(num_columns, np.int32)
     end = _uint64(at)
     for i in range(num_rows - 1, -1, -1):
@@ -223,14 +234,14 @@ def push(
             places[j] = bases[j] + min(abs(_int32(q[i, j])), _int32(ESCAPE))
         for j in range(num_columns - 1, -1, -1):  # without branches, and of numbers without signs
             lane, place = _uint64(j & lanes), _uint64(places[j])
-            x, move = _uint64(states[lane]), moves[place]
+            x, move = _uint64(states[lane]), flat_moves[place]
             start, rest = move & _uint64(TOTAL - 1), move >> _uint64(_BITS)
             full = (x >> _uint64(32 - _BITS)) + rest >> _uint64(_BITS)  # whether x is too large
             out[end - _uint64(2)] = np.uint8(x)
             out[end - _uint64(1)] = np.uint8(x >> _uint64(8))
             end -= full << _uint64(1)
             x >>= full << _uint64(4)
-            states[lane] = x + quotient(x, inverses[place]) * rest + start
+            states[lane] = x + quotient(x, flat_inverses[place]) * rest + start
     begin: int = _int64(end)
     return begin
 
@@ -240,18 +251,21 @@ def divisors(starts: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
     """Inverses of frequencies f, ceil(2^47 / f), and what `push` adds: (M - f) M + b.
 
     Args:
-        starts: as of `push`.
+        starts: sums of the frequencies before each symbol and behind the last, int64 [tables,
+            symbols + 1].
 
     Returns:
-        Both by place in the tables, uint64 [tables * (symbols + 1)]; zero of no symbols.
+        Both of each symbol, uint64 [tables, symbols]; zero of what does not occur.
     """
-    flat = starts.reshape(-1)
-    inverses, moves = np.zeros((2, flat.size), np.uint64)
-    for place in range(flat.size - 1):
-        frequency = flat[place + 1] - flat[place]
-        if frequency > 0:
-            inverses[place] = ((1 << _INVERSE) + frequency - 1) // frequency
-            moves[place] = (TOTAL - frequency) << _BITS | flat[place]
+    num_tables, num_symbols = starts.shape[0], starts.shape[1] - 1
+    inverses, moves = np.zeros((2, num_tables, num_symbols), np.uint64)
+    for table in range(num_tables):
+        for symbol in range(num_symbols):
+            start = starts[table, symbol]
+            frequency = starts[table, symbol + 1] - start
+            if frequency > 0:
+                inverses[table, symbol] = ((1 << _INVERSE) + frequency - 1) // frequency
+                moves[table, symbol] = (TOTAL - frequency) << _BITS | start
     return inverses, moves
 
 
@@ -269,7 +283,7 @@ def buckets(starts: NDArray[Any]) -> NDArray[Any]:
     """The first symbol that each 256th of a table's range may say: uint8 [tables, 256].
 
     Args:
-        starts: as of `push`.
+        starts: as of `divisors`.
     """
     first = np.zeros((len(starts), _BUCKETS), np.uint8)
     for table in range(len(starts)):

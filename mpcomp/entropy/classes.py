@@ -14,7 +14,6 @@ on as uint16, and signs. Where no integer is below zero, as behind a ReLU, no si
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final
@@ -22,13 +21,15 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from mpcomp.core.compiled import compiled
 from mpcomp.entropy import ans
-from mpcomp.entropy.frequencies import ALIKE, Table
+from mpcomp.entropy.frequencies import Tables
 from mpcomp.entropy.message import FEW, Coder, Message, Place, Reader, damaged
 
 __all__ = [
     "CONTEXTS",
     "Classes",
+    "counts_of_tables",
     "decode",
     "encode",
     "head",
@@ -40,24 +41,32 @@ __all__ = [
 
 #: Contexts by rows and columns.
 CONTEXTS: Final = 24
+_int64: Any = np.int64  # for a type checker, which knows no bits of numpy's own numbers
 _PER_OCTAVE = 2  # classes
 # Of rows, and of columns. Were there as many as contexts, one row of zeros would move all others to
 # the last context.
 _CLASSES = 16
 
 
-def encode(q: NDArray[np.int16], sums: ans.Sums) -> Message:
-    """The message of integers [rows, columns], whose sums these are."""
-    if q.size < FEW or not sums.largest:
-        classes = Classes.single(*q.shape)
-        place = classes.place()
-        counts = ans.tally(q, place.rows, place.columns, 1, sums.largest)
-        tables = [ALIKE, ALIKE, *Table.of_each(counts.astype(np.int64))]
-    else:
-        classes = Classes.of(sums)
-        place = classes.place()
-        counts = ans.tally(q, place.rows, place.columns, CONTEXTS, sums.largest)
-        classes, tables = with_tables(classes, counts[None])
+def encode(
+    q: NDArray[np.int16],
+    sums: ans.Sums,
+    classes: Classes,
+    counts: NDArray[np.signedinteger[Any]] | None = None,
+) -> Message:
+    """The message of integers [rows, columns].
+
+    Args:
+        q: integers.
+        sums: theirs.
+        classes: theirs.
+        counts: how often each magnitude occurs in each context, if that is known.
+    """
+    place = classes.place()
+    if counts is None:
+        num_contexts = 1 if classes.are_single else CONTEXTS
+        counts = ans.tally(q, place.rows, place.columns, num_contexts, sums.largest)
+    chosen, tables = with_tables(classes, counts[None])
     num_large = int(counts[:, ans.ESCAPE :].sum())
     num_signs = -(-sums.nonzero // 8) if sums.negative else 0
 
@@ -66,7 +75,7 @@ def encode(q: NDArray[np.int16], sums: ans.Sums) -> Message:
         signs = ans.signs_of(q, sums.by_row, sums.nonzero)[::-1].tobytes() if num_signs else b""
         return large + signs
 
-    said = message(classes, tables, q, classes.place())
+    said = message(chosen, tables, q, place if chosen is classes else chosen.place())
     return replace(said, num_behind=2 * num_large + num_signs, behind=behind)
 
 
@@ -88,7 +97,7 @@ def decode(reader: Reader, rows: int, columns: int, *, signed: bool) -> NDArray[
     return q
 
 
-def head(classes: Classes, tables: Sequence[Table]) -> Message:
+def head(classes: Classes, tables: Tables) -> Message:
     """The beginning of a `message`, without the symbols."""
     return Message(
         ahead=bytes([len(tables) - 2]),
@@ -102,7 +111,7 @@ def head(classes: Classes, tables: Sequence[Table]) -> Message:
 
 def message(
     classes: Classes,
-    tables: Sequence[Table],
+    tables: Tables,
     symbols: NDArray[np.int16],
     place: Place,
 ) -> Message:
@@ -136,12 +145,12 @@ def read(
     (num_tables,) = map(int, reader.array("u1", 1))
     costs = reader.costs(2 + num_tables)
     coder = reader.coder(costs, columns, 2) if in_lanes else reader.coder(costs, rows * columns)
-    of_rows, of_columns = (
-        popped(reader, coder, (1, count), Place.alike(table, count), signed=False)[0]
+    of_both = [
+        popped(reader, coder, (1, count), Place.alike(table, count), signed=False)[0][0]
         for table, count in enumerate((rows, columns))
-    )
-    if of_rows.any() or of_columns.any():
-        classes = Classes(of_rows[0].astype(np.uint8), of_columns[0].astype(np.uint8))
+    ]
+    if any(each.any() for each in of_both):
+        classes = Classes(*(each.astype(np.uint8) for each in of_both))
     else:
         classes = Classes.single(rows, columns)
     if len(classes.occurring) * tables_each != num_tables:
@@ -153,6 +162,8 @@ def popped(
     reader: Reader, coder: Coder, shape: tuple[int, int], place: Place, *, signed: bool
 ) -> tuple[NDArray[np.int16], int, int]:
     """The next symbols, with their signs if there are any; see `ans.pop`."""
+    if place.says_all(coder.starts):
+        return np.zeros(shape, np.int16), 0, 0
     symbols = np.empty(shape, np.int16)
     at, num_signs, num_large = ans.pop(reader.data, reader.at, signed, *place, *coder, symbols)
     reader.go_to(at)
@@ -179,7 +190,9 @@ class Classes:
 
     @classmethod
     def of(cls, sums: ans.Sums) -> Classes:
-        """The classes of magnitudes, of which some are not zero, by their sums."""
+        """The classes of magnitudes by their sums; single ones of few magnitudes, and of zeros."""
+        if len(sums.by_row) * len(sums.by_column) < FEW or not sums.largest:
+            return cls.single(len(sums.by_row), len(sums.by_column))
         by_row, by_column = sums.by_row, sums.by_column
         mean_of_row, mean_of_column = by_row / len(by_column), by_column / len(by_row)
         mean = mean_of_row.mean()
@@ -189,9 +202,14 @@ class Classes:
         return cls(_from_zero(rows), _from_zero(columns))
 
     @cached_property
+    def are_single(self) -> bool:
+        """Whether all rows are alike, and all columns."""
+        return not (self.rows.any() or self.columns.any())
+
+    @cached_property
     def occurring(self) -> NDArray[np.intp]:
         """The contexts that have elements, ascending."""
-        if not (self.rows.any() or self.columns.any()):
+        if self.are_single:
             return np.zeros(1, np.intp)
         rows, columns = (np.flatnonzero(np.bincount(each)) for each in (self.rows, self.columns))
         there = np.zeros(CONTEXTS, np.bool_)
@@ -219,9 +237,7 @@ def _from_zero(octaves: NDArray[np.float64]) -> NDArray[np.uint8]:
     return from_zero
 
 
-def with_tables(
-    classes: Classes, counts: NDArray[np.signedinteger[Any]]
-) -> tuple[Classes, list[Table]]:
+def with_tables(classes: Classes, counts: NDArray[np.signedinteger[Any]]) -> tuple[Classes, Tables]:
     """Classes, and all tables of their message: those of rows and columns, and of the symbols.
 
     Where little is not zero, classes may cost more than they tell; then there is a single one.
@@ -230,16 +246,50 @@ def with_tables(
         classes: of integers.
         counts: of each symbol in each context, [tables of a context, `CONTEXTS`, symbols].
     """
-    each, _, num_symbols = counts.shape
-    of_both = classes.rows, classes.columns
-    width = max(num_symbols, *(int(one.max()) + 1 for one in of_both))
-    of_table = np.zeros((each + 2 + each * len(classes.occurring), width), np.int64)
-    of_table[:each, :num_symbols] = counts.sum(1)
-    of_table[each : each + 2] = [np.bincount(one, minlength=width) for one in of_both]
-    of_table[each + 2 :, :num_symbols] = counts[:, classes.occurring].reshape(-1, num_symbols)
-    of_table[~of_table.any(1), 0] = 1  # a table of no symbols would be none
-    tables = Table.of_each(of_table)
-    single, several = [ALIKE, ALIKE, *tables[:each]], tables[each:]
-    if sum(one.num_bytes for one in single) <= sum(one.num_bytes for one in several):
-        return Classes.single(len(classes.rows), len(classes.columns)), single
-    return classes, several
+    contexts = np.zeros(0, np.intp) if classes.are_single else classes.occurring
+    tables = Tables.of(counts_of_tables(counts, classes.rows, classes.columns, contexts))
+    single, several = tables[: 2 + len(counts)], tables[2 + len(counts) :]
+    if len(several) and several.num_bytes < single.num_bytes:
+        return classes, several
+    return Classes.single(len(classes.rows), len(classes.columns)), single
+
+
+@compiled
+def counts_of_tables(
+    counts: NDArray[Any], rows: NDArray[Any], columns: NDArray[Any], contexts: NDArray[Any]
+) -> NDArray[Any]:
+    """Counts by which tables are made: of a single class, and of several if there are contexts.
+
+    A table of no symbols would be none, so it has a zero.
+
+    Args:
+        counts: as of `with_tables`.
+        rows: classes, uint8 [rows].
+        columns: classes, uint8 [columns].
+        contexts: that occur.
+
+    Returns:
+        int64 [tables, symbols]: of classes of rows and of columns, and of symbols; twice.
+    """
+    num_each, num_contexts, num_symbols = counts.shape
+    width, num_single = num_symbols, 2 + num_each
+    if len(contexts) > 0:
+        width = max(width, _int64(rows.max()) + 1, _int64(columns.max()) + 1)
+    num_tables = num_single + (2 + num_each * len(contexts) if len(contexts) > 0 else 0)
+    of_tables = np.zeros((num_tables, width), np.int64)
+    for each in range(num_each):
+        for context in range(num_contexts):
+            for symbol in range(num_symbols):
+                of_tables[2 + each, symbol] += counts[each, context, symbol]
+        for place, context in enumerate(contexts):
+            table = num_single + 2 + each * len(contexts) + place
+            of_tables[table, :num_symbols] = counts[each, context]
+    if len(contexts) > 0:
+        for of_row in rows:
+            of_tables[num_single, of_row] += 1
+        for of_column in columns:
+            of_tables[num_single + 1, of_column] += 1
+    for table in range(num_tables):
+        if not of_tables[table].any():
+            of_tables[table, 0] = 1
+    return of_tables

@@ -273,11 +273,14 @@ def _encoded(
     """The kind, and the message, which is the shortest of those that there may be."""
     sums = ans.sums(q)
     signed = sums.negative > 0
-    ways = [(_CLASSES, classes.encode(q, sums))]
+    of, counts, under_dither = classes.Classes.of(sums), None, None
+    if offsets is not None and dithered.may_tell(q.size, sums):
+        under_dither, counts = dithered.encode(q, offsets, of)
+    ways = [(_CLASSES, classes.encode(q, sums, of, counts))]
     if image is not None and neighbours.may_tell(q, *image, signed=signed):
         ways.append((_NEIGHBOURS, neighbours.encode(q, *image, signed=signed)))
-    if offsets is not None and dithered.may_tell(q.size, sums):
-        ways.append((_DITHERED, dithered.encode(q, offsets, sums)))
+    if under_dither is not None:
+        ways.append((_DITHERED, under_dither))
     kinds, message = min(ways, key=lambda way: way[1].num_bytes)
     return [bytes([kinds[not signed]]), *message.parts()]
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from mpcomp.entropy import ans, dithered, lanes, neighbours
 from mpcomp.entropy.classes import CONTEXTS, Classes, with_tables
 from mpcomp.entropy.coding import in_lines, max_bytes, slices
-from mpcomp.entropy.frequencies import Table, costs_of, starts_of
+from mpcomp.entropy.frequencies import Tables, starts_of
 from mpcomp.entropy.message import FEW
 from mpcomp.entropy.tallies import counts_of, folded, sums_of
 
@@ -74,24 +74,24 @@ class _Way:
         others: bytes of all but tables and symbols.
     """
 
-    tables: Sequence[Table]
+    tables: Tables
     counts: Sequence[NDArray[np.int64]]
     others: int
 
     @property
     def estimate(self) -> float:
         """Bytes by which the coder chooses a way."""
-        return self.others + sum(table.num_bytes for table in self.tables)
+        return self.others + self.tables.num_bytes
 
     @property
     def num_bytes(self) -> float:
         """Bytes by the frequencies that the coder makes of the tables."""
-        frequencies = np.diff(starts_of(costs_of(self.tables)))
+        frequencies = np.diff(starts_of(self.tables.costs))
         bits = 0.0
         for counts, own in zip(self.counts, frequencies[-len(self.counts) :], strict=True):
             there = np.flatnonzero(counts)
             bits += float(counts[there] @ np.log2(ans.TOTAL / own[there]))
-        return self.others + sum(table.own_bytes for table in self.tables) + bits / 8
+        return self.others + len(self.tables.to_bytes()) + bits / 8
 
 
 def _slice_bytes(q: Tensor, image: tuple[int, int] | None, offsets: Tensor | None) -> float:
@@ -126,8 +126,7 @@ def _tally(contexts: Tensor, symbols: Tensor, num_contexts: int) -> NDArray[np.i
 
 def _by_classes(q: Tensor, sums: ans.Sums) -> _Way:
     """See `mpcomp.entropy.classes`."""
-    few = q.numel() < FEW or not sums.largest
-    classes = Classes.single(*q.shape) if few else Classes.of(sums)
+    classes = Classes.of(sums)
     counts = counts_of(q, None, classes, sums)
     large = int(counts[:, ans.ESCAPE].sum()) if sums.largest == ans.ESCAPE else 0
     signs = -(-sums.nonzero // 8) if sums.negative else 0
@@ -174,4 +173,4 @@ def _by_neighbours(q: Tensor, image: tuple[int, int], *, signed: bool) -> list[_
     counts = _tally(contexts, symbols.clamp(max=ans.ESCAPE), neighbours.CONTEXTS)
     large = int(counts[:, ans.ESCAPE].sum()) if counts.shape[1] > ans.ESCAPE else 0
     said = counts[counts.any(1)]
-    return [_Way(Table.of_each(said), list(said), -(-neighbours.CONTEXTS // 8) + 2 * large)]
+    return [_Way(Tables.of(said), list(said), -(-neighbours.CONTEXTS // 8) + 2 * large)]

@@ -32,6 +32,7 @@ __all__ = [
     "decode",
     "encode",
     "integers_of",
+    "magnitudes_of",
     "may_tell",
     "symbols_of",
 ]
@@ -50,22 +51,41 @@ def may_tell(num: int, sums: ans.Sums) -> bool:
     return num >= FEW and 0 < sums.largest <= LARGEST
 
 
-def encode(q: NDArray[np.int16], offsets: NDArray[np.int8], sums: ans.Sums) -> Message:
-    """The message of integers [rows, columns], of which a dither `may_tell`.
+def encode(
+    q: NDArray[np.int16], offsets: NDArray[np.int8], classes: Classes
+) -> tuple[Message, NDArray[np.int64]]:
+    """The message of integers [rows, columns], of which a dither `may_tell`; counts of magnitudes.
 
     Args:
         q: integers.
         offsets: floor(`PARTS` v) of each, [rows, columns].
-        sums: theirs.
+        classes: theirs.
+
+    Returns:
+        The message, and how often each magnitude occurs in each context, [`CONTEXTS`, symbols].
     """
     symbols = symbols_of(q, offsets)
-    classes = Classes.of(sums)
     place = _place(classes, offsets)
-    counts = ans.tally(symbols, place.rows, place.columns, SIZES * CONTEXTS, int(symbols.max()))
-    chosen, tables = with_tables(classes, counts.reshape(SIZES, CONTEXTS, -1))
+    of_all = ans.tally(symbols, place.rows, place.columns, SIZES * CONTEXTS, int(symbols.max()))
+    counts = of_all.reshape(SIZES, CONTEXTS, -1)
+    chosen, tables = with_tables(classes, counts)
     if chosen is not classes:
         place = _place(chosen, offsets)
-    return message(chosen, tables, symbols, place)
+    return message(chosen, tables, symbols, place), magnitudes_of(counts)
+
+
+def magnitudes_of(counts: NDArray[np.signedinteger[Any]]) -> NDArray[np.int64]:
+    """Counts of magnitudes in each context, [`CONTEXTS`, magnitudes].
+
+    Args:
+        counts: of symbols by size of the offset, [`SIZES`, `CONTEXTS`, symbols].
+    """
+    of_symbols = counts.sum(0)
+    num_contexts, num_symbols = of_symbols.shape
+    magnitudes = np.zeros((num_contexts, num_symbols // 2 + 1), np.int64)
+    magnitudes[:, : -(-num_symbols // 2)] = of_symbols[:, ::2]
+    magnitudes[:, 1 : num_symbols // 2 + 1] += of_symbols[:, 1::2]
+    return magnitudes
 
 
 def decode(reader: Reader, rows: int, columns: int, offsets: NDArray[np.int8]) -> NDArray[np.int16]:

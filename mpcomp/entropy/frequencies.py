@@ -10,7 +10,6 @@ of a bit, one byte each, from which both ends make the same integers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +19,7 @@ from numpy.typing import NDArray
 from mpcomp.core.compiled import compiled
 from mpcomp.entropy import ans
 
-__all__ = ["ALIKE", "Table", "all_alike", "costs_from", "costs_of", "shares_of", "starts_of"]
+__all__ = ["Tables", "all_alike", "costs_from", "shares_of", "starts_of"]
 
 _int64: Any = np.int64  # for a type checker, which knows no bits of numpy's own numbers
 _ABSENT = 255  # the cost of a symbol that does not occur
@@ -55,69 +54,49 @@ _EXPLICIT = len(_CURVES)  # the number of no curve
 _RARE = 32
 
 
-@dataclass(frozen=True)
-class Table:
-    """Frequencies of symbols, as they are sent.
+@dataclass(frozen=True, eq=False)
+class Tables:
+    """Frequencies of symbols by table, as they are sent.
 
     Attributes:
-        curve: number of the curve that they follow, or `_EXPLICIT`.
-        first: the smallest symbol that occurs; 0 of a curve.
-        costs: -log2 of the frequencies from there to the largest one, in eighths of a bit, of a
-            curve less a constant.
-        num_bytes: of the symbols that it was made of and of itself, nearly.
+        curves: number of the curve that each follows, or `_EXPLICIT`: int64 [tables].
+        costs: -log2 of frequencies in eighths of a bit, of a curve less a constant, `_ABSENT` of
+            symbols that a table does not have: uint8 [tables, symbols].
+        sizes: bytes of the symbols that each was made of and of itself, nearly: float64 [tables].
     """
 
-    curve: int
-    first: int
+    curves: NDArray[np.int64]
     costs: NDArray[np.uint8]
-    num_bytes: float = 0.0
-
-    @property
-    def own_bytes(self) -> int:
-        """The length of `to_bytes`."""
-        return 2 if self.curve != _EXPLICIT else 3 + len(self.costs)
+    sizes: NDArray[np.float64]
 
     @classmethod
-    def of_each(cls, counts: NDArray[np.int64]) -> list[Table]:
+    def of(cls, counts: NDArray[np.int64]) -> Tables:
         """The table of each stream that takes the fewest bytes with its symbols.
 
         Args:
             counts: how often each symbol occurs, int64 [streams, symbols]; some do in each.
         """
-        first, last, curve, by_curve, costs, explicit = _fitted(counts, _CURVE_BITS, _CURVE_TOTALS)
-        return [
-            cls(c, 0, _CURVES[c, : end + 1], by)
-            if by < exactly
-            else cls(_EXPLICIT, start, own[start : end + 1], exactly)
-            for c, start, end, own, by, exactly in zip(
-                curve.tolist(),
-                first.tolist(),
-                last.tolist(),
-                costs,
-                by_curve.tolist(),
-                explicit.tolist(),
-                strict=True,
-            )
-        ]
+        return cls(*_fitted(counts, _CURVES, _CURVE_BITS, _CURVE_TOTALS))
+
+    @property
+    def num_bytes(self) -> float:
+        """Of symbols and tables, nearly."""
+        return float(self.sizes.sum())
+
+    def __getitem__(self, some: slice) -> Tables:
+        return Tables(self.curves[some], self.costs[some], self.sizes[some])
+
+    def __len__(self) -> int:
+        return len(self.curves)
 
     def to_bytes(self) -> bytes:
         """Number of the curve, its last symbol; or first symbol, number of others, costs."""
-        if self.curve != _EXPLICIT:
-            return bytes([self.curve, len(self.costs) - 1])
-        return bytes([_EXPLICIT, self.first, len(self.costs) - 1]) + self.costs.tobytes()
-
-
-def costs_of(tables: Sequence[Table]) -> NDArray[np.uint8]:
-    """Costs of the symbols that any of the tables has: [tables, symbols]."""
-    num_symbols = max(table.first + len(table.costs) for table in tables)
-    costs = np.full((len(tables), num_symbols), _ABSENT, np.uint8)
-    for row, table in zip(costs, tables, strict=True):
-        row[table.first : table.first + len(table.costs)] = table.costs
-    return costs
+        written: bytes = _written(self.curves, self.costs).tobytes()
+        return written
 
 
 def costs_from(data: NDArray[np.uint8], at: int, count: int) -> tuple[NDArray[np.uint8], int]:
-    """The costs of tables that were sent, as `Table.to_bytes` says each.
+    """The costs of tables that were sent, as of `Tables`.
 
     Args:
         data: of a message.
@@ -125,7 +104,7 @@ def costs_from(data: NDArray[np.uint8], at: int, count: int) -> tuple[NDArray[np
         count: of tables.
 
     Returns:
-        As of `costs_of`, and where they end.
+        uint8 [tables, symbols], and where they end.
 
     Raises:
         ValueError: they are no tables.
@@ -137,7 +116,7 @@ def costs_from(data: NDArray[np.uint8], at: int, count: int) -> tuple[NDArray[np
 
 
 def all_alike(costs: NDArray[np.uint8]) -> bool:
-    """Whether each table has a single symbol; costs as of `costs_of`."""
+    """Whether each table has a single symbol; costs as of `Tables`."""
     return bool(((costs != _ABSENT).sum(1) <= 1).all())
 
 
@@ -145,7 +124,7 @@ def starts_of(costs: NDArray[np.uint8]) -> NDArray[np.int64]:
     """Sums of the frequencies of each table before every symbol and behind the last.
 
     Args:
-        costs: as of `costs_of`.
+        costs: as of `Tables`.
 
     Returns:
         [tables, symbols + 1]; what a table does not have is of frequency zero.
@@ -157,7 +136,7 @@ def shares_of(costs: NDArray[np.uint8], total: int, largest: int) -> NDArray[np.
     """Frequencies of each table where symbols may have none, as they may go by themselves.
 
     Args:
-        costs: as of `costs_of`.
+        costs: as of `Tables`.
         total: of a table's frequencies.
         largest: symbols above it have none, and neither have rare ones.
 
@@ -209,29 +188,28 @@ def _read(
 
 @compiled
 def _fitted(
-    counts: NDArray[Any], curve_bits: NDArray[Any], curve_totals: NDArray[Any]
-) -> tuple[NDArray[Any], ...]:
-    """The best curve of each stream, and its own table.
+    counts: NDArray[Any],
+    curves: NDArray[Any],
+    curve_bits: NDArray[Any],
+    curve_totals: NDArray[Any],
+) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+    """The parts of `Tables`: for each stream its best curve, or costs of its own.
 
     Args:
         counts: how often each symbol occurs, int64 [streams, symbols].
+        curves: `_CURVES`.
         curve_bits: `_CURVE_BITS`.
         curve_totals: `_CURVE_TOTALS`.
-
-    Returns:
-        Of each stream: the first and the last symbol that occurs; the curve's number, and the bytes
-        that it takes; costs of the symbols [streams, symbols], and the bytes with these.
     """
     num_streams, num_symbols = counts.shape
-    first, last, curve = np.zeros((3, num_streams), np.int64)
-    by_curve, explicit = np.zeros((2, num_streams))
+    chosen, sizes = np.full(num_streams, len(curves), np.int64), np.zeros(num_streams)
     costs = np.full((num_streams, num_symbols), _ABSENT, np.uint8)
     for stream in range(num_streams):
         of_stream = counts[stream]
         total = of_stream.sum()
         there = np.flatnonzero(of_stream)
-        first[stream], last[stream] = there[0], there[-1]
-        bits = total * curve_totals[last[stream]]
+        first, last = there[0], there[-1]
+        bits = total * curve_totals[last]
         own_bits = 0.0
         for symbol in there:
             count = of_stream[symbol]
@@ -239,10 +217,33 @@ def _fitted(
             cost = min(np.rint(-8 * np.log2(count / total)), _ABSENT - 1)
             costs[stream, symbol] = np.uint8(cost)
             own_bits += count * cost / 8
-        curve[stream] = bits.argmin()
-        by_curve[stream] = 2 + bits.min() / 8
-        explicit[stream] = 4 + last[stream] - first[stream] + own_bits / 8
-    return first, last, curve, by_curve, costs, explicit
+        by_curve = 2 + bits.min() / 8
+        sizes[stream] = 4 + last - first + own_bits / 8
+        if by_curve < sizes[stream]:
+            chosen[stream], sizes[stream] = bits.argmin(), by_curve
+            costs[stream, : last + 1] = curves[chosen[stream], : last + 1]
+    return chosen, costs, sizes
+
+
+@compiled
+def _written(curves: NDArray[Any], costs: NDArray[Any]) -> NDArray[Any]:
+    """The bytes of `Tables`, uint8 [n]."""
+    written = np.empty(len(costs) * (3 + costs.shape[1]), np.uint8)
+    at = 0
+    for table in range(len(costs)):
+        first, last = -1, 0
+        for symbol in range(costs.shape[1]):
+            if costs[table, symbol] != _ABSENT:
+                first, last = symbol if first < 0 else first, symbol
+        written[at] = curves[table]
+        if curves[table] < _EXPLICIT:
+            written[at + 1] = last
+            at += 2
+        else:
+            written[at + 1], written[at + 2] = first, last - first
+            written[at + 3 : at + 4 + last - first] = costs[table, first : last + 1]
+            at += 4 + last - first
+    return written[:at]
 
 
 @compiled
@@ -278,7 +279,3 @@ def _summed(costs: NDArray[Any], weights: NDArray[Any], total: int) -> NDArray[A
         for symbol in range(1, num_symbols):
             of_table[symbol] += of_table[symbol - 1]
     return starts
-
-
-#: The table of symbols that all are zero.
-ALIKE = Table(0, 0, _CURVES[0, :1], 2.0)

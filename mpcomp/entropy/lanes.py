@@ -42,7 +42,7 @@ from mpcomp.core.vectors import EIGHT, Memory, Values, vectorized
 from mpcomp.entropy import ans, dithered
 from mpcomp.entropy.ans import LOWEST, unfolded
 from mpcomp.entropy.classes import CONTEXTS, Classes, head, read, with_tables
-from mpcomp.entropy.frequencies import Table, costs_of, shares_of, starts_of
+from mpcomp.entropy.frequencies import Tables, shares_of, starts_of
 from mpcomp.entropy.message import Reader, damaged
 from mpcomp.entropy.tallies import counts_of, sums_of
 
@@ -109,7 +109,7 @@ class Way:
 
     flag: int
     classes: Classes
-    tables: Sequence[Table]
+    tables: Tables
     counts: NDArray[np.int64]
     others: float
 
@@ -139,15 +139,14 @@ class Way:
             bits += float(self.counts[:, 1:].sum())
         return self._of_tables + bits / 8 + _BY_ITSELF * self.num_alone
 
-    @cached_property
+    @property
     def _costs(self) -> NDArray[np.uint8]:
         """Of the symbols of integers."""
-        return costs_of(self.tables[2:])
+        return self.tables[2:].costs[:, : self.counts.shape[1]]
 
     @cached_property
     def _of_tables(self) -> float:
-        of_classes = sum(table.num_bytes for table in self.tables[:2])
-        return of_classes + sum(table.own_bytes for table in self.tables[2:])
+        return self.tables[:2].num_bytes + len(self.tables[2:].to_bytes())
 
     def block(self, size: int) -> int:
         """k of so many integers: a block is as small as the share of what it costs allows."""
@@ -183,9 +182,7 @@ def ways(
     if dithers:
         of_sizes = counts.reshape(dithered.SIZES, CONTEXTS, -1)
         found.append(_way(_DITHERED, classes, of_sizes, 0.0))
-        both = of_sizes.sum(0)
-        both = np.pad(both, ((0, 0), (0, 1 - both.shape[1] % 2)))
-        counts = np.concatenate([both[:, :1], both[:, 1::2] + both[:, 2::2]], 1)
+        counts = dithered.magnitudes_of(of_sizes)
     others = 2.0 * counts[:, ans.ESCAPE :].sum() + (sums.nonzero / 8 if sums.negative else 0)
     flag = _SIGNED if sums.negative else _MAGNITUDES
     found.append(_way(flag, classes, counts[None], others))

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpcomp.entropy import ans
-from mpcomp.entropy.frequencies import Table, all_alike, costs_from, costs_of, starts_of
+from mpcomp.entropy.frequencies import Tables, all_alike, costs_from, starts_of
 
 __all__ = ["FEW", "Coder", "Message", "Place", "Reader", "damaged"]
 
@@ -43,6 +43,14 @@ class Place(NamedTuple):
         columns = np.zeros((1, count), np.uint8)
         return cls(np.zeros(1, np.uint8), columns, np.full(1, table, np.int64))
 
+    def says_all(self, starts: NDArray[np.int64]) -> bool:
+        """Whether all symbols are coded by a table that has zero alone, which takes no bits.
+
+        Args:
+            starts: as of `ans.divisors`.
+        """
+        return len(self.table_of) == 1 and bool(starts[self.table_of[0], 1] == ans.TOTAL)
+
 
 @dataclass(frozen=True)
 class Message:
@@ -57,7 +65,7 @@ class Message:
     """
 
     ahead: bytes
-    tables: Sequence[Table]
+    tables: Tables
     coded: Sequence[tuple[NDArray[np.int16], Place]]
     num_behind: int = 0
     behind: Callable[[], bytes] = bytes
@@ -65,27 +73,22 @@ class Message:
     @property
     def num_bytes(self) -> float:
         """Its length, nearly."""
-        return len(self.ahead) + sum(table.num_bytes for table in self.tables) + self.num_behind
+        return len(self.ahead) + self.tables.num_bytes + self.num_behind
 
     def parts(self) -> list[bytes]:
         """All of it but the kind."""
-        costs = costs_of(self.tables)
+        costs = self.tables.costs
         starts = starts_of(costs)
-        out = np.empty(
-            2 * sum(each.size for each, _ in self.coded), np.uint8
-        )  # a word each at most
+        # A word of each symbol at most.
+        out = np.empty(2 * sum(symbols.size for symbols, _ in self.coded), np.uint8)
         at = len(out)
         states = np.full(_num_states(self.coded[-1][0].size, costs), ans.LOWEST, np.int64)
+        divisors = ans.divisors(starts)
         for symbols, place in reversed(self.coded):
-            at = ans.push(symbols, *place, starts, states, out, at)
-        tables = (table.to_bytes() for table in self.tables)
-        return [
-            self.ahead,
-            *tables,
-            states.astype("<u4").tobytes(),
-            out[at:].tobytes(),
-            self.behind(),
-        ]
+            if not place.says_all(starts):
+                at = ans.push(symbols, *place, *divisors, states, out, at)
+        coded = states.astype("<u4").tobytes() + out[at:].tobytes()
+        return [self.ahead, self.tables.to_bytes(), coded, self.behind()]
 
 
 class Coder(NamedTuple):
@@ -140,7 +143,7 @@ class Reader:
         self._at = at
 
     def costs(self, num_tables: int) -> NDArray[np.uint8]:
-        """The next tables, as of `mpcomp.entropy.frequencies.costs_of`."""
+        """Costs of the next tables, as of `mpcomp.entropy.frequencies.Tables`."""
         try:
             costs, self._at = costs_from(self.data, self._at, num_tables)
         except ValueError as error:

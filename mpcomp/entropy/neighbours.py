@@ -28,7 +28,7 @@ from torch import Tensor
 from mpcomp.core.compiled import compiled
 from mpcomp.entropy import ans
 from mpcomp.entropy.ans import ESCAPE, folded, pop_row, unfolded
-from mpcomp.entropy.frequencies import Table
+from mpcomp.entropy.frequencies import Tables
 from mpcomp.entropy.message import FEW, Message, Place, Reader, damaged
 
 __all__ = [
@@ -97,7 +97,7 @@ def encode(q: NDArray[np.int16], height: int, width: int, *, signed: bool) -> Me
     occurs = counts.any(1)
     return Message(
         ahead=np.packbits(occurs).tobytes(),
-        tables=Table.of_each(counts[occurs].astype(np.int64)),
+        tables=Tables.of(counts[occurs].astype(np.int64)),
         coded=[(symbols, Place(pixels, sizes, _tables_of(np.flatnonzero(occurs))))],
         num_behind=2 * num_large,
         behind=lambda: ans.large_of(symbols, num_large)[::-1].astype("<u2").tobytes(),

@@ -34,7 +34,7 @@ def tables(rng: np.random.Generator) -> NDArray[np.int64]:
 def coded(q, starts, num_states, push):
     out = np.empty(2 * q.size, np.uint8)
     states = np.full(num_states, ans.LOWEST, np.int64)
-    at = push(q, ROWS, COLUMNS, TABLE_OF, starts, states, out, len(out))
+    at = push(q, ROWS, COLUMNS, TABLE_OF, *ans.divisors(starts), states, out, len(out))
     return states, out[at:]
 
 
@@ -104,7 +104,7 @@ def test_classes_of_each_integer_take_the_place_of_those_of_columns():
 
     def push(columns):
         states, out = np.full(4, ans.LOWEST, np.int64), np.empty(2 * q.size, np.uint8)
-        at = ans.push(q, ROWS, columns, TABLE_OF, starts, states, out, len(out))
+        at = ans.push(q, ROWS, columns, TABLE_OF, *ans.divisors(starts), states, out, len(out))
         return states.tobytes() + out[at:].tobytes()
 
     mixed = np.repeat(COLUMNS, len(q), 0)
@@ -121,7 +121,7 @@ def test_classes_of_each_integer_take_the_place_of_those_of_columns():
 def test_the_quotient_by_an_inverse_is_exact(frequency, multiple, off):
     """Next to the multiples, where it would be wrong first: as in `ans.push`, and `lanes.push`."""
     x = min(max(multiple % (2**17) * frequency + off, 0), 2**17 * frequency - 1)
-    inverses, _ = ans.divisors(np.array([[0, frequency, ans.TOTAL]]))
+    inverses = ans.divisors(np.array([[0, frequency, ans.TOTAL]]))[0][0]
     assert ans.quotient(np.uint64(x), inverses[0]) == x // frequency
     x = min(max(multiple % (2**32 // frequency) * frequency + off, 0), 2**32 - 1)
     assert int((np.float64(x) + 0.5) * (1.0 / np.float64(frequency))) == x // frequency

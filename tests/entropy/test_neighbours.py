@@ -107,7 +107,8 @@ def test_machine_code_does_what_the_interpreter_does(seed, signed):
         starts[0, 1:] += ans.TOTAL - ans.ESCAPE - 1
         table_of = np.zeros(neighbours.CONTEXTS, np.int64)
         states, out = np.full(4, ans.LOWEST, np.int64), np.empty(2 * q.size, np.uint8)
-        at = function(ans.push)(symbols, pixels, sizes, table_of, starts, states, out, len(out))
+        places, divisors = (pixels, sizes, table_of), ans.divisors(starts)
+        at = function(ans.push)(symbols, *places, *divisors, states, out, len(out))
         popped, first = np.empty_like(q), ans.buckets(starts)
         end, escaped = function(neighbours.pop)(
             out, at, signed, 5, 4, table_of, starts, first, states, popped
