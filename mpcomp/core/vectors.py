@@ -4,11 +4,11 @@ numba takes numbers one by one, and LLVM finds vectors only in loops whose numbe
 are. Some do not: of eight states that read a stream, only some take a word, and they take the next
 ones. A step with such moves is a function of `Values` and `Memory`:
 
-    @vectorized
+    @vectorized(results=1)
     def take_words(words, at, states):
         x = states.load(0)
         needs = x < LOWEST
-        states.store(0, needs.choose(x << 16 | needs.expand(words.load(at)), x))
+        states.store(0, needs.choose(x << 16 | needs.expand(words.load(at).to(32)), x))
         return at + needs.count()
 
 A compiled function calls it with arrays and whole numbers. It runs once for each of their types,
@@ -37,7 +37,7 @@ EIGHT: Final = 8
 
 
 class Values:
-    """Eight whole numbers, or one, which goes with each of eight.
+    """Eight whole numbers, or a single one, as a place in an array is.
 
     Numbers of Python that an operation takes beside them become of their type.
 
@@ -84,19 +84,19 @@ class Values:
         return Mask(self.builder, self.builder.icmp_unsigned(">", *self._both(other)))
 
     def __floordiv__(self, other: Values) -> Values:
-        """The whole quotient, exact where it is below 2^31: by fractions of 53 bits."""
+        """Whole quotients of 32 bits, exact where they are below 2^31: by fractions of 53 bits."""
         of_fractions = _vector(ir.DoubleType())
         a, b = (self.builder.uitofp(one, of_fractions) for one in self._both(other))
         return self._made(self.builder.fptosi(self.builder.fdiv(a, b), self.value.type))
 
     def to(self, bits: int) -> Values:
-        """The same numbers in so many bits; those above are lost."""
+        """Eight numbers in so many bits; those above are lost."""
         before, after = self.value.type.element, ir.IntType(bits)
         change = self.builder.trunc if bits < before.width else self.builder.zext
         return self if bits == before.width else self._made(change(self.value, _vector(after)))
 
     def onwards(self) -> Values:
-        """Eight numbers of 32 bits, from this one on."""
+        """Eight numbers of 32 bits, from this single one on."""
         build, of_eight = self.builder, _vector(ir.IntType(32))
         first = build.trunc(self.value, ir.IntType(32))
         undefined = ir.Constant(of_eight, ir.Undefined)
