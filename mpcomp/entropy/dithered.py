@@ -54,7 +54,7 @@ def may_tell(num: int, sums: ans.Sums) -> bool:
 def encode(
     q: NDArray[np.int16], offsets: NDArray[np.int8], classes: Classes
 ) -> tuple[Message, NDArray[np.int64]]:
-    """The message of integers [rows, columns], of which a dither `may_tell`; counts of magnitudes.
+    """The message of integers [rows, columns] under a dither that `may_tell`, and their counts.
 
     Args:
         q: integers.

@@ -5,15 +5,17 @@ import subprocess
 import sys
 
 import numpy as np
+import pytest
 
 from mpcomp.core.compiled import compiled
 
 CALLED = """
 from mpcomp.core.compiled import compiled
+from mpcomp.core.vectors import vectorized
 
-@compiled
+@{decorator}
 def inner(x):
-    return x + 1
+    return x + {number}
 """
 CALLING = """
 from called import inner
@@ -61,9 +63,10 @@ def test_compiled_functions_call_each_other():
     assert compiled(two_more)(3) == two_more(3) == 5
 
 
-def test_code_that_was_kept_is_not_used_with_other_code_that_it_calls(tmp_path):
+@pytest.mark.parametrize("decorator", ["compiled", "vectorized(results=1)"])
+def test_code_that_was_kept_is_not_used_with_other_code_that_it_calls(decorator, tmp_path):
     """Though its own file is as it was: what is kept says what is called."""
-    (tmp_path / "called.py").write_text(CALLED)
+    (tmp_path / "called.py").write_text(CALLED.format(decorator=decorator, number=1))
     (tmp_path / "calling.py").write_text(CALLING)
     run = [sys.executable, "-c", "import calling; print(calling.outer(3))"]
     environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "kept")}
@@ -76,5 +79,5 @@ def test_code_that_was_kept_is_not_used_with_other_code_that_it_calls(tmp_path):
         return done.stdout.strip()
 
     assert said() == said() == "4"
-    (tmp_path / "called.py").write_text(CALLED.replace("1", "20"))
+    (tmp_path / "called.py").write_text(CALLED.format(decorator=decorator, number=20))
     assert said() == "23"

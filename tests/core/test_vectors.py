@@ -1,9 +1,5 @@
 """Steps over eight numbers: each operation against numpy's, for all masks."""
 
-import os
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -115,37 +111,3 @@ def test_quotients_are_exact(divisor, multiples, off):
 def test_only_compiled_functions_call_a_step():
     with pytest.raises(TypeError, match="_divided is called by compiled functions alone"):
         _divided(NUMBERS, OTHERS, NUMBERS, 0)
-
-
-STEP = """
-from mpcomp.core.vectors import vectorized
-
-@vectorized(results=1)
-def step(at):
-    return at + 1
-"""
-CALLING = """
-from mpcomp.core.compiled import compiled
-from called import step
-
-@compiled
-def outer(x):
-    return step(x)
-"""
-
-
-def test_code_that_was_kept_is_not_used_with_another_step(tmp_path):
-    (tmp_path / "called.py").write_text(STEP)
-    (tmp_path / "calling.py").write_text(CALLING)
-    run = [sys.executable, "-c", "import calling; print(calling.outer(3))"]
-    paths = os.pathsep.join([str(tmp_path), *sys.path])
-    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "kept"), "PYTHONPATH": paths}
-
-    def said() -> str:
-        return subprocess.run(
-            run, env=environment, capture_output=True, text=True, check=True
-        ).stdout.strip()
-
-    assert said() == said() == "4"
-    (tmp_path / "called.py").write_text(STEP.replace("1\n", "20\n"))
-    assert said() == "23"
