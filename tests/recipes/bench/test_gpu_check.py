@@ -96,7 +96,7 @@ def states(path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_a_dry_run_goes_through_all_parts(tmp_path):
     out = tmp_path / "new" / "check.json"
     command = [sys.executable, "-m", "recipes.bench.gpu_check", "--dry-run", "--out", str(out)]
