@@ -113,14 +113,15 @@ class LearnedEndpoint(Endpoint, of=Learned):
             return
         vectors = (vectors[there] / size[there]).float()
         if looks:
-            end.due = max(end.steps + 1, math.ceil(1.25 * end.steps))
             new = Basis.of(end.second - torch.outer(end.mean, end.mean))
             sizes = [
                 sum(part.nbytes for part in self.coder(basis).compress(x, generator_for("a look")))
                 for basis in (end.basis, new)
             ]
-            if (sizes[0] - sizes[1]) * (end.vectors / tokens.num) >= new.coded.numel():
-                end.news = new
+            rent, price = (sizes[0] - sizes[1]) * end.vectors / tokens.num, new.coded.numel()
+            end.news = new if rent >= price else None
+            growth = min(4, math.sqrt(price / max(rent, 1)))
+            end.due = max(end.steps + 1, math.ceil(growth * end.steps))
         end.batches += 1
         weight = max(1 / end.batches, min(1 / 16, len(vectors) / (64 * tokens.width)))
         second = (vectors.T @ vectors).double() / len(vectors)

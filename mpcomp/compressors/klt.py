@@ -9,8 +9,8 @@ bits an element less than those of x, for the same error, and no orthonormal bas
 coding gain; Huang and Schultheiss, 1963; Goyal, 2001).
 
 Where what an error costs hangs on its direction, e F e^T of an error e, the best basis is not
-orthonormal. The errors of coordinates in R = F^(1/2) x cost the same in all directions, and with
-R S R = V diag(l) V^T the basis B = V^T R^(-1) takes
+orthonormal. With F = L L^T errors of L^T x cost the same in all directions, and with
+L^T S L = V diag(l) V^T the basis B = V^T L^(-1) takes
 
     1/2 (log2 mean f_i - mean log2 f_i)
 
@@ -173,9 +173,9 @@ class Basis:
         """
         if weights is None:
             return cls.rounded(_directions(covariance))
-        values, vectors = torch.linalg.eigh(weights)
-        root = (vectors * values.sqrt()) @ vectors.T
-        rows = _directions(root @ covariance @ root) @ (vectors * values.rsqrt()) @ vectors.T
+        root = torch.linalg.cholesky(weights)
+        directions = _directions(root.T @ covariance @ root)
+        rows = torch.linalg.solve_triangular(root, directions, upper=False, left=False)
         cost = (weights * (rows.T @ rows)).sum() / weights.trace()
         return cls.rounded(rows * cost.rsqrt())
 

@@ -11,6 +11,10 @@ and none where data do not profit: where all directions are as strong, or many e
 The microbatch is one that the new basis was not made from, so that one of too few vectors does not
 seem better than it is.
 
+Such a look takes eigenvectors and two codings. What a new basis would save a vector grows with the
+steps since the last one, about in proportion, so the rent grows with their square: the next look is
+when that reaches the price.
+
 A new basis rides on a message of the next step and is used from the step after it on, by both ends;
 nothing happens in a step that is discarded.
 """
@@ -43,8 +47,8 @@ _MICROBATCHES, _VECTORS = 16, 64
 #: The share of what an error costs that hangs on its size alone: few gradients know the directions
 #: of little cost badly, and errors there would grow beyond what is known of them.
 _UNIFORM = 0.5
-#: Growth of the number of steps between looks for a better basis.
-_GROWTH = 1.25
+#: The most by which the steps since the last basis grow from one look for a better one to the next.
+_GROWTH = 4
 #: Bytes an entry: numbers and a matrix in fp32; of a sender its inverse too, and of each average.
 _ENTRY_BYTES, _MOMENT_BYTES = {Side.SENDER: 2 + 4 + 4, Side.RECEIVER: 2 + 4}, 8
 
@@ -180,12 +184,14 @@ class _Sender:
 
     def _look(self, x: Tensor) -> None:
         """Makes a new basis, and keeps it to be sent if it would have paid."""
-        self._due = max(self._steps + 1, math.ceil(self._steps * _GROWTH))
         basis = Basis.of(self._sent.covariance, self._weights)
         saved = self._bytes(x, self.basis) - self._bytes(x, basis)
-        times = self._vectors / Tokens.of(TensorMeta.of(x)).num
-        if saved * times >= basis.coded.numel():
+        rent = saved * self._vectors / Tokens.of(TensorMeta.of(x)).num
+        price = basis.coded.numel()
+        if rent >= price:
             self.news = basis
+        growth = min(_GROWTH, math.sqrt(price / max(rent, 1)))
+        self._due = max(self._steps + 1, math.ceil(self._steps * growth))
 
     @property
     def _weights(self) -> Tensor | None:
@@ -423,10 +429,14 @@ class BasisEndpoint(WrappingEndpoint, of=KLT):
         return known[1]
 
     def _sender(self, width: int) -> _Sender:
-        return self._senders.setdefault(width, _Sender(self.method))
+        if width not in self._senders:
+            self._senders[width] = _Sender(self.method)
+        return self._senders[width]
 
     def _receiver(self, width: int) -> _Receiver:
-        return self._receivers.setdefault(width, _Receiver())
+        if width not in self._receivers:
+            self._receivers[width] = _Receiver()
+        return self._receivers[width]
 
     @property
     def _ends(self) -> list[tuple[Side, int, _Sender | _Receiver]]:
