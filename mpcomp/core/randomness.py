@@ -33,8 +33,6 @@ __all__ = [
 ]
 
 _MANY: Final = 1 << 15  # numbers, from which on machine code is worth loading
-_int32: Any = np.int32  # for a type checker, which knows no bits of numpy's own numbers
-_float32: Any = np.float32
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -105,7 +103,7 @@ def fill_uniform(out: NDArray[Any], first: int, second: int) -> None:
         x ^= x >> 15
         x = x * 0x846CA68B & 0xFFFFFFFF
         x ^= x >> 16
-        out[i] = _float32(_int32(x >> 8)) * _float32(1 / (1 << 24))  # both exact
+        out[i] = np.float32(np.int32(x >> 8)) * np.float32(1 / (1 << 24))  # both exact
 
 
 def normal(generator: torch.Generator, numel: int, device: torch.device) -> Tensor:

@@ -16,7 +16,13 @@ WIDTH, VECTORS = 48, 512
 
 
 class Run(NamedTuple):
-    """What a sender did: looks; the rent at each purchase, in prices; and the steps of these."""
+    """Looks and purchases of a sender.
+
+    Attributes:
+        looks: how many.
+        rents: at each purchase, in prices.
+        bought: steps of the purchases.
+    """
 
     looks: int
     rents: list[float]
@@ -41,7 +47,7 @@ class Drifting:
 
 
 def run(data: Drifting, steps: int, sender: _Sender | None = None) -> Run:
-    """Steps of one microbatch each; those that are over are the sender's own."""
+    """Looks and purchases in some steps of one microbatch, by a new sender or a given one."""
     sender = sender or _Sender(KLT(ECSQ(0.2)))
     rents, bought = [], []
     with mock.patch.object(Basis, "of", wraps=Basis.of) as looked:
@@ -62,7 +68,7 @@ def test_it_looks_a_few_times_for_each_basis_and_pays_little_too_much_rent(angle
     looks, rents, bought = run(Drifting(angle), 120)
     assert len(bought) >= 10
     assert looks <= 3 * len(bought)
-    assert median(rents) < 1.5 and max(rents[1:]) < 2.5  # the first can be made after one step
+    assert median(rents) < 1.5 and max(rents[1:]) < 2.5  # the first look sends the first one
 
 
 def test_where_directions_stay_it_soon_looks_no_more():
